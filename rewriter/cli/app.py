@@ -1,0 +1,123 @@
+"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rewriter import __version__
+from rewriter.cli import convert, export, generate, inspect, recipes, verify
+from rewriter.errors import RewriterError
+from rewriter.suggestions import nearest
+
+HELP = """Rewrite a language model so that it communicates less when it is sharded.
+
+\b
+  rewrite MODEL --recipe NAME    converts a checkpoint; its options: rewrite MODEL --help
+  rewrite recipes                lists the recipes
+
+MODEL is a Hugging Face directory or a hub id. A first word that is none of the commands below is MODEL;
+write ./inspect for a directory that is called like a command.
+"""
+
+EPILOG = "REWRITER_DEBUG=1 shows the traceback of a failure, and the IR between passes with the time of each."
+
+# Plain help: typer's panels cost more than 0.1 s of imports, and everything `rewrite` prints on failure is one line.
+commands = typer.Typer(
+    name="rewrite",
+    help=HELP,
+    epilog=EPILOG,
+    subcommand_metavar="MODEL --recipe NAME | COMMAND ...",
+    options_metavar="",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+conversion = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
+commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
+commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
+commands.command(short_help="Check a written output again.")(verify.verify)
+commands.command(short_help="Continue a text on real ranks.")(generate.generate)
+commands.command(short_help="Write an output as ONNX.")(export.export)
+
+COMMANDS = ("inspect", "recipes", "verify", "generate", "export")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rewriter {__version__}")
+        raise typer.Exit
+
+
+@commands.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `rewrite` and returns its exit code: 0, 1 unexpected, 2 refused, 3 verification failed, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except RewriterError as error:
+        return _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message().rstrip('.')}. {_help_hint(words)}", error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted.", 130)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}. REWRITER_DEBUG=1 shows the traceback.", 1)
+    except Exception as error:
+        hint = "This is a fault of rewriter. REWRITER_DEBUG=1 shows the traceback."
+        return _fail(f"{type(error).__name__}: {' '.join(str(error).split()):.400}. {hint}", 1)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        words = ["--help"]
+    if words[0] in COMMANDS or words[0] in ("-h", "--help", "--version"):
+        code = commands(words, prog_name="rewrite", standalone_mode=False)
+    else:
+        _refuse_misspelt_command(words[0])
+        code = conversion(words, prog_name="rewrite", standalone_mode=False)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse_misspelt_command(word: str) -> None:
+    if word.startswith("-") or "/" in word or Path(word).exists():
+        return
+    guess = nearest(word, COMMANDS)
+    if guess:
+        raise RewriterError(f"{word}: neither a command nor a model directory. Did you mean `rewrite {guess}`?")
+
+
+def _help_hint(words: list[str]) -> str:
+    command = words[0] if words and words[0] in COMMANDS else "MODEL"
+    return f"`rewrite {command} --help` lists the options."
+
+
+def _fail(message: str, code: int) -> int:
+    if os.environ.get("REWRITER_DEBUG", "0") not in ("", "0") and sys.exc_info()[0] is not None:
+        import traceback
+
+        traceback.print_exc()
+    typer.echo(f"error: {message}", err=True)
+    return code

@@ -1,0 +1,98 @@
+"""`rewrite MODEL --recipe NAME`: from a checkpoint to a verified, rewritten one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rewriter.cli import options
+from rewriter.errors import RewriterError
+
+
+def convert(
+    model: options.Model,
+    recipe: Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Output directory. Without it: MODEL-RECIPE[-tpN] here.")
+    ] = None,
+    tp: options.Ranks = 1,
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PASS.OPTION=VALUE", help="Override a recipe's option: ladder.layers=last:20. Repeatable."
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Convert the weights. Without it: as they are.")
+    ] = None,
+    verify: Annotated[
+        Literal["none", "shrunken", "full"],
+        typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
+    ] = "shrunken",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")
+    ] = False,
+    link: Annotated[
+        bool,
+        typer.Option("--link", help="Hard-link unchanged weight files. A later save into DIR then changes the source."),
+    ] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+) -> None:
+    """Convert MODEL by a recipe: an adapted Hugging Face checkpoint, and with --tp a sharded runtime module.
+
+    MODEL is a directory with config.json and safetensors, or a hub id. The result is verified before it is kept:
+    exit code 3, and no output, where it does not compute what the recipe says.
+    """
+    overrides = parse_overrides(set or [])
+    destination = out if out is not None else default_output(model, recipe, tp)
+
+    from rewriter.cli.progress import Progress
+
+    with Progress() as progress:
+        from rewriter import api
+
+        report = api.convert(
+            model,
+            recipe,
+            out=destination,
+            tp=tp,
+            dtype=dtype,
+            verify=verify,
+            dry_run=dry_run,
+            resume=resume,
+            link=link,
+            trust_remote_code=trust_remote_code,
+            set=overrides,
+            progress=progress,
+        )
+    text = report.to_json()
+    if json:
+        typer.echo(text)
+        return
+    from rewriter.cli.rendering import print_report
+
+    print_report(text, dry_run=dry_run)
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, str]:
+    """`["ladder.layers=last:20"]` as `{"ladder.layers": "last:20"}`. Raises RewriterError for what is no assignment."""
+    overrides: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not re.fullmatch(r"\w+\.\w+", key.strip()):
+            raise RewriterError(f"--set {assignment}: expected PASS.OPTION=VALUE, such as ladder.layers=last:20.")
+        if key.strip() in overrides:
+            raise RewriterError(f"--set {assignment}: {key.strip()} is set twice.")
+        overrides[key.strip()] = value.strip()
+    return overrides
+
+
+def default_output(model: str, recipe: str, tp: int) -> Path:
+    """Where the result goes without --out: `tiny-llama-ladder-tp2` in the current directory."""
+    name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
+    return Path(f"{name}-{Path(recipe).stem}" + (f"-tp{tp}" if tp > 1 else ""))

@@ -1,0 +1,21 @@
+"""`rewrite export DIR --onnx FILE`: the single-device model for other runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rewriter.cli import options
+
+
+def export(
+    directory: options.Output,
+    onnx: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the ONNX model.", show_default=False)],
+) -> None:
+    """Write the single-device model as ONNX, with positions and without cache, checked against onnxruntime."""
+    from rewriter import api
+
+    api.export_onnx(directory, onnx)
+    typer.echo(f"wrote {onnx}")

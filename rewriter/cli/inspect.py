@@ -1,0 +1,31 @@
+"""`rewrite inspect MODEL`: what a model reads, writes and communicates, from config.json alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rewriter.cli import options
+
+
+def inspect(
+    model: options.Model,
+    recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.", show_default=False)] = None,
+    tp: options.Ranks = 1,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+) -> None:
+    """Show a model's residual stream, collectives, bytes per token and memory per rank. Reads no weights.
+
+    With --recipe: before and after, and for every rule that did not fire, why.
+    """
+    from rewriter import api
+
+    inspection = api.inspect(model, recipe=recipe, tp=tp, trust_remote_code=trust_remote_code)
+    if json:
+        typer.echo(inspection.to_json())
+        return
+    from rich.console import Console
+
+    Console().print(inspection)

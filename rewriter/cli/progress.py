@@ -1,0 +1,50 @@
+"""What `rewrite` shows while it works: one line on a terminal's stderr, nothing in a log."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+
+class Progress:
+    """Call it with a stage, and while one runs with how much of it is done: `progress("weights", done, total)`.
+
+    `done` and `total` are in the stage's own unit (bytes, layers); a stage without a total shows a spinner. Where
+    stderr is no terminal nothing is written, so that logs hold results and errors only.
+    """
+
+    def __init__(self) -> None:
+        self._bars: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._stage = ""
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bars
+
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+            self._bars = Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: float = 0, total: float | None = None) -> None:
+        if self._bars is None:
+            return
+        if stage != self._stage or self._task is None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._stage, self._task = stage, self._bars.add_task(stage, total=total)
+        self._bars.update(self._task, completed=done, total=total)

@@ -1,0 +1,57 @@
+"""`rewrite recipes`: list, show, validate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="List the recipes that ship, show one, or check a file of your own.", rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def listing(context: typer.Context) -> None:
+    """List the recipes that ship, show one, or check a file of your own."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from rewriter.recipes.catalogue import entries
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("what it does")
+    for entry in entries():
+        table.add_row(f"[bold]{entry.name}[/]", f"{entry.summary}\n[dim]{' → '.join(entry.passes)}[/]")
+    console = Console()
+    console.print(table)
+    console.print("\nCopy one to edit it: `rewrite recipes show NAME > mine.yaml`", highlight=False)
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)]) -> None:
+    """Print a recipe's YAML file."""
+    from rewriter.recipes.catalogue import find
+    from rewriter.recipes.reading import read_file
+
+    text = read_file(find(name))
+    if not sys.stdout.isatty():
+        typer.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(text, "yaml", background_color="default"))
+
+
+@app.command()
+def validate(file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]) -> None:
+    """Check a recipe file: every fault at once, each with its line."""
+    from rewriter.recipes import Recipe
+
+    recipe = Recipe.load(file)
+    recipe.build()
+    typer.echo(f"{file}: a valid recipe: {' → '.join(spec.pass_name for spec in recipe.passes)}")

@@ -1,0 +1,103 @@
+"""A conversion's report as tables. Renders the report's JSON, so the two can never tell different stories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def print_report(text: str, *, dry_run: bool = False) -> None:
+    """Prints the JSON of a report as tables: the passes, the verification, the communication before and after."""
+    report: dict[str, Any] = json.loads(text)
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{escape(str(report['model']))}[/] → [bold]{escape(_value(report['recipe']))}[/]{_mesh(report)}\n"
+    )
+    console.print(_passes(report.get("passes") or []))
+    for title, content in (
+        ("verification", report.get("verification")),
+        ("communication", report.get("communication")),
+    ):
+        if content:
+            console.print()
+            console.print(comparison(title, content) if _is_comparison(content) else facts(title, content))
+    verb = "would write" if dry_run else "wrote"
+    count = len(report.get("files") or [])
+    console.print(f"\n{verb} [bold]{escape(str(report['out']))}[/]" + (f", {count} files" if count else ""))
+
+
+def print_verification(verification: Mapping[str, Any]) -> None:
+    """Prints the checks of `rewrite verify`."""
+    Console(highlight=False).print(facts("verification", verification))
+
+
+def facts(title: str, content: Mapping[str, Any]) -> Table:
+    """Names and values, nested mappings spelt `outer.inner`."""
+    table = _table(title, "")
+    for name, value in _flat(content):
+        table.add_row(name, escape(_value(value)))
+    return table
+
+
+def comparison(title: str, content: Mapping[str, Any]) -> Table:
+    """`{"before": {...}, "after": {...}}` side by side."""
+    table = _table(title, "before", "after")
+    before, after = dict(_flat(content["before"])), dict(_flat(content["after"]))
+    for name in dict.fromkeys((*before, *after)):
+        table.add_row(name, *(escape(_value(side[name])) if name in side else "–" for side in (before, after)))
+    return table
+
+
+def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("pass", "kind", "what it did", numbers=False)
+    for entry in passes:
+        table.add_row(f"[bold]{escape(entry['name'])}[/]", escape(entry["kind"]), escape(str(entry["summary"])))
+    return table
+
+
+def _table(title: str, *columns: str, numbers: bool = True) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=True, header_style="dim")
+    table.add_column(title, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right" if numbers and len(columns) > 1 else "left")
+    return table
+
+
+def _mesh(report: Mapping[str, Any]) -> str:
+    mesh = report.get("mesh")
+    return f" on {escape(_value(mesh))}" if mesh else ""
+
+
+def _is_comparison(content: Mapping[str, Any]) -> bool:
+    return all(isinstance(content.get(side), Mapping) for side in ("before", "after"))
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        rows += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
+    return rows
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, Mapping):
+        return (
+            str(value["name"])
+            if "name" in value
+            else ", ".join(f"{key} {_value(inner)}" for key, inner in value.items())
+        )
+    if isinstance(value, list):
+        return ", ".join(_value(item) for item in value)
+    return "–" if value is None else str(value)

@@ -1,0 +1,156 @@
+"""The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
+
+Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
+contracts on many ranks; tests compare the two. This module imports nothing of ours.
+
+Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
+size of v, N tokens, X experts, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+MaskKind = Literal["causal", "window", "chunk", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """Which keys a query sees, as a rule over positions instead of a materialised mask.
+
+    Positions count from the first valid token of a row, so left padding shifts nothing.
+
+    causal: `t <= s`. window: `s - size < t <= s`. chunk: `t <= s` within one block of `size` positions. bidirectional: all.
+    """
+
+    kind: MaskKind
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind in ("window", "chunk")) != (self.size is not None):
+            raise ValueError(f"MaskSpec {self.kind!r} with size {self.size!r}: only window and chunk have a size")
+
+    def visible(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Boolean [..., S, T] from positions [..., S] and [..., T] (int64)."""
+        s, t = query_positions[..., :, None], key_positions[..., None, :]
+        if self.kind == "bidirectional":
+            return (s >= 0) | (t >= 0) | True
+        seen = t <= s
+        if self.kind == "window":
+            assert self.size is not None
+            seen = seen & (t > s - self.size)
+        elif self.kind == "chunk":
+            seen = seen & (s // self.size == t // self.size)
+        return seen
+
+
+def attention(
+    q_BHSD: torch.Tensor,
+    k_BKTD: torch.Tensor,
+    v_BKTE: torch.Tensor,
+    ctx: Any,
+    *,
+    slot: int | str,
+    mask: MaskSpec,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
+
+    Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H] adds one
+    logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every call sees all
+    tokens from position 0. `slot` names the cache entry of this call.
+    """
+    del ctx, slot
+    groups = q_BHSD.shape[1] // k_BKTD.shape[1]
+    k_BHTD, v_BHTE = k_BKTD.repeat_interleave(groups, 1), v_BKTE.repeat_interleave(groups, 1)
+    scores = q_BHSD @ k_BHTD.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    positions = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    scores = scores.masked_fill(~mask.visible(positions, positions), torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
+    return weights[..., : k_BKTD.shape[2]] @ v_BHTE
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def experts(
+    x_NC: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    gate_up_X2IC: torch.Tensor,
+    down_XCI: torch.Tensor,
+    *,
+    act: str,
+) -> torch.Tensor:
+    """Σ_k weight[n, k] · down(act(gate(x)) · up(x)) with expert index[n, k]; gate and up are halves of one projection.
+
+    Indices outside 0…X-1 add nothing (transformers' sentinel for dropped tokens). Returns [N, C].
+    """
+    out = torch.zeros_like(x_NC)
+    for expert in range(gate_up_X2IC.shape[0]):
+        token, choice = torch.where(index_NK == expert)
+        gate, up = F.linear(x_NC[token], gate_up_X2IC[expert]).chunk(2, dim=-1)
+        y = F.linear(ACTIVATIONS[act](gate) * up, down_XCI[expert])
+        out = out.index_add(0, token, (y * weight_NK[token, choice, None]).to(out.dtype))
+    return out
+
+
+def type_as_model(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`x` in the model's dtype: the one of `like`, an input or parameter of the same body."""
+    return x.to(like.dtype)
+
+
+# --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
+
+
+def all_reduce(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """Sum over the ranks of `axis`; its gradient is the identity."""
+    return x
+
+
+def all_reduce_start(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """Begin `all_reduce` in place on the partial `x`; only `all_reduce_wait` may use the result."""
+    return x
+
+
+def all_reduce_wait(pending: torch.Tensor) -> torch.Tensor:
+    """The sum that `all_reduce_start` began."""
+    return pending
+
+
+def enter(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """The identity; its gradient is an all-reduce. Stands where a replicated value enters rank-local computation."""
+    return x
+
+
+def all_gather(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """Shards concatenated along `dim`; its gradient is the rank's own slice."""
+    return x
+
+
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str) -> torch.Tensor:
+    """Rows of a vocabulary-sharded table; ids of other ranks give zeros, so the result is Partial over `axis`."""
+    return F.embedding(ids, weight)
+
+
+COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})

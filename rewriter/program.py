@@ -1,0 +1,260 @@
+"""Program: the IR. A model as two levels of torch.fx graphs, its parameters as expressions over checkpoint tensors.
+
+*Wiring* (`Program.graph`): one graph over the whole model. Nodes call the direct children of each decoder layer (norms,
+attention, MLP, experts) and the modules around the layers; between them stand the residual adds and, after the passes
+ran, the collectives. *Ops* (`Body.graph`): the inside of one child, over leaf modules, attention and ATen glue. Layers
+that are alike share their bodies.
+
+Every wiring node carries `meta["layer"]` (index or None) and `meta["shape"]`, a tuple of ints and of the symbols "B"
+(batch), "S" (tokens) and "N" (batch · tokens).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter.expressions import Expression
+
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module that stays itself: a torch.nn module or transformers' Conv1D.
+
+    `options` are its constructor arguments; `parameters` and their shapes use the module's own names.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    parameters: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{k}={v}' for k, v in self.options.items())})"
+
+
+@dataclass(frozen=True)
+class Body:
+    """The inside of a module: an ops graph whose `call_module` and `get_attr` targets are relative to the module.
+
+    `graph` takes one placeholder per tensor input, then `ctx` if it attends. `parameters` are the tensors that the graph
+    reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the lifted
+    children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are the indices
+    of the tensors of the source's call that are inputs here. `dropout` is the largest probability found inside.
+    """
+
+    class_name: str
+    graph: fx.Graph
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, torch.Tensor]
+    modules: Mapping[str, Leaf | Body]
+    outputs: int = 1
+    kept: tuple[int, ...] = (0,)
+    dropout: float = 0.0
+
+    @property
+    def attends(self) -> bool:
+        return any(n.op == "placeholder" and n.target == "ctx" for n in self.graph.nodes)
+
+    def all_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(relative name, shape) of every parameter in this module, in a stable order."""
+        yield from self.parameters.items()
+        for path, module in self.modules.items():
+            for name, shape in parameters_of(module):
+                yield f"{path}.{name}", shape
+
+
+Module = Leaf | Body
+
+
+def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return module.all_parameters() if isinstance(module, Body) else iter(module.parameters.items())
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """How the source's layer calls a child in Python, for printing a Hugging Face layer from the wiring.
+
+    `args` and `kwargs` are trees whose leaves are constants, `Input(i)` (the node's i-th argument) or `LayerArgument`.
+    `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned tuple.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    splat: bool
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Input:
+    index: int
+
+
+@dataclass(frozen=True)
+class LayerArgument:
+    name: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a program came from: the model, its classes, and what of transformers its wiring was read from."""
+
+    path: str | None
+    config: Mapping[str, Any]
+    model_type: str
+    architecture: str
+    base_class: str
+    layer_class: str
+    config_class: str
+    module: str
+    layers: str
+    num_layers: int
+    layer_arguments: tuple[str, ...]
+    layer_var_kwargs: bool
+    layer_source_sha256: str
+    layer_output: Any = None
+    remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One runtime parameter: `shape` on this rank's level, made by `expression` from checkpoint tensors.
+
+    `expression` is None when no checkpoint was read. `shards` (one expression per rank) replaces it once a pass has
+    split the parameter; all ranks have the same local shape.
+    """
+
+    shape: tuple[int, ...]
+    expression: Expression | None = None
+    shards: tuple[Expression, ...] | None = None
+    full_shape: tuple[int, ...] | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None  # per rank, along `dim`
+    dim: int | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranges is not None
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: its options and a sentence per effect, kept in the manifest."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+    summary: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """An immutable model program; passes return new ones. See the module's docstring for the two levels."""
+
+    source: Source
+    graph: fx.Graph
+    modules: Mapping[str, Module]
+    parameters: Mapping[str, Parameter]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    history: tuple[PassRecord, ...] = ()
+    recipe: Mapping[str, Any] | None = None
+
+    # --- editing -----------------------------------------------------------------------------------------------------
+
+    def edit(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        """A copy of the wiring to change, and the map from old nodes to new ones."""
+        return copy_graph(self.graph)
+
+    def with_(self, **changes: Any) -> Program:
+        return replace(self, **changes)
+
+    def layer_path(self, index: int) -> str:
+        return f"{self.source.layers}.{index}"
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the printed IR and the shapes: equal programs print and shard alike."""
+        digest = hashlib.sha256(self.text(full=True).encode())
+        digest.update(json.dumps({k: v.shape for k, v in self.parameters.items()}, default=list).encode())
+        return digest.hexdigest()
+
+    def text(self, full: bool = False) -> str:
+        """The IR as text. Layers that print alike are folded unless `full`."""
+        from rewriter.printing import program_text
+
+        return program_text(self, fold=not full)
+
+    def print_ir(self, full: bool = False) -> None:
+        """Print the IR: the wiring with alike layers folded, then each distinct body once."""
+        print(self.text(full))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        mesh = " ".join(f"{k}={v}" for k, v in self.mesh.items()) or "one device"
+        passes = " → ".join(r.name for r in self.history) or "as traced"
+        return f"<Program {self.source.model_type}, {self.source.num_layers} layers, {mesh}, {passes}>"
+
+    def _repr_html_(self) -> str:
+        from rewriter.printing import program_html
+
+        return program_html(self)
+
+    def save(self, out: str, **options: Any) -> Any:
+        """Write the output directory (see the README); the same as `rewrite MODEL --recipe … --out OUT`."""
+        from rewriter.api import save
+
+        return save(self, out, **options)
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A deep copy of `graph` whose nodes keep their names and meta, and the map from old nodes to new ones."""
+    new, env = fx.Graph(), {}
+    for node in graph.nodes:
+        env[node] = new.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, env.__getitem__),
+            fx.map_arg(node.kwargs, env.__getitem__),
+            name=node.name,
+        )
+        env[node].meta = copy.copy(node.meta)
+    return new, env
+
+
+def walk_modules(modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
+    """(full path, module) of every module, outer before inner."""
+    for path, module in modules.items():
+        yield path, module
+        if isinstance(module, Body):
+            for inner, child in walk_modules(module.modules):
+                yield f"{path}.{inner}", child
+
+
+def map_bodies(modules: Mapping[str, Module], change: Callable[[str, Module], Module]) -> dict[str, Module]:
+    """Apply `change(path, module)` once per distinct module object; alike layers keep sharing the result."""
+    done: dict[int, Module] = {}
+    result: dict[str, Module] = {}
+    for path, module in modules.items():
+        if id(module) not in done:
+            done[id(module)] = change(path, module)
+        result[path] = done[id(module)]
+    return result
+
+
+def drop_dead_nodes(graph: fx.Graph) -> None:
+    """Erase every node that nothing uses. The IR is functional: no node has side effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)

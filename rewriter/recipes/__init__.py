@@ -1,0 +1,22 @@
+"""Recipes: a list of passes with their options, as YAML. `Recipe.load("ladder-upper-half").build()` gives the passes.
+
+`reading` turns YAML into plain data with line numbers, `schema` says what a recipe holds, `build` makes the passes,
+`catalogue` lists what ships in `library/`. The catalogue needs neither pydantic nor torch, so this room is lazy too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rewriter.recipes.schema import Adaptation, PassSpec, Recipe
+
+__all__ = ["Adaptation", "PassSpec", "Recipe"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rewriter.recipes' has no attribute {name!r}")
+    from rewriter.recipes import schema
+
+    return getattr(schema, name)

@@ -1,0 +1,87 @@
+"""From names and options to pass instances: an option is a typed field of the pass's dataclass, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rewriter import selection
+from rewriter.errors import RewriterError
+from rewriter.recipes.reading import Problem
+from rewriter.recipes.schema import PassSpec
+from rewriter.suggestions import did_you_mean
+
+Where = Callable[[int, str | None], Problem]
+"""Line and name of an option (or of the pass itself, where the option is None) of the pass at an index."""
+
+# A lone layer number is read as a number, and `layers: str | list` means it as a selection.
+_LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+
+
+def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where) -> tuple[list[Any], list[Problem]]:
+    """The passes that `specs` name, and every fault found on the way. The list is complete where there is no fault."""
+    built: list[Any] = []
+    problems: list[Problem] = []
+    for index, spec in enumerate(specs):
+        found = known.get(spec.pass_name)
+        if found is None:
+            place = where(index, None)
+            problems.append(
+                Problem(place.line, f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}")
+            )
+            continue
+        options, faults = _options(found, spec, index, where)
+        problems += faults
+        if faults:
+            continue
+        try:
+            built.append(found(**options))
+        except (RewriterError, ValueError) as error:
+            place = where(index, None)
+            problems.append(Problem(place.line, f"{place.message}: {error}"))
+    return built, problems
+
+
+def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple[dict[str, Any], list[Problem]]:
+    fields = {field.name: field for field in dataclasses.fields(pass_type) if field.init}
+    hints = get_type_hints(pass_type, include_extras=True)
+    options: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in spec.options.items():
+        place = where(index, name)
+        if name not in fields:
+            known = did_you_mean(name, fields, what=f"options of {spec.pass_name}")
+            problems.append(Problem(place.line, f"{place.message}: unknown option {name!r}. {known}"))
+            continue
+        try:
+            options[name] = TypeAdapter(hints[name], config=_config(hints[name])).validate_python(value)
+            if name == "layers":
+                selection.check(options[name])
+        except ValidationError:
+            expected = _readable(hints[name])
+            problems.append(Problem(place.line, f"{place.message}: expected {expected}, not {value!r:.60}."))
+        except RewriterError as error:
+            problems.append(Problem(place.line, f"{place.message}: {str(error).removeprefix('layers: ')}"))
+    for name, field in fields.items():
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and name not in spec.options:
+            place = where(index, None)
+            problems.append(
+                Problem(place.line, f"{place.message}: option {name} ({_readable(hints[name])}) is missing.")
+            )
+    return options, problems
+
+
+def _config(hint: Any) -> ConfigDict | None:
+    """Types that bring a configuration of their own (models, dataclasses) take no second one."""
+    owned = isinstance(hint, type) and (dataclasses.is_dataclass(hint) or hasattr(hint, "model_config"))
+    return None if owned else _LENIENT
+
+
+def _readable(hint: Any) -> str:
+    return (
+        hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint).replace("typing.", "")
+    )

@@ -1,0 +1,54 @@
+"""The recipes that ship with the package, and how a name becomes a file. No pydantic, no torch: listing is instant."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from rewriter.errors import RewriterError
+from rewriter.recipes.reading import read, read_file
+from rewriter.suggestions import did_you_mean
+
+
+class Entry(NamedTuple):
+    """One line of `rewrite recipes`."""
+
+    name: str
+    summary: str
+    passes: tuple[str, ...]
+
+
+@cache
+def library() -> dict[str, Path]:
+    """The file of every shipped recipe, by name."""
+    folder = Path(str(files("rewriter.recipes").joinpath("library")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+
+
+def entries() -> list[Entry]:
+    """Name, summary and passes of every shipped recipe."""
+    found = []
+    for name, path in library().items():
+        data = read(read_file(path)).data
+        found.append(Entry(name, data["summary"], tuple(spec["pass"] for spec in data["passes"])))
+    return found
+
+
+def find(name_or_path: str | os.PathLike[str]) -> Path:
+    """The file of a shipped recipe by its name, or the path itself.
+
+    Raises RewriterError with the nearest name for a name that does not ship. Whether a path exists is found on reading.
+    """
+    name = os.fspath(name_or_path)
+    if name in library():
+        return library()[name]
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or not isinstance(name_or_path, str):
+        return path
+    raise RewriterError(
+        f"recipe {name!r}: no such recipe. {did_you_mean(name, library(), what='shipped')} "
+        "A file of your own ends in .yaml."
+    )

@@ -1,0 +1,237 @@
+"""The pieces of a model's trace: the graph around the layers, and one LayerKind per kind of decoder layer."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from transformers import DynamicCache
+
+from rewriter.errors import RewriterError
+from rewriter.program import Module
+from rewriter.trace.bodies import (
+    BATCH,
+    LENGTH,
+    SYMBOLS,
+    BodyTracer,
+    clean,
+    export_graph,
+    is_lifted,
+    lifted_modules,
+    record_calls,
+    symbolic,
+    tensors_of,
+)
+from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
+from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
+from rewriter.trace.wiring import SPLAT, layer_signature, leaves_with_paths, trace_wiring
+
+
+@dataclass(frozen=True)
+class Child:
+    """One call of a child in a layer's wiring.
+
+    `inputs` are the paths into (args, kwargs) of the tensors that its body takes. `outputs` maps an index of the
+    returned Python tuple to the index of the body's output; None when a bare tensor is returned.
+    """
+
+    name: str
+    inputs: tuple[tuple[Any, ...], ...]
+    outputs: Mapping[int, int] | None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of decoder layer: its wiring, the bodies of its children by name, and their calls by wiring node name."""
+
+    wiring: fx.Graph
+    bodies: Mapping[str, Module]
+    children: Mapping[str, Child]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The model around its layers. Layer i is a `call_module` of "layer i" with arguments (hidden, *tensors of the call)."""
+
+    graph: fx.Graph
+    modules: dict[str, Module]
+    constants: dict[str, torch.Tensor]
+
+
+class _Reached(Exception):
+    """Ends a run of the model once the arguments of a layer are known."""
+
+
+class ModelTracer:
+    """Traces one skeleton, inside `lifted_interfaces`."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.model = skeleton.model
+        self.path = skeleton.layers_path
+        self.layers: list[nn.Module] = list(skeleton.layers)
+        self.bodies = BodyTracer(skeleton.buffers)
+        self.calls: dict[nn.Module, Recorded] = {}
+        self._wirings: dict[Any, fx.Graph] = {}
+        self._kinds: dict[Any, LayerKind] = {}
+        self._check_sizes()
+        self.absent = self._absent_arguments()
+
+    def _check_sizes(self) -> None:
+        clash = {int(d) for p in self.model.parameters() for d in p.shape} & set(SYMBOLS)
+        if clash:
+            raise RewriterError(f"the model has a dimension of {min(clash)}, a size that tracing reserves for its example")
+
+    def _example(self) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.zeros_like(ids)}
+
+    def _absent_arguments(self) -> dict[str, None]:
+        """The layer arguments that stay None even when the model runs with a cache: the wiring holds them constant."""
+        first, found = self.layers[0], {}
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.update(self.bind(first, args, kwargs))
+            raise _Reached
+
+        handle = first.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                self.model(**self._example(), past_key_values=DynamicCache(config=self.model.config), use_cache=True)
+        except _Reached:
+            return {name: None for name in layer_signature(first)[0] if found.get(name) is None}
+        finally:
+            handle.remove()
+        raise RewriterError(f"{type(self.model).__name__} does not call its decoder layers as modules; nothing to trace.")
+
+    def bind(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by the layer's own parameter names; what goes into its **kwargs stands under SPLAT."""
+        signature = inspect.signature(type(layer).forward)
+        bound = signature.bind(layer, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(list(bound.arguments.items())[1:])
+        variadic = next((n for n, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)
+        if variadic:
+            arguments[SPLAT] = arguments.pop(variadic)
+        return arguments
+
+    def hidden_name(self, layer: nn.Module) -> str:
+        return layer_signature(layer)[0][0]
+
+    def wiring(self, layer: nn.Module) -> fx.Graph:
+        key = fingerprint(layer)
+        if key not in self._wirings:
+            self._wirings[key] = trace_wiring(layer, self.absent)
+        return self._wirings[key]
+
+    @contextlib.contextmanager
+    def _opaque_layers(self) -> Iterator[None]:
+        """Every layer records its call in `self.calls` and is one operator of the graph."""
+
+        def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
+            hidden = self.hidden_name(layer)
+            is_tuple = isinstance(self.wiring(layer).output_node().args[0], (tuple, list))
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                self.calls[layer] = Recorded(args, kwargs)
+                stream = self.bind(layer, args, kwargs)[hidden]
+                if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
+                    raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
+                tensors, _ = tensors_of(self.calls[layer])
+                out = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")[0]
+                return (out,) if is_tuple else out
+
+            return forward
+
+        functions = {f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))}
+        forwards = {layer: forward_for(i, layer) for i, layer in enumerate(self.layers)}
+        with opaque_calls(functions), replaced_forward(forwards):
+            yield
+
+    def outside(self) -> Outside:
+        """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
+        example, model = self._example(), self.model
+
+        class Logits(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return (self.inner(**dict(zip(example, tensors, strict=True)), use_cache=False).logits,)
+
+        with self._opaque_layers(), torch.no_grad():
+            calls = record_calls(lambda: model(**example, use_cache=False), lifted)
+        meta_calls = dict(self.calls)
+        modules = {name: self.bodies.trace(name, lifted[name], call) for name, call in calls.items()}
+        try:
+            with lifted_modules({name: lifted[name] for name in calls}), self._opaque_layers():
+                exported = export_graph(Logits(), list(example.values()))
+        except RewriterError:
+            raise
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise RewriterError(
+                f"{type(model).__name__} cannot be exported around its layers: {type(error).__name__}: {text}"
+            ) from error
+        self.calls = meta_calls
+        graph, used = clean(exported, prefix="inner.")
+        for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+            node.target = list(example)[index]
+            node._rename(str(node.target))
+        return Outside(graph, modules, {n: v for n, v in used.items() if v is not None})
+
+    def kind(self, index: int) -> LayerKind:
+        """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
+        layer = self.layers[index]
+        key = (fingerprint(layer), _static(self.calls[layer]))
+        if key not in self._kinds:
+            self._kinds[key] = self._trace_kind(index)
+        return self._kinds[key]
+
+    def _trace_kind(self, index: int) -> LayerKind:
+        layer = self.layers[index]
+        call, wiring = self.calls[layer], self.wiring(layer)
+        modules = {str(n.target): layer.get_submodule(str(n.target)) for n in wiring.nodes if n.op == "call_module"}
+        with torch.no_grad():
+            calls = record_calls(lambda: type(layer).forward(layer, *call.args, **call.kwargs), modules)
+        if missing := set(modules) - set(calls):
+            raise RewriterError(f"{type(layer).__name__}.{min(missing)} is in the wiring but was not called")
+        bodies: dict[str, Module] = {}
+        children: dict[str, Child] = {}
+        alike: dict[Any, Module] = {}
+        for node in wiring.nodes:
+            if node.op != "call_module":
+                continue
+            name = str(node.target)
+            key = (fingerprint(modules[name]), _static(calls[name]))
+            if key not in alike:
+                alike[key] = self.bodies.trace(f"{self.path}.{index}.{name}", modules[name], calls[name])
+            body = bodies[name] = alike[key]
+            paths = [p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)]
+            kept = getattr(body, "kept", range(len(paths)))
+            children[node.name] = Child(name, tuple(paths[i] for i in kept), _outputs(calls[name].output))
+        return LayerKind(wiring, bodies, children)
+
+
+def _static(call: Recorded) -> str:
+    """What of a call decides how it traces: constants by value, tensors by shape."""
+    return repr(
+        [
+            (path, symbolic(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
+            for path, leaf in leaves_with_paths((call.args, call.kwargs))
+        ]
+    )
+
+
+def _outputs(output: Any) -> dict[int, int] | None:
+    if isinstance(output, torch.Tensor):
+        return None
+    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
+    return {index: position for position, index in enumerate(tensors)}

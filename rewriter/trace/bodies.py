@@ -1,0 +1,361 @@
+"""One module, exported and cleaned: `torch.export` (non-strict, meta tensors, dynamic batch and length) to a Body."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree  # the stable subset: tree_flatten, tree_unflatten
+from transformers.pytorch_utils import Conv1D
+
+from rewriter import ops
+from rewriter.errors import RewriterError
+from rewriter.program import Body, Leaf, Module, drop_dead_nodes
+from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
+from rewriter.trace.model import TRACE_DTYPE
+from rewriter.trace.wiring import leaves_with_paths
+
+aten = torch.ops.aten
+
+# Sizes of the example inputs. Dimensions equal to one of them are dynamic; `check_sizes` makes sure that no model
+# dimension is.
+BATCH, LENGTH = 3, 37
+SYMBOLS: dict[int, str] = {BATCH: "B", LENGTH: "S", BATCH * LENGTH: "N"}
+
+
+def symbolic(shape: Iterable[int]) -> tuple[int | str, ...]:
+    return tuple(SYMBOLS.get(int(d), int(d)) for d in shape)
+
+
+def as_leaf(module: nn.Module) -> Leaf | None:
+    """The Leaf for a module that stays itself, or None when its inside has to be traced."""
+    kind = type(module)
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+    if kind is nn.Linear:
+        options = dict(in_features=module.in_features, out_features=module.out_features, bias=module.bias is not None)
+    elif kind is Conv1D:
+        options = dict(nf=module.nf, nx=module.nx)
+    elif kind is nn.Embedding:
+        options = dict(num_embeddings=module.num_embeddings, embedding_dim=module.embedding_dim)
+    elif kind is nn.LayerNorm:
+        options = dict(normalized_shape=module.normalized_shape[0], eps=module.eps)
+        if len(module.normalized_shape) != 1 or len(parameters) != 2:
+            return None
+    else:
+        return None
+    return Leaf(kind.__name__, options, parameters)
+
+
+def is_lifted(module: nn.Module) -> bool:
+    """Whether a module inside a body is kept as a call: leaves, and small modules with tensors of their own (norms)."""
+    if as_leaf(module) is not None:
+        return True
+    owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+    return owns and not any(True for _ in module.children())
+
+
+def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> dict[str, Recorded]:
+    """The Python arguments and result of the first call of each module while `run()` executes."""
+    recorded: dict[str, Recorded] = {}
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            recorded.setdefault(name, Recorded(args, dict(kwargs), output))
+
+        return hook
+
+    handles = [m.register_forward_hook(hook_for(n), with_kwargs=True) for n, m in modules.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorded
+
+
+def tensors_of(recorded: Recorded) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], tuple[Any, Any]]]:
+    """The tensor leaves of a call, and how to rebuild (args, kwargs) around other ones."""
+    leaves, spec = pytree.tree_flatten((recorded.args, recorded.kwargs))
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def rebuild(tensors: Sequence[Any]) -> tuple[Any, Any]:
+        filled = list(leaves)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            filled[slot] = tensor
+        return pytree.tree_unflatten(filled, spec)
+
+    return [leaves[i] for i in slots], rebuild
+
+
+class _Wrapper(nn.Module):
+    """Gives a module a flat signature: tensors in, tuple of tensors out."""
+
+    def __init__(self, module: nn.Module, rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.inner = module
+        self.rebuild = rebuild
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.rebuild(tensors)
+        return tuple(leaf for leaf in pytree.tree_leaves(self.inner(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+    """Non-strict export with every dimension that is a batch or length dynamic."""
+    dynamic = tuple({d: torch.export.Dim.DYNAMIC for d, n in enumerate(t.shape) if n in SYMBOLS} for t in tensors)
+    with torch.no_grad():
+        return torch.export.export(wrapper, tuple(tensors), dynamic_shapes=(dynamic,), strict=False)
+
+
+class BodyTracer:
+    """Traces modules to Bodies; modules that are alike (same fingerprint key) share one Body.
+
+    `buffers` are real values by full name. `trace(path, module, recorded)` raises RewriterError naming the module.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    def trace(self, path: str, module: nn.Module, recorded: Recorded) -> Module:
+        leaf = as_leaf(module)
+        if leaf is not None:
+            return leaf
+        lifted = {name: m for name, m in module.named_modules() if name and is_lifted(m)}
+        tensors, rebuild = tensors_of(recorded)
+        calls = record_calls(lambda: module(*recorded.args, **recorded.kwargs), lifted)
+        children: dict[str, Module] = {}
+        for name, call in calls.items():
+            children[name] = self.trace(f"{path}.{name}", lifted[name], call)
+        try:
+            with lifted_modules({name: lifted[name] for name in calls}):
+                exported = export_graph(_Wrapper(module, rebuild), tensors)
+            graph, used = clean(exported, prefix="inner.")
+        except RewriterError:
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines() or [""]
+            raise RewriterError(
+                f"{path} ({type(module).__name__}) cannot be exported: {type(error).__name__}: {text[0]}"
+            ) from error
+        for node in graph.nodes:
+            if node.op == "call_module" and isinstance(child := children[str(node.target)], Body):
+                node.args = tuple(node.args[i] for i in child.kept)
+        kept = prune_inputs(graph, input_names(module, recorded))
+        parameters = {n: tuple(p.shape) for n, p in module.named_parameters() if n in used}
+        buffers = {n: self.buffers[f"{path}.{n}"] for n, _ in module.named_buffers() if n in used}
+        buffers |= {n: value for n, value in used.items() if value is not None}
+        outputs = len(graph.output_node().args[0])
+        if outputs == 1:
+            graph.output_node().args = (graph.output_node().args[0][0],)
+        dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+        dropout = max(dropout, float(getattr(module, "attention_dropout", 0.0) or 0.0))
+        return Body(type(module).__name__, graph, parameters, buffers, children, outputs, kept, dropout)
+
+
+def lifted_modules(modules: Mapping[str, nn.Module]) -> Any:
+    """A context in which calling one of `modules` records one `rewriter_trace::call` with its relative path."""
+    functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+
+    def lift(name: str, module: nn.Module) -> None:
+        shapes: dict[str, Any] = {}
+
+        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            args, kwargs = shapes["rebuild"](inputs)
+            leaves, shapes["spec"] = pytree.tree_flatten(type(module).forward(module, *args, **kwargs))
+            return leaves
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors, shapes["rebuild"] = tensors_of(Recorded(args, kwargs))
+            outputs = torch.ops.rewriter_trace.call(tensors, name)
+            return pytree.tree_unflatten(list(outputs), shapes["spec"])
+
+        functions[name] = run
+        forwards[module] = forward
+
+    for name, module in modules.items():
+        lift(name, module)
+
+    @contextlib.contextmanager
+    def both() -> Any:
+        with opaque_calls(functions), replaced_forward(forwards):
+            yield
+
+    return both()
+
+
+def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:
+    """The exported graph in the IR's own vocabulary, and the tensors it reads.
+
+    Parameters and buffers become `get_attr` under their names without `prefix`; lifted operators become attention,
+    experts and `call_module`; casts to the trace dtype become `type_as_model`; export's assertions and no-op slices go.
+    Returned names map to a value for constants made in the forward itself, else to None.
+    """
+    signature = exported.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    constants = signature.inputs_to_lifted_tensor_constants
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    used: dict[str, torch.Tensor | None] = {}
+    sizes: dict[Any, fx.Node] = {}
+
+    def read(name: str, value: torch.Tensor | None, node: fx.Node) -> fx.Node:
+        used[name] = value
+        new = graph.get_attr(name)
+        new.meta["val"] = node.meta["val"]
+        return new
+
+    ctx: fx.Node | None = None
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    inputs = [n for n in placeholders if n.name not in names and n.name not in constants]
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"x{i}")
+        env[node].meta["val"] = node.meta["val"]
+    attends = any(n.target is torch.ops.rewriter_trace.attention.default for n in exported.graph.nodes)
+    if attends:
+        ctx = graph.placeholder("ctx")
+    for node in placeholders:
+        if node.name in names and node.users:
+            env[node] = read(names[node.name].removeprefix(prefix), None, node)
+        elif node.name in constants and node.users:
+            env[node] = read(f"constant_{len(used)}", exported.constants[constants[node.name]], node)
+    model_dtype = [env[n] for n in (*inputs, *placeholders) if n in env and _is_model_dtype(n)]
+
+    def emit(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        new = graph.call_function(target, args, kwargs or {})
+        new.meta["val"] = node.meta.get("val")
+        return new
+
+    slot = 0
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], env.__getitem__))
+            continue
+        if node.op != "call_function":
+            continue
+        if node.target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
+            continue
+        args = fx.map_arg(node.args, env.__getitem__)
+        kwargs = dict(fx.map_arg(node.kwargs, env.__getitem__))
+        target = node.target
+        if target is aten.sym_size.int:
+            # one node per symbol, taken from the first input that has it, so that printed code reads alike
+            key = str(node.meta["val"])
+            if key not in sizes:
+                source = next(
+                    (env[n], d)
+                    for n in (*inputs, node.args[0])
+                    for d, extent in enumerate(n.meta["val"].shape)
+                    if str(extent) == key
+                )
+                sizes[key] = emit(node, target, source)
+            env[node] = sizes[key]
+        elif target is torch.ops.rewriter_trace.attention.default:
+            q, k, v, sinks, bias, spec = args
+            options = json.loads(spec)
+            kind, size = options.pop("mask")
+            extra = {key: value for key, value in (("sinks", sinks), ("bias", bias)) if value is not None}
+            keywords = {"slot": slot, "mask": ops.MaskSpec(kind, size), **options, **extra}
+            out = emit(node, ops.attention, (q, k, v, ctx), keywords)
+            out.meta["val"] = node.meta["val"].transpose(1, 2)
+            env[node] = emit(node, aten.transpose.int, (out, 1, 2))
+            slot += 1
+        elif target is torch.ops.rewriter_trace.experts.default:
+            env[node] = emit(node, ops.experts, args[:5], {"act": args[5]})
+        elif target is torch.ops.rewriter_trace.call.default:
+            new = graph.call_module(args[1], tuple(args[0]))
+            new.meta["val"] = node.meta["val"][0] if len(node.meta["val"]) == 1 else node.meta["val"]
+            env[node] = (new,) if len(node.meta["val"]) == 1 else new
+        elif target is operator.getitem:
+            env[node] = args[0][args[1]] if isinstance(args[0], tuple) else emit(node, target, args)
+        elif _is_no_op(node):
+            env[node] = args[0]
+        elif (cast := _cast_dtype(node)) is not None:
+            source = args[0]
+            if cast == TRACE_DTYPE:
+                if not model_dtype:
+                    raise RewriterError("a cast to the model's dtype has no input or parameter in that dtype to follow")
+                env[node] = emit(node, ops.type_as_model, (source, model_dtype[0]))
+            else:
+                env[node] = emit(node, aten.to.dtype, (source, cast))
+        else:
+            if kwargs.get("dtype") == TRACE_DTYPE:
+                raise RewriterError(f"{target} is given the model's dtype as a constant")
+            kwargs.pop("pin_memory", None)
+            if kwargs.pop("device", None) is not None and model_dtype:
+                kwargs["device"] = "like"  # resolved to the device of the body's first input
+            env[node] = emit(node, target, args, kwargs)
+    drop_dead_nodes(graph)
+    live = {n.target for n in graph.nodes if n.op == "get_attr"}
+    return graph, {name: value for name, value in used.items() if name in live}
+
+
+def input_names(module: nn.Module, recorded: Recorded) -> list[str]:
+    """What the module's own signature calls each tensor of a call."""
+    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+    names: list[str] = []
+    for path, leaf in leaves_with_paths((recorded.args, recorded.kwargs)):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        base = str(path[1]) if path[0] == 1 else parameters[path[1]]
+        if base == "position_embeddings" and len(path) == 3 and path[2] in (0, 1):
+            names.append(("cos", "sin")[path[2]])
+        else:
+            names.append("_".join([base, *map(str, path[2:])]))
+    return names
+
+
+def prune_inputs(graph: fx.Graph, names: list[str]) -> tuple[int, ...]:
+    """Name the placeholders, drop the unused ones (never the first), and return the indices of those that stay."""
+    kept: list[int] = []
+    placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
+    for index, (node, name) in enumerate(zip(placeholders, names, strict=True)):
+        if index and not node.users:
+            graph.erase_node(node)
+            continue
+        kept.append(index)
+        node.target = name
+        node._rename(name)
+    return tuple(kept)
+
+
+def _is_model_dtype(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == TRACE_DTYPE
+
+
+_ALIASES = (aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh_copy.default)
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    if node.target in _ALIASES:
+        return True
+    if node.target is aten.dropout.default:
+        return node.args[1] == 0.0 or node.args[2] is False
+    if node.target is aten.slice.Tensor:
+        start = node.args[2] if len(node.args) > 2 else None
+        end = node.args[3] if len(node.args) > 3 else None
+        step = node.args[4] if len(node.args) > 4 else 1
+        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
+    if node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default):
+        source = node.args[0].meta.get("val")
+        wanted = _cast_dtype(node)
+        # a cast of a float32 value to float32 is the identity whatever the model's dtype; one from the model's is not
+        return wanted is None or (source is not None and source.dtype == wanted)
+    return False
+
+
+def _cast_dtype(node: fx.Node) -> torch.dtype | None:
+    if node.target is aten.to.dtype:
+        return node.args[1]
+    if node.target is aten.to.device:
+        return node.args[2] if len(node.args) > 2 else None
+    if node.target in (aten.to.dtype_layout, aten._to_copy.default):
+        return node.kwargs.get("dtype")
+    return None

@@ -1,0 +1,177 @@
+"""One wiring graph over the whole model, from the graph around the layers and the kinds of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import fx
+
+from rewriter.errors import RewriterError
+from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, drop_dead_nodes
+from rewriter.trace.assemble import Child, ModelTracer, Outside
+from rewriter.trace.bodies import tensors_of
+from rewriter.trace.wiring import SPLAT
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """A layer argument other than the hidden state: its name, and its value as a tree over wiring nodes."""
+
+    name: str
+    value: Any
+
+
+def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Module]]:
+    """(wiring of the whole model, modules by full path). The wiring takes input_ids, position_ids and ctx."""
+    graph = fx.Graph()
+    modules: dict[str, Module] = {}
+    env: dict[fx.Node, Any] = {}
+    ctx: fx.Node | None = None
+    for node in outside.graph.nodes:
+        if node.op == "placeholder":
+            if node.target == "attention_mask" and not node.users:
+                continue
+            if node.target == "attention_mask":
+                raise RewriterError("the model computes with its attention mask, which is not supported yet")
+            env[node] = graph.placeholder(str(node.target))
+            continue
+        if ctx is None:
+            ctx = graph.placeholder("ctx")
+        if node.op == "call_module" and str(node.target).startswith("layer "):
+            index = int(str(node.target).removeprefix("layer "))
+            env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
+            continue
+        args = fx.map_arg(node.args, env.__getitem__)
+        if node.op == "call_module":
+            module = modules[str(node.target)] = outside.modules[str(node.target)]
+            if isinstance(module, Body):
+                args = tuple(args[i] for i in module.kept)
+        kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+        new = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        new.meta["layer"] = None
+        env[node] = new
+        if node.op == "output":
+            new.args = (new.args[0][0],)
+    drop_dead_nodes(graph)
+    return graph, modules
+
+
+class _Layer:
+    """Places the wiring of one layer into the whole-model graph."""
+
+    def __init__(self, tracer: ModelTracer, graph: fx.Graph, modules: dict[str, Module], index: int, ctx: fx.Node) -> None:
+        self.tracer, self.graph, self.modules, self.index, self.ctx = tracer, graph, modules, index, ctx
+        self.layer = tracer.layers[index]
+        self.kind = tracer.kind(index)
+        self.path = f"{tracer.path}.{index}"
+
+    def place(self, arguments: list[fx.Node]) -> fx.Node:
+        """`arguments` are the hidden state and the tensors of the layer's call; returns the layer's hidden output."""
+        hidden, *tensors = arguments
+        _, rebuild = tensors_of(self.tracer.calls[self.layer])
+        bound = self.tracer.bind(self.layer, *rebuild(tensors))
+        env: dict[fx.Node, Any] = {}
+        for node in self.kind.wiring.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                first = name == self.tracer.hidden_name(self.layer)
+                env[node] = hidden if first else _Context(name, bound.get(name))
+            elif node.op == "call_module":
+                env[node] = self._call(node, self.kind.children[node.name], env)
+            elif node.op == "output":
+                result = node.args[0]
+                result = result[0] if isinstance(result, (tuple, list)) else result
+                return env[result]
+            else:
+                env[node] = self._glue(node, env)
+        raise RewriterError(f"the wiring of {self.path} has no output")
+
+    def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        values = [env[n] for n in node.all_input_nodes]
+        if _is_getitem(node) and isinstance(values[0], _Outputs):
+            return values[0].item(node.args[1])
+        if _is_getitem(node) and isinstance(values[0], _Context):
+            item = values[0].value[node.args[1]]
+            return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{node.args[1]!r}]", item)
+        unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
+        args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "dropout":
+            return args[0]  # the trace is in eval mode
+        return self._add(node.op, node.target, args, kwargs)
+
+    def _add(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        new = self.graph.create_node(op, target, args, kwargs)
+        new.meta["layer"] = self.index
+        return new
+
+    def _call(self, node: fx.Node, child: Child, env: dict[fx.Node, Any]) -> Any:
+        body = self.kind.bodies[child.name]
+        path = f"{self.path}.{child.name}"
+        self.modules[path] = body
+        inputs = [self._input(node, where, env, path) for where in child.inputs]
+        extra = (self.ctx,) if isinstance(body, Body) and body.attends else ()
+        new = self._add("call_module", path, (*inputs, *extra), {})
+        indices = {where: i for i, where in enumerate(child.inputs)}
+
+        def template(tree: Any, where: tuple[Any, ...]) -> Any:
+            if isinstance(tree, fx.Node):
+                value = env[tree]
+                if isinstance(value, _Context):
+                    return LayerArgument(value.name)
+                if where not in indices:
+                    raise RewriterError(f"{path} is given a tensor that its body does not use")
+                return Input(indices[where])
+            if isinstance(tree, (tuple, list)):
+                return type(tree)(template(item, (*where, i)) for i, item in enumerate(tree))
+            if isinstance(tree, dict):
+                return {key: template(item, (*where, key)) for key, item in tree.items()}
+            return tree
+
+        kwargs = {k: v for k, v in node.kwargs.items() if k != SPLAT}
+        call = PythonCall(template(tuple(node.args), (0,)), template(kwargs, (1,)), SPLAT in node.kwargs, None)
+        if child.outputs is None:
+            new.meta["python"] = call
+            return new
+        return _Outputs(self, new, call, child.outputs)
+
+    def _input(self, node: fx.Node, where: tuple[Any, ...], env: dict[fx.Node, Any], path: str) -> fx.Node:
+        """The wiring node of the tensor at path `where` of a call's (args, kwargs)."""
+        tree: Any = (node.args, node.kwargs)
+        for step in where:
+            if isinstance(tree, fx.Node):
+                tree = env[tree]
+            if isinstance(tree, _Context):
+                tree = tree.value
+            tree = tree[step]
+        if isinstance(tree, fx.Node) and tree in env:
+            tree = env[tree]
+        if isinstance(tree, _Context):
+            tree = tree.value
+        if not isinstance(tree, fx.Node):
+            raise RewriterError(f"an input of {path} is computed inside the layer in a way that is not supported")
+        return tree
+
+
+class _Outputs:
+    """What a child that returns a Python tuple stands for until its elements are picked."""
+
+    def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any) -> None:
+        self.layer, self.node, self.call, self.outputs = layer, node, call, outputs
+        if len(outputs) == 1:
+            node.meta["python"] = dataclasses.replace(call, index=next(iter(outputs)))
+        else:
+            node.meta["python"] = call
+
+    def item(self, index: int) -> Any:
+        if index not in self.outputs:
+            return _Context(f"{self.node.name}[{index}]", None)
+        if len(self.outputs) == 1:
+            return self.node
+        import operator
+
+        return self.layer._add("call_function", operator.getitem, (self.node, self.outputs[index]), {})
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"

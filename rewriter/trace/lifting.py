@@ -1,0 +1,237 @@
+"""What is lifted out of a Hugging Face model while it is exported: attention, masks, experts, leaf modules and layers.
+
+Each becomes one opaque operator of the library `rewriter_trace`. Nothing stays registered or patched when the `with`
+block ends, also if tracing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from rewriter.errors import RewriterError
+from rewriter.ops import ACTIVATIONS, MaskSpec
+
+LIFTED = "rewriter_lifted"
+
+_library = torch.library.Library("rewriter_trace", "DEF")
+_library.define("call(Tensor[] inputs, str key) -> Tensor[]")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, str spec) -> Tensor")
+_library.define("experts(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, str act) -> Tensor")
+
+_calls: ContextVar[dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]] = ContextVar("calls")
+
+
+@torch.library.register_fake("rewriter_trace::call", lib=_library)
+def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    return list(_calls.get()[key](inputs))
+
+
+@torch.library.register_fake("rewriter_trace::attention", lib=_library)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bias: Any, spec: str) -> torch.Tensor:
+    batch, heads, length, _ = q.shape
+    return q.new_empty(batch, length, heads, v.shape[-1])
+
+
+@torch.library.register_fake("rewriter_trace::experts", lib=_library)
+def _experts(x: torch.Tensor, index: Any, weight: Any, gate_up: Any, down: Any, act: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@contextlib.contextmanager
+def opaque_calls(functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]) -> Iterator[None]:
+    """Give `rewriter_trace::call` its shapes: `functions[key](inputs)` runs on fake or meta tensors. Blocks nest."""
+    token = _calls.set({**_calls.get({}), **functions})
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def lifted_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_ids: Any = None,
+    **unknown: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' AttentionInterface, recorded as one operator. Takes BHSD, returns BSHD.
+
+    `sliding_window` repeats what the mask already says (flash kernels need it), `position_ids` is for packed sequences.
+    Any keyword that could change the result and is not known here is refused.
+    """
+    unknown = {k: v for k, v in unknown.items() if v is not None and v is not False and k not in _INERT_KEYWORDS}
+    if unknown:
+        raise RewriterError(
+            f"{type(module).__name__} passes {sorted(unknown)} to its attention function, which this version cannot "
+            "represent. Its attention cannot be traced."
+        )
+    if not isinstance(attention_mask, MaskSpec):
+        raise RewriterError(
+            f"{type(module).__name__} hands its attention function {type(attention_mask).__name__} instead of the mask "
+            "that transformers' mask functions made. Its attention cannot be traced."
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    spec = {"mask": [attention_mask.kind, attention_mask.size], "scale": float(scale), "softcap": softcap}
+    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, None, json.dumps(spec))
+    return out, None
+
+
+# keywords that flow through every layer's **kwargs and never change what attention computes
+_INERT_KEYWORDS = frozenset({"use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position"})
+
+
+class _Index(np.ndarray):
+    """An integer grid that mask functions take for a tensor; they are then evaluated outside of any trace."""
+
+    device = "cpu"
+
+    def new_ones(self, shape: Any, dtype: Any = None) -> np.ndarray:
+        return np.ones(shape, dtype=bool).view(_Index)
+
+    new_zeros = new_ones
+
+    def to(self, *args: Any, **kwargs: Any) -> _Index:
+        return self
+
+
+_FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
+
+
+def lifted_mask(*, mask_function: Callable[..., Any], use_vmap: bool = False, **_: Any) -> MaskSpec:
+    """The mask function of transformers' AttentionMaskInterface: finds the rule by evaluating `mask_function`."""
+    return find_mask_spec(mask_function)
+
+
+def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
+    """The MaskSpec that agrees with `mask_function(batch, head, q, kv) -> bool`, checked on sampled positions.
+
+    Raises RewriterError when no rule of MaskSpec agrees (position biases, packed sequences, custom overlays).
+    """
+
+    def evaluate(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        zero = np.zeros((), dtype=np.int64).view(_Index)
+        result = mask_function(zero, zero, q.view(_Index), kv.view(_Index))
+        return np.broadcast_to(np.asarray(result, dtype=bool), np.broadcast_shapes(q.shape, kv.shape))
+
+    try:
+        keys = np.arange(_FAR + 2, dtype=np.int64)
+        row = evaluate(np.int64(_FAR - 1).reshape(1), keys)
+        if row[_FAR]:
+            spec = MaskSpec("bidirectional")
+        elif row[0]:
+            spec = MaskSpec("causal")
+        else:
+            window = _FAR - int(np.argmax(row))
+            spec = MaskSpec("window", window)
+            # the first query of a chunk sees itself alone, the first query past a window's size sees a full window
+            if not evaluate(np.int64(window).reshape(1), np.int64(1).reshape(1))[0] or _FAR % window == 0:
+                begins = evaluate(keys[1:4097], keys[0:4096])
+                if not begins.all():
+                    spec = MaskSpec("chunk", int(np.argmin(begins)) + 1)
+        rng = np.random.default_rng(0)
+        size = spec.size or 64
+        q = np.concatenate([rng.integers(0, _FAR, 4096), rng.integers(0, 3 * size, 4096)])
+        kv = np.clip(q + np.concatenate([rng.integers(-3 * size, 4, 4096), rng.integers(-2 * size, 4, 4096)]), 0, None)
+        expected = spec.visible(q[:, None], kv[:, None])[:, 0, 0]  # plain operators: numpy does as well as torch
+        agrees = bool((evaluate(q, kv) == expected).all())
+    except Exception as error:
+        raise RewriterError(f"a mask function could not be evaluated ({type(error).__name__}: {error})") from error
+    if not agrees:
+        raise RewriterError("a mask is none of causal, window, chunk, bidirectional: its attention cannot be traced")
+    return spec
+
+
+def lifted_experts(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts function of transformers' ExpertsInterface, recorded as one operator."""
+    unsupported = [
+        name
+        for name, expected in (("has_gate", True), ("has_bias", False), ("is_transposed", False), ("is_concatenated", True))
+        if getattr(module, name, expected) != expected
+    ]
+    act = next((name for name, f in ACTIVATIONS.items() if _same_activation(module.act_fn, f)), None)
+    if unsupported or act is None:
+        reason = f"{unsupported[0]}={getattr(module, unsupported[0])}" if unsupported else f"activation {module.act_fn}"
+        raise RewriterError(f"{type(module).__name__}: experts with {reason} are not supported yet")
+    return torch.ops.rewriter_trace.experts(
+        hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, act
+    )
+
+
+def _same_activation(module: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether an activation module computes `function`, decided on sample values outside of any trace."""
+    key = type(module).__name__
+    return _ACTIVATION_MODULES.get(key) is function
+
+
+_ACTIVATION_MODULES = {
+    "SiLU": ACTIVATIONS["silu"],
+    "SiLUActivation": ACTIVATIONS["silu"],
+    "ReLU": ACTIVATIONS["relu"],
+    "GELUActivation": ACTIVATIONS["gelu"],
+    "GELUTanh": ACTIVATIONS["gelu_pytorch_tanh"],
+    "PytorchGELUTanh": ACTIVATIONS["gelu_pytorch_tanh"],
+}
+
+
+@contextlib.contextmanager
+def lifted_interfaces(model: nn.Module) -> Iterator[None]:
+    """Route attention, masks and experts of `model` through the functions above for the duration of the block."""
+    configs = {id(c): c for m in model.modules() if isinstance(c := getattr(m, "config", None), PreTrainedConfig)}
+    before = [(c, c._attn_implementation, getattr(c, "_experts_implementation", None)) for c in configs.values()]
+    AttentionInterface.register(LIFTED, lifted_attention)
+    AttentionMaskInterface.register(LIFTED, lifted_mask)
+    ALL_EXPERTS_FUNCTIONS.register(LIFTED, lifted_experts)
+    try:
+        for config in configs.values():
+            config._attn_implementation = LIFTED
+            config._experts_implementation = LIFTED
+        yield
+    finally:
+        for config, attention, experts in before:
+            config._attn_implementation = attention
+            config._experts_implementation = experts
+        for interface in (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS)):
+            interface._global_mapping.pop(LIFTED, None)
+
+
+@dataclasses.dataclass
+class Recorded:
+    """The Python arguments of one module call, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+
+@contextlib.contextmanager
+def replaced_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace `forward` on module instances for the duration of the block."""
+    for module, forward in forwards.items():
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)

@@ -1,0 +1,133 @@
+"""From a config to a model without weights: parameters on the meta device, buffers with their values."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rewriter.errors import RewriterError
+
+# The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to fp32.
+TRACE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    layers_path: str
+    layers: nn.ModuleList
+    buffers: dict[str, torch.Tensor]
+
+
+def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a local directory, a bare config.json, a hub id, or a config object itself.
+
+    Raises RewriterError when there is no such model, or when it needs code that was not allowed to run.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return source
+    path = Path(source)
+    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
+    if looks_local and not path.exists():
+        raise RewriterError(f"no such model: {source}. Give a Hugging Face directory, a config.json or a hub id.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
+    try:
+        if path.is_file():
+            data = json.loads(path.read_text())
+            if "auto_map" in data and not trust_remote_code:
+                raise RewriterError(_remote_code(source))
+            if "model_type" not in data:
+                raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
+            return AutoConfig.for_model(**data)
+        if path.is_dir() and not trust_remote_code and "auto_map" in json.loads((path / "config.json").read_text()):
+            raise RewriterError(_remote_code(source))
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    except RewriterError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RewriterError(f"{source}: config.json is not valid JSON ({error}).") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
+        raise RewriterError(f"{what}. {str(error).splitlines()[0]}") from error
+
+
+def _remote_code(source: Any) -> str:
+    return f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
+
+
+def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> Skeleton:
+    """Instantiate the causal LM of `config` without allocating its parameters.
+
+    Raises RewriterError when no causal LM is registered for the config or its decoder layers cannot be found.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise RewriterError(
+            f"model type {config.model_type!r} cannot be built as a causal LM: {str(error).splitlines()[0]}"
+        ) from error
+    model.eval()
+    model.config.use_cache = False
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    path, layers = find_layers(model)
+    return Skeleton(model, model.config, path, layers, buffers)
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """(path, list) of the decoder layers: the longest ModuleList that is in no other one."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in found):
+            found.append((name, module))
+    if not found:
+        raise RewriterError(f"{type(model).__name__} has no list of decoder layers, so there is nothing to rewrite.")
+    return max(found, key=lambda item: len(item[1]))
+
+
+def layer_source_hash(layer: nn.Module) -> str:
+    """SHA-256 of the source of the layer's class: what an emitted file checks at import."""
+    cls = type(layer)
+    try:
+        return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
+    except (OSError, TypeError) as error:
+        raise RewriterError(f"the source of {cls.__module__}.{cls.__name__} cannot be read: {error}") from error
+
+
+def fingerprint(module: nn.Module) -> Any:
+    """What makes two modules trace alike: class tree, parameter shapes and scalar attributes (layer indices aside)."""
+    scalars = tuple(
+        (k, v)
+        for k, v in sorted(module.__dict__.items())
+        if isinstance(v, (bool, int, float, str, type(None))) and k not in ("layer_idx", "layer_index", "training")
+    )
+    tensors = tuple(
+        (k, tuple(p.shape), p.dtype)
+        for group in (module._parameters, module._buffers)
+        for k, p in group.items()
+        if p is not None
+    )
+    return (type(module), scalars, tensors, tuple((k, fingerprint(m)) for k, m in module.named_children()))

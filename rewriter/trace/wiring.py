@@ -1,0 +1,76 @@
+"""The wiring of one decoder layer: its `forward` traced by torch.fx with the layer's children as leaves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from torch import fx, nn
+
+from rewriter.errors import RewriterError
+from rewriter.program import drop_dead_nodes
+
+
+class _LayerTracer(fx.Tracer):
+    """Keeps every child a leaf; a `**kwargs` that is passed on holds one key, so that the pass-on can be seen."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+SPLAT = "rewriter_kwargs"
+
+
+def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
+    """(names of the layer's parameters, whether it takes **kwargs)."""
+    parameters = inspect.signature(type(layer).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
+    return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
+    """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
+
+    `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
+    A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on values.
+    """
+    names, var_kwargs = layer_signature(layer)
+    tracer = _LayerTracer()
+    tracer.root = layer
+    tracer.graph = fx.Graph(tracer_cls=_LayerTracer)
+    tracer.tensor_attrs = {}
+    tracer.submodule_paths = {module: name for name, module in layer.named_modules()}
+    arguments: dict[str, Any] = {
+        name: absent[name] if name in absent else tracer.create_proxy("placeholder", name, (), {}) for name in names
+    }
+    if var_kwargs:
+        arguments[SPLAT] = tracer.create_proxy("placeholder", SPLAT, (), {})
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
+
+    try:
+        with mock.patch.object(nn.Module, "__call__", call):
+            result = type(layer).forward(layer, **arguments)
+        tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+    except Exception as error:
+        raise RewriterError(
+            f"the wiring of {type(layer).__name__} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    drop_dead_nodes(tracer.graph)
+    return tracer.graph
+
+
+def leaves_with_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(path, leaf) over tuples, lists and dicts; everything else is a leaf."""
+    if isinstance(tree, (tuple, list)):
+        for i, item in enumerate(tree):
+            yield from leaves_with_paths(item, (*path, i))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves_with_paths(item, (*path, key))
+    else:
+        yield path, tree

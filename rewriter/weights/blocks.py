@@ -1,0 +1,162 @@
+"""An expression as copies of rectangles: which region of the result comes from which view of the mapped files.
+
+Slices, concatenations, stacks and transpositions only move elements, so every expression is a list of `Block`s. A
+block's view is strided memory over the file: cutting it costs nothing, and a tile of the result is read without the
+rest of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rewriter.errors import RewriterError
+from rewriter.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
+from rewriter.weights.checkpoint import Checkpoint, torch_dtype
+from rewriter.weights.header import BITS
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`result[start0:start0+size0, ...] = view`, where sizes are the view's. The view holds raw integers of the
+    dtype's width."""
+
+    start: Shape
+    view: NDArray[Any]
+    dtype: str
+
+    @property
+    def span(self) -> int:
+        """Bytes of the file from the view's first element to its last: what reading it may map into memory."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.view.shape, self.view.strides, strict=True))
+        return reach + self.view.itemsize if self.view.size else 0
+
+    def cut(self, dim: int, low: int, high: int) -> Block | None:
+        """The part whose result indices along `dim` lie in [low, high), in the same coordinates; None if there is
+        none."""
+        begin, size = self.start[dim], self.view.shape[dim]
+        if low <= begin and begin + size <= high:
+            return self
+        first, last = max(low, begin), min(high, begin + size)
+        if first >= last:
+            return None
+        index = (slice(None),) * dim + (slice(first - begin, last - begin),)
+        return Block(_at(self.start, dim, first), self.view[index], self.dtype)
+
+    def moved(self, dim: int, by: int) -> Block:
+        """The same elements, `by` further along `dim` of the result."""
+        return Block(_at(self.start, dim, self.start[dim] + by), self.view, self.dtype)
+
+
+def blocks(checkpoint: Checkpoint, expression: Expression) -> list[Block]:
+    """The blocks that together fill `expression`'s result, each element exactly once. Shapes must have been checked."""
+    match expression:
+        case Tensor(name):
+            return [_whole(checkpoint, name)]
+        case Slice(source, dim, ranges):
+            inner, result, end = blocks(checkpoint, source), [], 0
+            for start, stop in ranges:
+                parts = (block.cut(dim, start, stop) for block in inner)
+                result += [part.moved(dim, end - start) for part in parts if part]
+                end += stop - start
+            return result
+        case Concat(parts_, dim):
+            result, end, shapes = [], 0, checkpoint.shapes
+            for piece in parts_:
+                result += [block.moved(dim, end) for block in blocks(checkpoint, piece)]
+                end += piece.shape(shapes)[dim]
+            return result
+        case Stack(parts_, dim):
+            return [
+                Block((*b.start[:dim], index, *b.start[dim:]), np.expand_dims(b.view, dim), b.dtype)
+                for index, piece in enumerate(parts_)
+                for b in blocks(checkpoint, piece)
+            ]
+        case Transpose(source, dim0, dim1):
+            return [
+                Block(_swap(b.start, dim0, dim1), b.view.swapaxes(dim0, dim1), b.dtype)
+                for b in blocks(checkpoint, source)
+            ]
+
+
+def tiles(parts: list[Block], shape: Shape, element: int, limit: int) -> Iterator[tuple[list[Block], Shape]]:
+    """Cut a result into pieces of at most `limit` bytes that follow each other in memory (row-major, `element` bytes
+    each).
+
+    Yields the blocks of each piece, in its own coordinates, and its shape. A result without elements has no pieces.
+    """
+    if prod(shape) == 0:
+        return
+    if not shape or element * prod(shape) <= limit:
+        yield parts, shape
+        return
+    row = element * prod(shape[1:])
+    step = max(1, limit // row)
+    for low in range(0, shape[0], step):
+        high = min(low + step, shape[0])
+        inside = [part.moved(0, -low) for block in parts if (part := block.cut(0, low, high))]
+        if row <= limit:
+            yield inside, (high - low, *shape[1:])
+        else:  # one row alone is too big: cut it along its own dimensions
+            flat = [Block(b.start[1:], b.view[0], b.dtype) for b in inside]
+            yield from tiles(flat, shape[1:], element, limit)
+
+
+def fill(parts: list[Block], shape: Shape, dtype: str, target: memoryview) -> None:
+    """Write the blocks of a piece into `target` as row-major elements of `dtype`, rounding to nearest if it is
+    another."""
+    if all(block.dtype == dtype for block in parts):
+        out: NDArray[Any] = np.ndarray(shape, _raw(dtype), buffer=target)
+        for block in parts:
+            out[_region(block)] = block.view
+        return
+    import torch
+
+    converted = torch.frombuffer(target, dtype=torch_dtype(dtype, "result")).reshape(shape)
+    for block in parts:
+        source = torch.from_numpy(block.view).view(torch_dtype(block.dtype, "source"))
+        converted[_region(block)].copy_(source)
+
+
+def _whole(checkpoint: Checkpoint, name: str) -> Block:
+    if sys.byteorder != "little":
+        raise RewriterError("weights can be rewritten on little-endian machines only; this one is big-endian.")
+    info = checkpoint.info(name)
+    raw = _raw(info.dtype, name)
+    start = (0,) * len(info.shape)
+    if info.nbytes == 0:
+        return Block(start, np.empty(info.shape, raw), info.dtype)
+    mapping = checkpoint.mapping(info.file)
+    view = np.frombuffer(mapping, raw, prod(info.shape), info.offsets[0]).reshape(info.shape)
+    return Block(start, view, info.dtype)
+
+
+def _raw(dtype: str, name: str = "") -> np.dtype[Any]:
+    if BITS[dtype] % 8:
+        raise RewriterError(
+            f"{name}: dtype {dtype} ({BITS[dtype]} bits) cannot be sharded element by element. "
+            "Start from the checkpoint before quantisation."
+        )
+    return np.dtype(f"<u{BITS[dtype] // 8}")
+
+
+def _region(block: Block) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(block.start, block.view.shape, strict=True))
+
+
+def _at(start: Shape, dim: int, value: int) -> Shape:
+    return (*start[:dim], value, *start[dim + 1 :])
+
+
+def _swap(start: Shape, dim0: int, dim1: int) -> Shape:
+    order = list(start)
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return tuple(order)

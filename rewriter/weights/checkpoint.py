@@ -1,0 +1,245 @@
+"""Checkpoint: the safetensors weights of a local Hugging Face directory, checked from their headers, read through
+mmap."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from rewriter.errors import RewriterError
+from rewriter.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
+from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.bin.index.json", "*.ckpt", "*.pkl")
+MAX_INDEX = 500_000_000
+
+TORCH_DTYPES: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16", "I16": "int16", "F16": "float16", "BF16": "bfloat16", "U32": "uint32", "I32": "int32",
+    "F32": "float32", "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64",
+}  # fmt: skip
+"""safetensors dtype -> name of the torch dtype. The packed ones (F4, F6) are missing: their elements cannot be
+addressed."""
+
+
+class Checkpoint:
+    """The tensors of one checkpoint. Made by `Checkpoint.open`; nothing but headers is read until a tensor is asked
+    for.
+
+    `tensors` maps each name to where it lies, file by file and in the order of the data; `files` are the weight files
+    in that order; `metadata` is each file's own. The files must not change while this object is in use.
+    """
+
+    def __init__(self, directory: Path, headers: Mapping[Path, Header]) -> None:
+        self.directory = directory
+        self.files: tuple[Path, ...] = tuple(headers)
+        self.tensors: Mapping[str, TensorInfo] = {n: info for h in headers.values() for n, info in h.tensors.items()}
+        self.metadata: Mapping[Path, Mapping[str, str]] = {path: header.metadata for path, header in headers.items()}
+        self.sizes: Mapping[Path, int] = {path: header.size for path, header in headers.items()}
+        self._mappings: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
+        """Open a directory that holds model.safetensors, or model.safetensors.index.json and the files that it names.
+
+        Raises RewriterError, naming file and tensor, if there is no such directory, no safetensors (pickled weights are
+        never opened), a broken header, or an index that names missing files, files outside the directory, or other
+        tensors than the files hold.
+        """
+        root = Path(directory)
+        if not root.is_dir():
+            what = "is a file; name the directory it lies in" if root.exists() else "no such directory"
+            raise RewriterError(
+                f"{root}: {what}. Expected a Hugging Face checkpoint: config.json and {SINGLE} (or {INDEX})."
+            )
+        # transformers looks in this order too: one file goes before an index.
+        if (root / SINGLE).exists():
+            return cls(root, {root / SINGLE: read_header(root / SINGLE)})
+        if not (root / INDEX).exists():
+            raise _no_weights(root)
+        weight_map = _read_index(root / INDEX)
+        headers = {root / name: read_header(root / name) for name in sorted(set(weight_map.values()))}
+        _compare(root, weight_map, headers)
+        return cls(root, headers)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape: what `Expression.shape` takes."""
+        return {name: info.shape for name, info in self.tensors.items()}
+
+    def fingerprint(self) -> str:
+        """A sha256 over what can be known without reading the data: every name, dtype, shape, place, file size and
+        time.
+
+        For recognising that an interrupted job is continued on unchanged files; not a proof against forgery.
+        """
+        digest = hashlib.sha256()
+        for path in self.files:
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        for name, info in self.tensors.items():
+            digest.update(f"{name} {info.dtype} {info.shape} {info.file.name} {info.offsets}\n".encode())
+        return digest.hexdigest()
+
+    def info(self, name: str) -> TensorInfo:
+        """Where a tensor lies. Raises RewriterError if the checkpoint has none of this name."""
+        if name not in self.tensors:
+            raise RewriterError(f"{name}: {self.directory} has no tensor of this name.")
+        return self.tensors[name]
+
+    def mapping(self, path: Path) -> mmap.mmap:
+        """The whole file as private memory: pages come from the file when touched, and nothing written there reaches
+        it.
+
+        What is written there is lost at the next `release`.
+        """
+        with self._lock:
+            if path not in self._mappings:
+                with open(path, "rb") as file:
+                    if os.fstat(file.fileno()).st_size != self.sizes[path]:
+                        raise RewriterError(f"{path}: its size changed; it had {self.sizes[path]} bytes. Run again.")
+                    self._mappings[path] = mmap.mmap(file.fileno(), self.sizes[path], access=mmap.ACCESS_COPY)
+            return self._mappings[path]
+
+    def release(self) -> None:
+        """Give the memory of all pages read so far back. Tensors stay valid: touching them reads the file again."""
+        with self._lock:
+            for mapping in self._mappings.values():
+                mapping.madvise(mmap.MADV_DONTNEED)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as it lies on disk, without a copy: a CPU tensor over the mapped file, of the stored dtype and
+        shape.
+
+        Raises RewriterError for an unknown name and for packed dtypes (F4, F6), which torch cannot address.
+        """
+        import torch
+
+        info = self.info(name)
+        dtype = torch_dtype(info.dtype, name)
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=dtype)
+        mapping = self.mapping(info.file)
+        return torch.frombuffer(mapping, dtype=dtype, count=prod(info.shape), offset=info.offsets[0]).reshape(
+            info.shape
+        )
+
+    def evaluate(self, expression: Expression) -> torch.Tensor:
+        """The tensor that an expression describes: a view of the file where that is possible, else a copy in memory.
+
+        Raises RewriterError where names, shapes or dtypes do not fit.
+        """
+        expression.shape(self.shapes)
+        dtypes = {self.info(name).dtype for name in expression.tensors()}
+        if len(dtypes) > 1:
+            raise mixed_dtypes(self, expression)
+        return self._evaluate(expression)
+
+    def _evaluate(self, expression: Expression) -> torch.Tensor:
+        import torch
+
+        match expression:
+            case Tensor(name):
+                return self.read(name)
+            case Slice(source, dim, ranges):
+                whole = self._evaluate(source)
+                parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+                return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            case Concat(parts_, dim):
+                return torch.cat([self._evaluate(part) for part in parts_], dim)
+            case Stack(parts_, dim):
+                return torch.stack([self._evaluate(part) for part in parts_], dim)
+            case Transpose(source, dim0, dim1):
+                return self._evaluate(source).transpose(dim0, dim1)
+
+
+def torch_dtype(dtype: str, name: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype. Raises RewriterError, naming the tensor, for packed dtypes."""
+    import torch
+
+    result = getattr(torch, TORCH_DTYPES.get(dtype, ""), None)
+    if result is None:
+        raise RewriterError(
+            f"{name}: dtype {dtype} ({BITS[dtype]} bits) cannot be read or sharded element by element. "
+            "Start from the checkpoint before quantisation."
+        )
+    assert isinstance(result, torch.dtype)
+    return result
+
+
+def mixed_dtypes(checkpoint: Checkpoint, expression: Expression) -> RewriterError:
+    """The error for an expression over tensors of several dtypes."""
+    each = ", ".join(f"{name} is {checkpoint.info(name).dtype}" for name in dict.fromkeys(expression.tensors()))
+    return RewriterError(f"{expression}: its tensors have different dtypes ({each}). Name one for all with --dtype.")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        if path.stat().st_size > MAX_INDEX:
+            raise RewriterError(
+                f"{path}: {path.stat().st_size} bytes are too many for an index; {MAX_INDEX} is the limit."
+            )
+        index = parse_json(path, path.read_bytes(), kind="index")
+    except OSError as error:
+        raise RewriterError(f"{path}: cannot be read: {error.strerror}.") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise RewriterError(
+            f"{path}: it has no weight_map from tensor names to file names. Expected {{'weight_map': {{name: file}}}}."
+        )
+    for tensor, name in weight_map.items():
+        # By name only: the files of a hub cache are symlinks to outside the directory, and those are fine.
+        pure = PurePosixPath(name)
+        if (
+            pure.is_absolute()
+            or ".." in pure.parts
+            or "\\" in name
+            or "\0" in name
+            or not name.endswith(".safetensors")
+        ):
+            raise RewriterError(
+                f"{path}: it places {tensor!r} in {name!r}. Expected the name of a .safetensors file inside "
+                f"{path.parent}; an index that points elsewhere is not followed."
+            )
+        if not (path.parent / name).exists():
+            raise RewriterError(
+                f"{path.parent / name}: missing, but {path.name} places {tensor!r} there. Download it again."
+            )
+    return weight_map
+
+
+def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
+    for name, file in weight_map.items():
+        if name not in headers[root / file].tensors:
+            raise RewriterError(f"{root / file}: it lacks {name!r}, which {INDEX} places there. Download both again.")
+    for path, header in headers.items():
+        for name in header.tensors:
+            if name not in weight_map or root / weight_map[name] != path:
+                where = f"places it in {weight_map[name]!r}" if name in weight_map else "does not list it"
+                raise RewriterError(f"{path}: it holds {name!r}, but {INDEX} {where}. Download both again.")
+
+
+def _no_weights(root: Path) -> RewriterError:
+    pickled = sorted(path.name for pattern in PICKLED for path in root.glob(pattern))
+    if pickled:
+        return RewriterError(
+            f"{root}: its weights are pickled ({pickled[0]}), and unpickling runs whatever code they contain, so they "
+            "are not opened. Where you trust them, convert them with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(root)!r}).save_pretrained('NEW')."
+        )
+    others = sorted(path.name for path in root.glob("*.safetensors"))
+    found = f" It has {others[0]}, which is not named as the weights of a whole model." if others else ""
+    return RewriterError(f"{root}: no weights: neither {SINGLE} nor {INDEX} is there.{found}")

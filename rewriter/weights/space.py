@@ -1,0 +1,44 @@
+"""Room on a disk: asked for before writing, and named when it ran out all the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from rewriter.errors import RewriterError
+
+
+def available(path: Path) -> int:
+    """Bytes that this user can still write on the file system of `path`, or of its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def require_space(path: Path, nbytes: int) -> None:
+    """Raise RewriterError unless `nbytes` can be written on the file system of `path`."""
+    free = available(path)
+    if nbytes > free:
+        raise RewriterError(
+            f"{path}: {_size(nbytes)} are needed there and {_size(free)} are free. Make room or choose another --out."
+        )
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an exception says that the disk, or this user's quota, is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_full(path: Path, nbytes: int | None, free: int) -> RewriterError:
+    """The error for a disk that ran full: `nbytes` were to be written in all (None: unknown), `free` were left at the
+    end."""
+    needed = (
+        f"{_size(nbytes)} are needed in all and {_size(free)} were left" if nbytes else f"only {_size(free)} were left"
+    )
+    return RewriterError(f"{path}: the disk is full: {needed}. Make room or choose another --out.")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes} bytes ({nbytes / 1e9:.2f} GB)" if nbytes >= 10_000_000 else f"{nbytes} bytes"
