@@ -180,8 +180,8 @@ class OutputDirectory:
             if earlier is None:
                 self._unlock(delete=True)
                 raise RewriterError(
-                    f"{self.staging}: exists, and no journal says that an interrupted run left it, so it is not touched. "
-                    "Move it away, or choose another --out."
+                    f"{self.staging}: exists, and no journal says that an interrupted run left it, so it is not "
+                    "touched. Move it away, or choose another --out."
                 )
             job, files = earlier
             if self.resume:
@@ -223,7 +223,7 @@ class OutputDirectory:
         return table.get("job") if isinstance(table, dict) else None
 
     def _read_journal(self) -> tuple[tuple[dict[str, Any], dict[str, tuple[int, str]]] | None, int]:
-        """The job and the finished files of the run before this one (None: it is new), and the journal's valid length."""
+        """The job and finished files of the run before this one (None: it is new), and the journal's valid length."""
         data = os.pread(self._journal_fd, os.fstat(self._journal_fd).st_size, 0)
         job: dict[str, Any] | None = None
         files = {}
@@ -301,7 +301,7 @@ class OutputDirectory:
         self._unlock(delete=True)
 
     def _abandon(self, error: BaseException) -> None:
-        """After a failure nothing stays; after an interruption everything does. Raises RewriterError for a full disk."""
+        """After a failure nothing stays, after an interruption everything. RewriterError in place of a full disk's."""
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             self._unlock()
             return

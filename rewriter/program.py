@@ -157,7 +157,11 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Program:
-    """An immutable model program; passes return new ones. See the module's docstring for the two levels."""
+    """An immutable model program; passes return new ones. See the module's docstring for the two levels.
+
+    `mesh` maps axis names to sizes ({"tp": 8}); empty on one device. `ties` maps an alias to the parameter it shares.
+    `history` says what the passes did; `origin` is the program as traced, before the first pass.
+    """
 
     source: Source
     graph: fx.Graph
@@ -167,6 +171,7 @@ class Program:
     mesh: Mapping[str, int] = field(default_factory=dict)
     history: tuple[PassRecord, ...] = ()
     recipe: Mapping[str, Any] | None = None
+    origin: Program | None = field(default=None, repr=False)
 
     # --- editing -----------------------------------------------------------------------------------------------------
 

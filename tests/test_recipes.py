@@ -18,6 +18,7 @@ from rewriter.errors import RewriterError
 from rewriter.recipes import PassSpec, Recipe
 from rewriter.recipes.catalogue import entries, library
 from rewriter.recipes.reading import MAX_BYTES, read
+from rewriter.selection import Selection
 
 MINIMAL = """\
 name: mine
@@ -33,7 +34,7 @@ passes:
 class Rewire:
     name: ClassVar[str] = "rewire"
     kind: ClassVar[str] = "approximating"
-    layers: str | list[int] = "all"
+    layers: Selection = "all"
     strength: float = 1.0
 
 
@@ -148,7 +149,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"rewire.layers": "last:20"}, Rewire(layers="last:20")),
         ({"rewire.layers": "[1, 5, 9]"}, Rewire(layers=[1, 5, 9])),
         ({"rewire.layers": [1, 5, 9]}, Rewire(layers=[1, 5, 9])),
-        ({"rewire.layers": "12"}, Rewire(layers="12")),
+        ({"rewire.layers": "12"}, Rewire(layers=12)),
         ({"rewire.strength": "1e-3"}, Rewire(layers="upper-half", strength=0.001)),
         ({"rewire.strength": "2"}, Rewire(layers="upper-half", strength=2.0)),
     ],
@@ -178,7 +179,7 @@ def test_an_override_can_make_a_pass_optional() -> None:
         ({"rewire.layers": "*x"}, ["--set rewire.layers=*x", "alias"]),
         ({"rewire.layers": "!!python/name:os.system"}, ["tag !!python/name:os.system"]),
         ({"rewire.layers": "uper-half"}, ["--set rewire.layers=uper-half", "Did you mean upper-half?"]),
-        ({"rewire.layers": "{a: 1}"}, ["--set rewire.layers={a: 1}", "expected str | list[int]"]),
+        ({"rewire.layers": "{a: 1}"}, ["--set rewire.layers={a: 1}", "no selection of layers"]),
     ],
 )
 def test_a_wrong_override_is_told_as_it_was_written(override: dict[str, Any], parts: list[str]) -> None:
@@ -257,6 +258,8 @@ adapt:
     ("text", "message"),
     [
         (MINIMAL.replace("upper-half", "9-3"), "recipe mine.yaml, line 6: rewire.layers: 9-3 runs backwards."),
+        (MINIMAL.replace("upper-half", "yes"), "recipe mine.yaml, line 6: rewire.layers: 'yes' is no selection"),
+        (MINIMAL.replace("upper-half", "true"), "recipe mine.yaml, line 6: rewire.layers: True is no selection"),
         (MINIMAL + "  - pass: split\n    parts: 1\n", "recipe mine.yaml, line 7: split: parts: 1 splits nothing."),
         (MINIMAL + "  - pass: split\n", "recipe mine.yaml, line 7: split: option parts (int) is missing."),
         (MINIMAL + "  - rewire\n", "line 7: passes[1] must be a mapping: write `- pass: NAME`, not 'rewire'."),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from rewriter import selection
 from rewriter.errors import RewriterError
@@ -16,9 +16,6 @@ from rewriter.suggestions import did_you_mean
 
 Where = Callable[[int, str | None], Problem]
 """Line and name of an option (or of the pass itself, where the option is None) of the pass at an index."""
-
-# A lone layer number is read as a number, and `layers: str | list` means it as a selection.
-_LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
 
 def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where) -> tuple[list[Any], list[Problem]]:
@@ -57,12 +54,13 @@ def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple
             problems.append(Problem(place.line, f"{place.message}: unknown option {name!r}. {known}"))
             continue
         try:
-            options[name] = TypeAdapter(hints[name], config=_config(hints[name])).validate_python(value)
             if name == "layers":
-                selection.check(options[name])
+                selection.check(value)
+            options[name] = TypeAdapter(hints[name]).validate_python(value)
         except ValidationError:
-            expected = _readable(hints[name])
-            problems.append(Problem(place.line, f"{place.message}: expected {expected}, not {value!r:.60}."))
+            problems.append(
+                Problem(place.line, f"{place.message}: expected {_readable(hints[name])}, not {value!r:.60}.")
+            )
         except RewriterError as error:
             problems.append(Problem(place.line, f"{place.message}: {str(error).removeprefix('layers: ')}"))
     for name, field in fields.items():
@@ -75,13 +73,5 @@ def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple
     return options, problems
 
 
-def _config(hint: Any) -> ConfigDict | None:
-    """Types that bring a configuration of their own (models, dataclasses) take no second one."""
-    owned = isinstance(hint, type) and (dataclasses.is_dataclass(hint) or hasattr(hint, "model_config"))
-    return None if owned else _LENIENT
-
-
 def _readable(hint: Any) -> str:
-    return (
-        hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint).replace("typing.", "")
-    )
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +23,8 @@ class Entry(NamedTuple):
 @cache
 def library() -> dict[str, Path]:
     """The file of every shipped recipe, by name."""
-    folder = Path(str(files("rewriter.recipes").joinpath("library")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
+    files = (Path(__file__).parent / "library").glob("*.yaml")
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
 
 
 def entries() -> list[Entry]:

@@ -6,12 +6,14 @@ weights: only safetensors headers, to bind parameters to what lies on disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
+from rewriter.analysis.residual import annotate
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Parameter, Program, Source, parameters_of
 from rewriter.trace.assemble import ModelTracer
@@ -53,6 +55,8 @@ def trace_skeleton(
         graph, modules = flatten(tracer, outside)
     if outside.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
+    with contextlib.suppress(RewriterError):  # a model without a residual stream can still be sharded; ladder says why not
+        annotate(graph, len(skeleton.layers))
     ties = tied_parameters(skeleton.model)
     parameters: dict[str, Parameter] = {}
     for module_path, module in modules.items():

@@ -13,12 +13,13 @@ from torch import fx, nn
 from transformers import DynamicCache
 
 from rewriter.errors import RewriterError
-from rewriter.program import Module
+from rewriter.program import Module, parameters_of
 from rewriter.trace.bodies import (
     BATCH,
     LENGTH,
     SYMBOLS,
     BodyTracer,
+    base_name,
     clean,
     export_graph,
     is_lifted,
@@ -169,9 +170,14 @@ class ModelTracer:
         with self._opaque_layers(), torch.no_grad():
             calls = record_calls(lambda: model(**example, use_cache=False), lifted)
         meta_calls = dict(self.calls)
-        modules = {name: self.bodies.trace(name, lifted[name], call) for name, call in calls.items()}
+        modules = {
+            name: self.bodies.trace(base_name(name), lifted[base_name(name)], call) for name, call in calls.items()
+        }
+        for name, module in modules.items():
+            if base_name(name) != name and next(parameters_of(module), None):
+                raise RewriterError(f"{base_name(name)} is called in different ways and has parameters: not supported yet")
         try:
-            with lifted_modules({name: lifted[name] for name in calls}), self._opaque_layers():
+            with lifted_modules(lifted, calls), self._opaque_layers():
                 exported = export_graph(Logits(), list(example.values()))
         except RewriterError:
             raise

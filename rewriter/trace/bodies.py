@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +62,18 @@ def is_lifted(module: nn.Module) -> bool:
 
 
 def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> dict[str, Recorded]:
-    """The Python arguments and result of the first call of each module while `run()` executes."""
+    """The calls of each module while `run()` executes: Python arguments and result, by variant name.
+
+    A module that is called several times with other constants (Gemma 3's rotary embedding, per layer type) has one entry
+    per variant: `name`, `name#1`, …
+    """
+    variants = Variants()
     recorded: dict[str, Recorded] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            recorded.setdefault(name, Recorded(args, dict(kwargs), output))
+            call = Recorded(args, dict(kwargs), output)
+            recorded.setdefault(variants.name(name, call), call)
 
         return hook
 
@@ -77,6 +84,22 @@ def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> di
         for handle in handles:
             handle.remove()
     return recorded
+
+
+class Variants:
+    """Numbers the calls of a module by the constants among their arguments, in order of appearance."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[str]] = {}
+
+    def name(self, module: str, call: Recorded) -> str:
+        leaves = leaves_with_paths((call.args, call.kwargs))
+        constants = repr([(path, None if isinstance(leaf, torch.Tensor) else leaf) for path, leaf in leaves])
+        known = self.seen.setdefault(module, [])
+        if constants not in known:
+            known.append(constants)
+        index = known.index(constants)
+        return f"{module}#{index}" if index else module
 
 
 def tensors_of(recorded: Recorded) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], tuple[Any, Any]]]:
@@ -131,9 +154,9 @@ class BodyTracer:
         calls = record_calls(lambda: module(*recorded.args, **recorded.kwargs), lifted)
         children: dict[str, Module] = {}
         for name, call in calls.items():
-            children[name] = self.trace(f"{path}.{name}", lifted[name], call)
+            children[name] = self.trace(f"{path}.{base_name(name)}", lifted[base_name(name)], call)
         try:
-            with lifted_modules({name: lifted[name] for name in calls}):
+            with lifted_modules(lifted, calls):
                 exported = export_graph(_Wrapper(module, rebuild), tensors)
             graph, used = clean(exported, prefix="inner.")
         except RewriterError:
@@ -158,36 +181,43 @@ class BodyTracer:
         return Body(type(module).__name__, graph, parameters, buffers, children, outputs, kept, dropout)
 
 
-def lifted_modules(modules: Mapping[str, nn.Module]) -> Any:
-    """A context in which calling one of `modules` records one `rewriter_trace::call` with its relative path."""
+def base_name(variant: str) -> str:
+    """`rotary_emb#1` is a variant of the module `rotary_emb`."""
+    return variant.partition("#")[0]
+
+
+@contextlib.contextmanager
+def lifted_modules(modules: Mapping[str, nn.Module], calls: Mapping[str, Recorded]) -> Iterator[None]:
+    """Calling one of `modules` records one `rewriter_trace::call` with its variant name, as `record_calls` gave it."""
     functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {}
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    variants = Variants()
 
     def lift(name: str, module: nn.Module) -> None:
-        shapes: dict[str, Any] = {}
+        rebuilds: dict[str, Any] = {}
+        specs: dict[str, Any] = {}
 
-        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            args, kwargs = shapes["rebuild"](inputs)
-            leaves, shapes["spec"] = pytree.tree_flatten(type(module).forward(module, *args, **kwargs))
+        def run_variant(key: str, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            args, kwargs = rebuilds[key](inputs)
+            leaves, specs[key] = pytree.tree_flatten(type(module).forward(module, *args, **kwargs))
             return leaves
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            tensors, shapes["rebuild"] = tensors_of(Recorded(args, kwargs))
-            outputs = torch.ops.rewriter_trace.call(tensors, name)
-            return pytree.tree_unflatten(list(outputs), shapes["spec"])
+            call = Recorded(args, kwargs)
+            key = variants.name(name, call)
+            tensors, rebuilds[key] = tensors_of(call)
+            outputs = torch.ops.rewriter_trace.call(tensors, key)
+            return pytree.tree_unflatten(list(outputs), specs[key])
 
-        functions[name] = run
+        for key in calls:
+            if base_name(key) == name:
+                functions[key] = functools.partial(run_variant, key)
         forwards[module] = forward
 
-    for name, module in modules.items():
-        lift(name, module)
-
-    @contextlib.contextmanager
-    def both() -> Any:
-        with opaque_calls(functions), replaced_forward(forwards):
-            yield
-
-    return both()
+    for name in dict.fromkeys(map(base_name, calls)):
+        lift(name, modules[name])
+    with opaque_calls(functions), replaced_forward(forwards):
+        yield
 
 
 def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:

@@ -311,7 +311,7 @@ class _Pass:
 
 
 def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
-    """What a shard holds, in the order of its data: by element size, so that all stay aligned, then as in the source."""
+    """What a shard holds, in the order of its data: by element size, so that all stay aligned, then as in source."""
     result = []
     names = {name: dtype for dtype, name in TORCH_DTYPES.items()}
     shapes = checkpoint.shapes

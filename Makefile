@@ -1,0 +1,49 @@
+# `make demo` and `make test` set up .venv themselves. Needs Python 3.11 or newer, g++ and a network.
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+DEMO   := build/demo
+PROMPT := def read_lines(path):
+
+.PHONY: venv demo test test-all lint format typecheck clean
+
+venv: $(READY)
+
+# The first Python on the path that is new enough and can make virtual environments. A name on the path may still be a
+# version manager's stub for a Python that is not there, so each candidate is run.
+$(READY): pyproject.toml constraints.txt
+	@python=; for candidate in python3.12 python3.11 python3.13 python3 python; do \
+	  if $$candidate -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    python=$$candidate; break; fi; done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: no Python 3.11 or newer with the venv module on the path (Debian: apt install python3 python3-venv)" >&2; \
+	  exit 1; fi; \
+	echo "setting up $(VENV) with $$($$python --version)"; \
+	$$python -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
+	$(BIN)/rewrite examples/tiny-llama --recipe ladder-upper-half --tp 2 --out $(DEMO)
+	$(BIN)/rewrite generate $(DEMO) --prompt '$(PROMPT)' --max-new-tokens 64
+
+lint: $(READY)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+typecheck: $(READY)
+	@$(BIN)/mypy --no-error-summary
+
+test: lint typecheck
+	@$(BIN)/python -m pytest -x -q -n 2 -m 'not slow'
+
+test-all: lint typecheck
+	@$(BIN)/python -m pytest -q -n 2
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

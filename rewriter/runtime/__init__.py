@@ -1,0 +1,65 @@
+"""What a rank runs. An emitted module imports its building blocks from here, and nothing here imports the
+compiler."""
+
+from rewriter.ops import MaskSpec
+from rewriter.runtime.attention import attention
+from rewriter.runtime.cache import SlotSpec, StaticCache
+from rewriter.runtime.collectives import (
+    Event,
+    Pending,
+    Shared,
+    all_gather,
+    all_reduce,
+    all_reduce_start,
+    all_reduce_wait,
+    enter,
+    mark,
+    once,
+    record_events,
+    shared_gradient,
+)
+from rewriter.runtime.compiled import compile_segments
+from rewriter.runtime.context import Context
+from rewriter.runtime.experts import experts
+from rewriter.runtime.generate import generate
+from rewriter.runtime.load import load
+from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.parallel import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    Conv1D,
+    RowParallelConv1D,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+__all__ = [
+    "ColumnParallelConv1D",
+    "ColumnParallelLinear",
+    "Context",
+    "Conv1D",
+    "Event",
+    "MaskSpec",
+    "Pending",
+    "RowParallelConv1D",
+    "RowParallelLinear",
+    "RuntimeModel",
+    "Shared",
+    "SlotSpec",
+    "StaticCache",
+    "VocabParallelEmbedding",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_start",
+    "all_reduce_wait",
+    "attention",
+    "compile_segments",
+    "enter",
+    "experts",
+    "generate",
+    "load",
+    "mark",
+    "once",
+    "record_events",
+    "shared_gradient",
+]

@@ -1,0 +1,126 @@
+"""Attention over new tokens and the cache. `rewriter.ops.attention` is its specification."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rewriter.errors import RewriterError
+from rewriter.ops import MaskSpec
+from rewriter.runtime.context import Context
+
+
+def attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    ctx: Context,
+    *,
+    slot: int,
+    mask: MaskSpec,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v over the keys that `mask` and `ctx` show; returns o [B, H, S, E] in q's dtype.
+
+    q, k and v are those of the S new tokens; query head h reads key/value head h // (H / K). With `ctx.cache` they
+    are stored under `slot` and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
+    `sinks` [H] adds a logit per head that takes probability and returns nothing; `bias` broadcasts to [B, H, S, T], T
+    the keys in view. Padding (the first `ctx.first_valid` positions of a row) is never seen, except by itself, so
+    that no row is empty and none gives NaN. Raises RewriterError for a bias that does not fit the keys in view.
+    """
+    positions: Tensor | None = None
+    if ctx.cache is not None:
+        k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+    queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
+    if bias is not None and bias.shape[-1] not in (1, keys):
+        raise RewriterError(
+            f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {keys} are in view. A position bias cannot "
+            "be used with a key/value cache yet: generate without one"
+        )
+    explicit = softcap is not None or sinks is not None
+    everything = positions is None and ctx.first_valid is None
+    if everything and not explicit and bias is None:
+        if mask.kind == "bidirectional":
+            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, False, scale)
+        if mask.size is None or mask.size >= queries:
+            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, queries > 1, scale)
+    visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
+    if explicit:
+        return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)
+    return _sdpa(q_BHSD, k_BKSD, v_BKSE, visible if bias is None else _biased(bias, visible, q_BHSD), False, scale)
+
+
+def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> Tensor:
+    """Boolean [B or 1, 1, S, T]. Computed from position tensors alone, so one compiled graph serves every decode
+    step."""
+    s = torch.arange(queries, device=device)
+    if ctx.position is not None:
+        s = s + ctx.position
+    t = s if positions is None else positions
+    stored = (t >= 0) & (t <= s[-1])
+    if ctx.first_valid is not None:
+        stored = stored & (t >= ctx.first_valid[:, None])
+        s, t = s - ctx.first_valid[:, None], t - ctx.first_valid[:, None]
+    seen = mask.visible(s, t) & stored[..., None, :]
+    seen = seen | (s[..., :, None] == t[..., None, :])
+    return seen[:, None] if seen.dim() == 3 else seen[None, None]
+
+
+def _biased(bias: Tensor, visible: Tensor, q_BHSD: Tensor) -> Tensor:
+    """The additive form of a bias with a mask."""
+    return torch.where(visible, bias.to(q_BHSD.dtype), float("-inf"))
+
+
+def _sdpa(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    batch, heads, queries, _ = q_BHSD.shape
+    kv_heads = k_BKTD.shape[1]
+    grouped = kv_heads != heads
+    if grouped and queries == 1:
+        # One token: the query heads of a group are rows of one attention, so K and V are read once and never
+        # repeated.
+        q = q_BHSD.reshape(batch, kv_heads, heads // kv_heads, -1)
+        if mask is not None and mask.shape[1] == heads:
+            mask = mask.reshape(mask.shape[0], kv_heads, heads // kv_heads, -1)
+        o = F.scaled_dot_product_attention(q, k_BKTD, v_BKTE, attn_mask=mask, scale=scale)
+        return o.reshape(batch, heads, 1, -1)
+    if grouped and mask is not None and q_BHSD.is_cuda:
+        # With a mask, CUDA's fused kernels do not take fewer KV heads, and the fallback writes all S × T scores to
+        # memory.
+        k_BKTD, v_BKTE = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_BKTD, v_BKTE))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        q_BHSD, k_BKTD, v_BKTE, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _explicit(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTE: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """What no fused kernel computes, as transformers' eager attention does: scores in the model's dtype, softmax in
+    fp32."""
+    batch, heads, queries, _ = q_BHSD.shape
+    kv_heads, keys = k_BKTD.shape[1], k_BKTD.shape[2]
+    q = q_BHSD.reshape(batch, kv_heads, heads // kv_heads * queries, -1)
+    scores = (q @ k_BKTD.transpose(-1, -2) * scale).view(batch, heads, queries, keys)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)[..., :keys]
+    o = weights.reshape(batch, kv_heads, heads // kv_heads * queries, keys) @ v_BKTE
+    return o.view(batch, heads, queries, -1)

@@ -1,0 +1,282 @@
+"""Collectives with the gradients that tensor parallelism needs.
+
+torch's registered gradient of an all-reduce is an all-reduce, which multiplies gradients by the number of ranks when
+every rank computes the same loss. Here a value is either *replicated* (equal on all ranks, its gradient too) or
+*partial* (its sum over ranks is the value), and each function below moves between the two:
+
+    function                forward                     gradient                      from → to
+    all_reduce              sum over ranks              identity                      partial → replicated
+    all_reduce_start/wait   the same, in two steps      identity                      partial → replicated
+    enter                   identity                    sum over ranks                replicated → rank-local
+    all_gather              concatenation               the rank's own slice          shard → replicated
+    once                    the value on rank 0 only    identity                      replicated → partial
+    shared_gradient         identity                    sum over every copy           overlapping shards → rank-local
+
+`group` is a ProcessGroup; None or a group of one rank makes each of them the identity. Gloo on CPU and NCCL on CUDA
+run the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks of `group`; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's index in `group`; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+# --- the order of events, for tests and benchmarks ---
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step of a collective as this rank's Python code reached it. `bytes` is the size of the tensor on this
+    rank."""
+
+    kind: str  # "start", "wait", "all_gather", "mark"
+    name: str
+    bytes: int
+    ranks: int
+
+
+_observers: list[list[Event]] = []
+
+
+@contextmanager
+def record_events() -> Iterator[list[Event]]:
+    """Collect every collective's start, wait and gather while the block runs, in program order.
+
+    `mark(name)` adds an entry of the caller's own, so that computation can be placed between them.
+    """
+    events: list[Event] = []
+    _observers.append(events)
+    try:
+        yield events
+    finally:
+        _observers[:] = [other for other in _observers if other is not events]
+
+
+def mark(name: str) -> None:
+    """Add an event of kind "mark" to every running `record_events`."""
+    for events in _observers:
+        events.append(Event("mark", name, 0, 1))
+
+
+def _observe(kind: str, name: str, x: Tensor, group: ProcessGroup | None) -> None:
+    for events in _observers:
+        events.append(Event(kind, name, x.numel() * x.element_size(), group_size(group)))
+
+
+# --- all-reduce ---
+
+
+class Pending:
+    """An all-reduce on its way. `value` is readable only through `all_reduce_wait`.
+
+    A pytree node whose only leaf is the tensor, so that hooks which map over a module's inputs and outputs (FSDP2,
+    checkpointing) see the tensor and keep the handle.
+    """
+
+    __slots__ = ("group", "name", "value", "work")
+
+    def __init__(self, value: Tensor, work: Any = None, name: str = "", group: ProcessGroup | None = None) -> None:
+        self.value = value
+        self.work = work  # None once it has been waited for, or when there is nothing to wait for
+        self.name = name
+        self.group = group
+
+
+def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, ProcessGroup | None]]:
+    return [pending.value], (pending.work, pending.name, pending.group)
+
+
+def _unflatten(values: Any, context: tuple[Any, str, ProcessGroup | None]) -> Pending:
+    (value,) = values
+    return Pending(value, *context)
+
+
+pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
+
+
+def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> Pending:
+    """Begin the sum of `x` over `group`, in place on `x`'s memory; the caller must not read or write `x` afterwards.
+
+    Any shape and floating dtype (bf16 included, on gloo and NCCL). Only a non-contiguous `x` is copied first.
+    Together with `all_reduce_wait` it has all_reduce's autograd: the value changes under an unchanged history,
+    because the gradient of the sum with respect to this rank's partial is the identity. If the operation that
+    produced `x` saved its output for its own backward (exp, softmax, tanh), backward raises torch's "modified by an
+    inplace operation" instead of using the sum.
+    """
+    if group is None or group.size() == 1:
+        return Pending(x, None, name, None)
+    with record_function(f"rewriter::all_reduce_start {name}".rstrip()):
+        x = x.contiguous()
+        _observe("start", name, x, group)
+        work = dist.all_reduce(x.detach(), group=group, async_op=True)
+        # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+    return Pending(x, work, name, group)
+
+
+def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
+    """The sum that `all_reduce_start` began. Waiting twice is allowed; a plain tensor is returned as it is.
+
+    On CUDA the current stream waits, not the host.
+    """
+    if isinstance(pending, Tensor):
+        return pending
+    if pending.work is not None:
+        with record_function(f"rewriter::all_reduce_wait {pending.name}".rstrip()):
+            _observe("wait", pending.name, pending.value, pending.group)
+            pending.work.wait()
+        pending.work = None
+    return pending.value
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None, name: str = "") -> Tensor:
+    """Sum of the partial `x` over `group`, in place on `x`'s memory (see `all_reduce_start`); gradient: identity."""
+    return all_reduce_wait(all_reduce_start(x, group, name))
+
+
+def _summed(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    """A new tensor: autograd may hand the same gradient to other branches."""
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`x` itself; its gradient is summed over `group`.
+
+    Stands where a replicated value (a hidden state, a norm weight shared by all heads, a router's weights) enters
+    computation that differs per rank.
+    """
+    return x if group is None or group.size() == 1 else _Enter.apply(x, group)
+
+
+# --- gather and its relatives ---
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(shards, x.contiguous(), group=group)
+        return torch.cat(shards, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") -> Tensor:
+    """Equal shards concatenated along `dim` in rank order; the gradient of a shard is its own slice.
+
+    That gradient is right when what follows is replicated: every rank then holds the whole gradient already.
+    """
+    if group is None or group.size() == 1:
+        return x
+    with record_function(f"rewriter::all_gather {name}".rstrip()):
+        _observe("all_gather", name, x, group)
+        gathered: Tensor = _AllGather.apply(x, group, dim)
+    return gathered
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
+        return x.view_as(x) if first else torch.zeros_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
+    """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None.
+
+    The gradient is the identity on every rank: after the sum each holds the whole gradient, so replicas stay equal.
+    """
+    if x is None or group is None or group.size() == 1:
+        return x
+    result: Tensor = _Once.apply(x, group.rank() == 0)
+    return result
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which rows of a full parameter this rank holds, where rows are held more than once.
+
+    `ranges` are half-open row ranges of the full size, in the order of the local rows; across ranks, and within one,
+    they may overlap. KV heads that are replicated over ranks are the usual case.
+    """
+
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+    group: ProcessGroup | None
+
+    @property
+    def rows(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+class _SharedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: Shared) -> Tensor:
+        ctx.shared = shared
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shared: Shared = ctx.shared
+        total = gradient.new_zeros((shared.size, *gradient.shape[1:]))
+        offset = 0
+        for start, end in shared.ranges:
+            total[start:end] += gradient[offset : offset + end - start]
+            offset += end - start
+        if shared.group is not None and shared.group.size() > 1:
+            dist.all_reduce(total, group=shared.group)
+        return torch.cat([total[start:end] for start, end in shared.ranges]), None
+
+
+def shared_gradient(x: Tensor, shared: Shared) -> Tensor:
+    """`x` [local rows, ...] itself; its gradient sums those of every copy of a row, on all ranks of the group.
+
+    Without it each copy would learn from its own query heads only, and the copies would drift apart.
+    """
+    result: Tensor = _SharedGradient.apply(x, shared)
+    return result

@@ -1,0 +1,229 @@
+"""From an output directory to this rank's module."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
+
+from rewriter.errors import RewriterError
+from rewriter.runtime.compiled import compile_segments
+from rewriter.runtime.module import RuntimeModel
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    compile: bool = False,
+) -> nn.Module:
+    """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
+
+    Under torchrun it joins the process group (gloo on CPU, NCCL on CUDA, unless one exists) and builds the mesh that
+    the manifest names. `device` defaults to this rank's GPU if there is one, else the CPU; `dtype` to that of the
+    file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load only what
+    you trust.
+
+    Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of processes is
+    not the one the files were made for, and if names or shapes in the file are not those of the module.
+    """
+    root = Path(directory)
+    ranks, entry = _entry(root)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != ranks:
+        raise RewriterError(
+            f"{root}: its runtime module is for {ranks} rank{'s' * (ranks > 1)}, but {world} run{'s' * (world == 1)}. "
+            f"Start it with torchrun --nproc-per-node {ranks}, or rewrite again with --tp {world}"
+        )
+    where = _device(device)
+    mesh = _mesh(where, ranks)
+    rank = 0 if mesh is None else mesh.get_local_rank("tp")
+    model = _build(root, entry, mesh)
+    fill(model, _inside(root, entry["ranks"][rank]), device=where, dtype=dtype)
+    model.eval()
+    if compile:
+        compile_segments(model)
+    return model
+
+
+def _entry(root: Path) -> tuple[int, dict[str, Any]]:
+    """Number of ranks, and the manifest's part on the runtime module for it."""
+    path = root / "rewrite.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RewriterError(f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote") from None
+    except (OSError, ValueError) as error:
+        raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again") from error
+    try:
+        ranks = int(manifest["mesh"]["tp"])
+        entry = manifest["runtime"][f"tp{ranks}"]
+        names = [entry["module"], entry["class"], *entry["ranks"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RewriterError(
+            f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"
+        ) from error
+    if not all(isinstance(name, str) for name in names) or len(entry["ranks"]) != ranks:
+        raise RewriterError(
+            f"{path}: it lists {len(entry['ranks'])} rank files for {ranks} ranks. Rewrite the model again"
+        )
+    return ranks, entry
+
+
+def _inside(root: Path, name: str) -> Path:
+    path = root / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise RewriterError(
+            f"{root / 'rewrite.json'}: {name!r} points outside the directory. It is not as `rewrite` wrote it"
+        )
+    if not path.is_file():
+        raise RewriterError(f"{path}: no such file, but rewrite.json names it. Rewrite the model again")
+    return path
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if where.type == "cuda" and where.index is None:
+        if local_rank >= torch.cuda.device_count():
+            raise RewriterError(
+                f"local rank {local_rank}: this machine has {torch.cuda.device_count()} GPUs. Use fewer ranks, or device='cpu'"
+            )
+        where = torch.device("cuda", local_rank)
+        torch.cuda.set_device(where)
+    return where
+
+
+def _mesh(device: torch.device, ranks: int) -> DeviceMesh | None:
+    """The mesh over all ranks, or None for one process that was not started by torchrun."""
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            return None
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
+    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+
+
+class _FromSource(SourceFileLoader):
+    """Neither reads nor leaves a __pycache__ in the output directory: its files are hashed, and only they are
+    trusted."""
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def _import(path: Path) -> ModuleType:
+    name = f"rewriter_runtime_module_{abs(hash(str(path.resolve()))):x}"
+    spec = spec_from_loader(name, _FromSource(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses, inspect and torch.compile look a class up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Parameters, which are made by torch.empty, on the meta device; constants, made from numbers, stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _build(root: Path, entry: dict[str, Any], mesh: DeviceMesh | None) -> nn.Module:
+    path = _inside(root, entry["module"])
+    cls = getattr(_import(path), entry["class"], None)
+    if cls is None:
+        raise RewriterError(
+            f"{path}: no class {entry['class']!r} in it, but rewrite.json names it. Rewrite the model again"
+        )
+    with _EmptyOnMeta():
+        model: nn.Module = cls(mesh)
+    if getattr(model, "dropout_probability", 0) > 0 and not isinstance(model, RuntimeModel):
+        raise RewriterError(
+            f"{path}: {entry['class']} has dropout but no RuntimeModel base that refuses to train with it"
+        )
+    return model
+
+
+def fill(model: nn.Module, path: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+    """Give `model` the tensors of one safetensors file, by name, without a copy on the CPU, and move its constants.
+
+    A parameter with several names (tied weights) may stand in the file under any of them, and stays one parameter.
+    Raises RewriterError for names that the file lacks or the model does not know, and for shapes that differ.
+    """
+    alias = _first_names(model)
+    expected = model.state_dict()
+    state: dict[str, Tensor] = {}
+    problems: list[str] = []
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            stored = list(file.keys())
+            problems += _listed("unknown", [name for name in stored if name not in expected])
+            present = {alias[name] for name in stored if name in expected}
+            problems += _listed("missing", [name for name in expected if alias[name] not in present])
+            for name in stored:
+                if name not in expected or alias[name] in state:
+                    continue
+                shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(expected[name].shape)
+                if shape != wanted:
+                    problems.append(f"{name} has shape {list(shape)}, the module expects {list(wanted)}")
+                elif not problems:
+                    tensor = file.get_tensor(name)
+                    state[alias[name]] = (
+                        tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                    )
+    except (SafetensorError, OSError) as error:
+        raise RewriterError(f"{path}: cannot be read as safetensors ({error}). Rewrite the model again") from error
+    if problems:
+        raise RewriterError(f"{path}: it does not fit its module: {'; '.join(problems)}. Rewrite the model again")
+    # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
+    parameters = {
+        name: nn.Parameter(state[name], p.requires_grad) for name, p in model.named_parameters() if name in state
+    }
+    whole = {name: parameters.get(alias[name], state[alias[name]]) for name in expected}
+    model.load_state_dict(whole, strict=True, assign=True)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    unfilled = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unfilled:
+        raise RewriterError(
+            f"{path}: {unfilled[0]} has no value: it is neither in the file nor a constant of the module"
+        )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """For every name of the state, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _listed(what: str, names: Sequence[str]) -> Iterable[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"{what} {', '.join(names[:3])}{more}"

@@ -1,0 +1,31 @@
+"""What every emitted `Model` is, whatever its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from torch import nn
+
+from rewriter.errors import RewriterError
+from rewriter.runtime.cache import SlotSpec
+
+
+class RuntimeModel(nn.Module):
+    """Base of an emitted model: forward(input_ids_BS, position_ids_BS, ctx) -> logits_BSV of the full vocabulary.
+
+    `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
+    is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
+    none.
+    """
+
+    slots: Sequence[SlotSpec] = ()
+    dropout_probability: ClassVar[float] = 0.0
+
+    def train(self, mode: bool = True) -> Self:
+        if mode and self.dropout_probability > 0:
+            raise RewriterError(
+                f"{type(self).__name__}.train(): the model has a dropout probability of {self.dropout_probability}, which the "
+                "sharded module does not apply. Train with eval(), or set dropout to 0 in config.json and rewrite again"
+            )
+        return super().train(mode)

@@ -1,0 +1,124 @@
+"""Layers of which a rank holds a part. Their names for parameters are those of the whole layers.
+
+Sizes are local. The linear ones are `nn.Linear`, so tools that look for `nn.Linear` (LoRA, quantisation) find them.
+None of them communicates in forward: sums are printed where the schedule puts them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from rewriter.errors import RewriterError
+from rewriter.runtime.collectives import Shared, group_rank, once, shared_gradient
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer split by outputs: weight [out_features (local), in_features], bias [out_features (local)].
+
+    Takes a replicated x [..., in_features] and returns this rank's outputs [..., out_features (local)]. `shared` says
+    which rows of the whole layer these are, where ranks hold some of them more than once.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, shared: Shared | None = None) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        if shared is not None and shared.rows != out_features:
+            raise RewriterError(
+                f"ColumnParallelLinear: ranges {shared.ranges} hold {shared.rows} rows, expected {out_features} local outputs"
+            )
+        self.shared = shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.shared is None or not torch.is_grad_enabled():
+            return F.linear(input, self.weight, self.bias)
+        weight = shared_gradient(self.weight, self.shared)
+        bias = None if self.bias is None else shared_gradient(self.bias, self.shared)
+        return F.linear(input, weight, bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer split by inputs: weight [out_features, in_features (local)], bias [out_features] on every rank.
+
+    Takes this rank's x [..., in_features (local)] and returns a partial [..., out_features]: the caller sums it over
+    `group`. The bias is added on the first rank only.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, once(self.bias, self.group))
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer as transformers stores it: weight [in_features, out_features], bias [out_features].
+
+    The order of the arguments is nn.Linear's, not that of transformers' class (which takes the output size first).
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ColumnParallelConv1D(Conv1D):
+    """`Conv1D` split by outputs: weight [in_features, out_features (local)], bias [out_features (local)]."""
+
+
+class RowParallelConv1D(Conv1D):
+    """`Conv1D` split by inputs: weight [in_features (local), out_features], bias [out_features]; returns a
+    partial."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), once(self.bias, self.group))
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Rows `first_index … first_index + num_embeddings - 1` of a token embedding: weight [num_embeddings (local),
+    dim].
+
+    Takes ids [...] (int64, of the whole vocabulary) and returns a partial [..., dim]: zeros where another rank holds
+    the row. The caller sums it over `group`. Without `first_index` ranks hold equal consecutive parts.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        first_index: int | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.group = group
+        self.first_index = group_rank(group) * num_embeddings if first_index is None else first_index
+
+    def forward(self, input: Tensor) -> Tensor:
+        local = input - self.first_index
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return rows.masked_fill(elsewhere[..., None], 0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, first_index={self.first_index}"

@@ -1,0 +1,213 @@
+"""All ranks in one process: a Program is interpreted node by node with one tensor per rank, replicated values once.
+
+The result is one autograd graph, so its gradients are the oracle for the sharded module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from rewriter import ops
+from rewriter.errors import RewriterError
+from rewriter.expressions import Expression
+from rewriter.program import Body, Leaf, Module, Program
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """One value per rank, or one for all of them. `partial` says that only the sum over the ranks means something."""
+
+    values: tuple[Any, ...]
+
+    def __getitem__(self, rank: int) -> Any:
+        return self.values[rank if len(self.values) > 1 else 0]
+
+    @property
+    def replicated(self) -> bool:
+        return len(self.values) == 1
+
+
+def simulate(
+    program: Program,
+    input_ids: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Logits [B, S, vocabulary] of `program` for `input_ids` [B, S] (int64), all ranks in this process, no cache.
+
+    `weights` are full (unsharded) tensors by runtime name; by default they are read from the program's checkpoint and
+    cast to `dtype`. Raises RewriterError when the program has no weights, or when ranks end with different logits.
+    """
+    if weights is None:
+        weights = load_weights(program, dtype)
+    simulator = Simulator(program, weights)
+    out = simulator.run(input_ids, position_ids)
+    if not out.replicated and not all(torch.equal(v, out[0]) for v in out.values):
+        raise RewriterError("the ranks end with different logits: a reduction is missing")
+    return out[0]
+
+
+def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Every parameter of `program` in full, by runtime name. Raises RewriterError when it was traced from a config."""
+    from rewriter.weights import Checkpoint
+
+    if program.source.path is None:
+        raise RewriterError("this program was traced from a config and has no weights: pass `weights=`, or trace a checkpoint")
+    checkpoint = Checkpoint.open(program.source.path)
+    loaded = {name: checkpoint.evaluate(_whole(p.expression, name)) for name, p in program.parameters.items()}
+    return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in loaded.items()}
+
+
+def _whole(expression: Expression | None, name: str) -> Expression:
+    if expression is None:
+        raise RewriterError(f"{name} is not in the checkpoint")
+    return expression
+
+
+class Simulator:
+    """Interprets one program over `ranks` lanes."""
+
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+        self.program, self.weights = program, weights
+        self.ranks = program.mesh.get("tp", 1)
+        self.cache: dict[str, Lanes] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Lanes:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None}
+        self.device = input_ids.device
+        return self._graph(self.program.graph, [Lanes((inputs[p],)) for p in _inputs(self.program.graph)], "", None)
+
+    def parameter(self, name: str) -> Lanes:
+        """A parameter's lanes; sharded ones are cut from the full tensor, differentiably."""
+        name = self.program.ties.get(name, name)
+        if name not in self.cache:
+            spec, full = self.program.parameters[name], self.weights[name]
+            if spec.ranges is None:
+                self.cache[name] = Lanes((full,))
+            else:
+                dim = spec.dim or 0
+                shards = [torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim) for ranges in spec.ranges]
+                self.cache[name] = Lanes(tuple(shards))
+        return self.cache[name]
+
+    def _graph(self, graph: fx.Graph, inputs: Sequence[Lanes], prefix: str, body: Body | None) -> Lanes:
+        env: dict[fx.Node, Lanes] = {}
+        remaining = iter(inputs)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining)
+            elif node.op == "get_attr":
+                env[node] = self._attribute(str(node.target), prefix, body)
+            elif node.op == "call_module":
+                module = body.modules[str(node.target)] if body else self.program.modules[str(node.target)]
+                env[node] = self._module(module, prefix + str(node.target), [env[a] for a in node.args])
+            elif node.op == "output":
+                result = node.args[0]
+                if isinstance(result, fx.Node):
+                    return env[result]
+                return self._each(lambda *xs: tuple(xs), [env[n] for n in result])
+            else:
+                env[node] = self._operation(node, env)
+        raise RewriterError("a graph without output")
+
+    def _attribute(self, name: str, prefix: str, body: Body | None) -> Lanes:
+        if body is not None and name in body.buffers:
+            return Lanes((body.buffers[name].to(self.device),))
+        return self.parameter(prefix + name)
+
+    def _each(self, function: Callable[..., Any], inputs: Sequence[Lanes]) -> Lanes:
+        """Apply `function` once when every input is replicated, else once per rank."""
+        if all(x.replicated for x in inputs):
+            return Lanes((function(*[x[0] for x in inputs]),))
+        return Lanes(tuple(function(*[x[r] for x in inputs]) for r in range(self.ranks)))
+
+    def _module(self, module: Module, path: str, inputs: list[Lanes]) -> Lanes:
+        if isinstance(module, Body):
+            return self._graph(module.graph, inputs, path + ".", module)
+        parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
+        if module.kind == "VocabParallelEmbedding":
+            return self._vocabulary(inputs[0], parameters["weight"])
+        names = list(parameters)
+        result = self._each(
+            lambda x, *tensors: run_leaf(module, x, dict(zip(names, tensors, strict=True))),
+            [inputs[0], *parameters.values()],
+        )
+        if module.kind.startswith("RowParallel") and "bias" in parameters:
+            bias = parameters["bias"][0]  # added once, by one rank
+            result = Lanes((result[0] + bias, *result.values[1:]))
+        return result
+
+    def _vocabulary(self, ids: Lanes, weight: Lanes) -> Lanes:
+        outs = []
+        for rank in range(self.ranks):
+            rows = weight[rank].shape[0]
+            local = ids[rank] - rank * rows
+            inside = (local >= 0) & (local < rows)
+            outs.append(F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None])
+        return Lanes(tuple(outs))
+
+    def _operation(self, node: fx.Node, env: Mapping[fx.Node, Lanes]) -> Lanes:
+        target, nodes = node.target, node.all_input_nodes
+        if target in (ops.all_reduce, ops.all_reduce_start):
+            value = env[node.args[0]]
+            if value.replicated:
+                raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
+            return Lanes((_sum(value.values),))
+        if target is ops.all_gather:
+            return Lanes((torch.cat(env[node.args[0]].values, dim=node.args[2]),))
+        if target is ops.vocab_embedding:
+            return self._vocabulary(env[node.args[0]], env[node.args[1]])
+
+        def apply(*values: Any) -> Any:
+            found = dict(zip(nodes, values, strict=True))
+            args = fx.map_arg(node.args, found.__getitem__)
+            kwargs = dict(fx.map_arg(node.kwargs, found.__getitem__))
+            if kwargs.get("device") == "like":
+                kwargs["device"] = self.device
+            if node.op == "call_method":
+                return getattr(args[0], str(target))(*args[1:], **kwargs)
+            return target(*args, **kwargs)  # type: ignore[operator]
+
+        return self._each(apply, [env[n] for n in nodes])
+
+
+def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _inputs(graph: fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+
+
+def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What a leaf computes from its input and its own (local) parameters; row-parallel ones leave out the bias."""
+    weight, bias = parameters["weight"], parameters.get("bias")
+    if leaf.kind.startswith("RowParallel"):
+        bias = None
+    if leaf.kind.endswith("Linear"):
+        return F.linear(x, weight, bias)
+    if leaf.kind.endswith("Conv1D"):
+        out = x @ weight
+        return out if bias is None else out + bias
+    if leaf.kind == "Embedding":
+        return F.embedding(x, weight)
+    if leaf.kind == "LayerNorm":
+        return F.layer_norm(x, (leaf.options["normalized_shape"],), weight, bias, leaf.options["eps"])
+    raise RewriterError(f"no meaning for a module of kind {leaf.kind}")
+
+
+__all__ = ["Lanes", "Simulator", "load_weights", "run_leaf", "simulate"]
