@@ -112,7 +112,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _spelling(byte: int) -> str:
-    """The character by which the ByteLevel alphabet writes a byte: printable ones themselves, the others from U+0100."""
+    """How the ByteLevel alphabet writes a byte: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:
         return chr(byte)

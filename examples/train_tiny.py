@@ -2,9 +2,10 @@
 
     python examples/train_tiny.py --out examples/tiny-llama
 
-Plain torch and transformers. Two stages: short windows first, because attention is what costs on a CPU, then long ones,
-so that the model knows all positions it promises. The learning rate warms up, stays, and falls linearly to zero; matrices
-are trained with Muon, embedding and norms with AdamW. The held-out loss in the card is that of the weights as stored.
+Plain torch and transformers. Most steps see short windows, because attention is what costs on a CPU; every few steps see
+long ones, so that the model knows all positions it promises. The learning rate warms up, stays, and falls linearly to
+zero; matrices are trained with Muon, embedding and norms with AdamW. The held-out loss in the card is that of the weights
+as stored.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from transformers import (
     logging,
 )
 
+Files = tuple[corpus.Corpus, corpus.Corpus]
+"""Training files, held-out files."""
+
 SAMPLE_PROMPT = "class Queue:\n    def __init__(self, "
 CARD = """---
 license: other
@@ -45,25 +49,26 @@ tags: [llama, byte-level, tiny, python]
 ---
 # Tiny byte-level Llama
 
-A Llama of {parameters:,} parameters, trained from scratch on the source text of the Python standard library. It is small
-enough to ship and trained well enough that a change to its wiring shows in its loss. It writes text that looks like
-Python; it is no assistant and its code does not run.
+A Llama of {parameters:,} parameters, trained from scratch on the source text of the Python standard library. It is
+small enough to ship and trained well enough that a change to its wiring shows in its loss. It writes text that looks
+like Python; it is no assistant and its code does not run.
 
 | | |
 |---|---|
 | Architecture | {shape} |
-| Tokenizer | id = byte (0-255), `<|bos|>` 256, `<|eos|>` 257, `<|pad|>` 258, 5 rows unused; no merges; exact round trip |
+| Tokenizer | id = byte; `<|bos|>` 256, `<|eos|>` 257, `<|pad|>` 258, 5 rows unused; no merges; exact round trip |
 | Text | Python {python}: {rule} |
 | Split | by SHA-256 of the relative path modulo 20: 0 is held out |
 | Training files | {train_files} ({train_bytes:,} bytes) |
 | Held-out files | {held_out_files} ({held_out_bytes:,} bytes) |
-| Training | {steps} steps, {tokens:,} tokens ({epochs:.2f} epochs), {minutes:.0f} minutes, {threads} CPU thread(s), bf16 autocast |
-| Optimizer | {optimizer}, peak learning rate {lr:g}, weight decay {weight_decay:g}, gradient norm clipped at 1, seed {seed} |
-| Windows | {context} tokens, in the last {long_share:.0%} of the run {max_context} |
+| Training | {steps} steps, {tokens:,} tokens ({epochs:.2f} epochs), {minutes:.0f} minutes, {threads} CPU thread(s) |
+| Optimizer | {optimizer}; bf16 autocast, gradient norm clipped at 1, seed {seed} |
+| Learning rate | {lr:g} after {warmup} steps of warm-up, to zero over the last {decay_share:.0%}; decay {weight_decay:g} |
+| Windows | {context} tokens, every {long_every}th step {max_context} |
 | **Held-out loss** | **{loss:.4f} nats/byte = {bits:.4f} bits/byte** |
 
-The held-out loss is that of the bf16 weights as stored, computed in fp32 on all held-out files, in adjoining windows of
-{max_context} tokens; the cost of the marks that begin and end a file is counted, their number is not.
+The held-out loss is that of the bf16 weights as stored, computed in fp32 on all held-out files, in adjoining windows
+of {max_context} tokens; the cost of the marks that begin and end a file is counted, their number is not.
 `heldout.txt` holds the beginnings of the held-out files.
 
 Made by
@@ -72,11 +77,12 @@ Made by
 ```
 {schedule}
 
-Loss on a fixed slice of the held-out text (nats/byte) by step; the learning rate falls from step {decay_from} on:
+Loss on a fixed slice of the held-out text (nats/byte) by step:
 
 {curve}
 
-{convergence}
+In the last fifth of the run it fell by {late_fall:.4f}. A rate that falls to zero flattens any curve: at {ratio:.0f}
+tokens per parameter, a longer run would still go lower.
 
 Greedy continuation of `{prompt!r}`:
 ```python
@@ -104,11 +110,11 @@ class History:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--batch", type=int, default=8192, help="tokens per step")
-    parser.add_argument("--context", type=int, default=256, help="window of the first stage")
-    parser.add_argument("--max-context", type=int, default=1024, help="window of the last stage and of evaluation")
-    parser.add_argument("--long-share", type=float, default=0.1, help="share of the steps with the long window")
+    parser.add_argument("--context", type=int, default=256, help="window of most steps")
+    parser.add_argument("--max-context", type=int, default=1024, help="window of the other steps and of evaluation")
+    parser.add_argument("--long-every", type=int, default=4, help="one step in so many has the long window")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="optimizer of the matrices")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -177,7 +183,7 @@ def blockwise_attention(
 
 
 def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Endless windows of length + 1 ids; each epoch visits the whole text once, in random order from a random offset."""
+    """Endless windows of length + 1 ids; an epoch visits the whole text once, shuffled, from a random offset."""
     while True:
         starts = np.arange(rng.integers(length), len(stream) - length - 1, length)
         rng.shuffle(starts)
@@ -204,9 +210,9 @@ def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[
     return optimizers
 
 
-def learning_rate(progress: float, steps: int, args: argparse.Namespace) -> float:
-    """Warm-up, constant, then linearly to zero; `progress` is the share of the run that is done."""
-    return args.lr * min(1.0, (progress * steps + 1) / args.warmup, (1.0 - progress) / args.decay_share)
+def learning_rate(step: int, progress: float, args: argparse.Namespace) -> float:
+    """Warm-up by steps, constant, then linearly to zero; `progress` is the share of the run that is done."""
+    return args.lr * min(1.0, (step + 1) / args.warmup, (1.0 - progress) / args.decay_share)
 
 
 @torch.no_grad()
@@ -244,7 +250,9 @@ def save(model: LlamaForCausalLM, out: Path, card: str, held_out: corpus.Corpus)
             os.replace(path, out / path.name)
 
 
-def train(model: LlamaForCausalLM, args: argparse.Namespace, train_stream: np.ndarray, held_out: corpus.Corpus) -> History:
+def train(
+    model: LlamaForCausalLM, args: argparse.Namespace, train_stream: np.ndarray, held_out: corpus.Corpus
+) -> History:
     """Trains `model` in place; saves it to --out now and then."""
     held_out_stream = corpus.token_stream(held_out)
     rng = np.random.default_rng(args.seed)
@@ -256,14 +264,12 @@ def train(model: LlamaForCausalLM, args: argparse.Namespace, train_stream: np.nd
         for layer in model.model.layers:
             layer.compile(dynamic=False)  # one compilation serves all layers
     begin = time.perf_counter()
-    context, source = 0, iter(())
+    sources = {length: windows(train_stream, length, rng) for length in (args.context, args.max_context)}
     progress, running = 0.0, 0.0
     while progress < 1.0:
-        wanted = args.max_context if progress >= 1.0 - args.long_share else args.context
-        if wanted != context:
-            context, source = wanted, windows(train_stream, wanted, rng)
-        rate = learning_rate(progress, args.steps, args)
-        ids = torch.from_numpy(np.stack([next(source) for _ in range(max(1, args.batch // context))]))
+        context = args.max_context if history.steps % args.long_every == 0 else args.context
+        rate = learning_rate(history.steps, progress, args)
+        ids = torch.from_numpy(np.stack([next(sources[context]) for _ in range(max(1, args.batch // context))]))
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
@@ -283,12 +289,18 @@ def train(model: LlamaForCausalLM, args: argparse.Namespace, train_stream: np.nd
             progress = max(progress, history.seconds / 60 / args.minutes)
         if history.steps % 20 == 0:
             speed = history.tokens / history.seconds
-            print(f"step {history.steps} context {context} lr {rate:.2e} train {running:.4f} {speed:.0f} tokens/s", flush=True)
+            print(
+                f"step {history.steps} context {context} lr {rate:.2e} train {running:.4f} {speed:.0f} tokens/s",
+                flush=True,
+            )
         if history.steps % 100 == 0 or progress >= 1.0:
             evaluated.load_state_dict(model.state_dict())
             slice_loss = held_out_loss(evaluated, held_out_stream, args.max_context, limit=32)
             history.losses.append((history.steps, slice_loss))
-            print(f"step {history.steps} held-out slice {slice_loss:.4f} nats/byte after {history.seconds:.0f} s", flush=True)
+            print(
+                f"step {history.steps} held-out slice {slice_loss:.4f} nats/byte after {history.seconds:.0f} s",
+                flush=True,
+            )
         if history.steps % args.save_every == 0 and progress < 1.0:
             card = f"Intermediate checkpoint, step {history.steps}; the run writes the model card at its end.\n"
             save(model, args.out, card, held_out)
@@ -316,13 +328,16 @@ def sample(checkpoint: Path) -> str:
 
 
 def model_card(
-    args: argparse.Namespace, config: LlamaConfig, history: History, loss: float, files: tuple[corpus.Corpus, corpus.Corpus]
+    args: argparse.Namespace,
+    config: LlamaConfig,
+    history: History,
+    loss: float,
+    files: tuple[corpus.Corpus, corpus.Corpus],
 ) -> str:
     """The README of a finished checkpoint in --out whose held-out loss is `loss` nats/byte."""
     stored = AutoModelForCausalLM.from_pretrained(args.out)
     train_bytes, held_out_bytes = (sum(len(text.encode()) for text in part.values()) for part in files)
-    before, last = history.losses[-min(4, len(history.losses))], history.losses[-1]
-    stages = history.steps / args.steps
+    late = [value for step, value in history.losses if step >= 0.8 * history.steps]
     return CARD.format(
         parameters=stored.num_parameters(),
         shape=f"{config.num_hidden_layers} layers, width {config.hidden_size}, {config.num_attention_heads} heads of "
@@ -344,13 +359,22 @@ def model_card(
         command=command_line(args),
         schedule=""
         if history.steps >= args.steps
-        else f"`--minutes` ended the run at {stages:.0%} of `--steps`, with the schedule scaled to the time.",
+        else f"`--minutes` ended the run after {history.steps} of `--steps`, its schedule scaled to the time.",
         curve=", ".join(f"{step}: {value:.4f}" for step, value in history.losses),
-        convergence=f"From step {before[0]} to step {last[0]} it fell by {before[1] - last[1]:.4f}.",
+        late_fall=late[0] - late[-1],
+        ratio=history.tokens / stored.num_parameters(),
         prompt=SAMPLE_PROMPT,
         sample=sample(args.out),
         copyright=sys.copyright,
-        **{name: getattr(args, name) for name in ("threads", "lr", "weight_decay", "seed", "context", "long_share", "max_context")},
+        threads=args.threads,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        seed=args.seed,
+        context=args.context,
+        max_context=args.max_context,
+        long_every=args.long_every,
+        warmup=args.warmup,
+        decay_share=args.decay_share,
     )
 
 
@@ -358,17 +382,28 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    train_files, held_out = corpus.split(corpus.standard_library())
-    train_stream, held_out_stream = corpus.token_stream(train_files), corpus.token_stream(held_out)
+    logging.disable_progress_bar()
+    files = corpus.split(corpus.standard_library())
+    train_stream = corpus.token_stream(files[0])
+    print(f"{len(files[0])} training files, {len(train_stream)} ids; {len(files[1])} held-out files", flush=True)
+
     AttentionInterface.register("blockwise", blockwise_attention)
     model = build_model(args.max_context)
     model.set_attn_implementation("blockwise")
-    print(f"{len(train_files)} training files, {len(train_stream)} ids; {len(held_out)} held-out files, {len(held_out_stream)} ids")
-    history = train(model, args, train_stream, held_out)
-    save(model, args.out, "The run is being evaluated.\n", held_out)
+    history = train(model, args, train_stream, files[1])
+
+    save(model, args.out, "Trained; the held-out loss is being computed.\n", files[1])
+    finish(args, model.config, history, files)
+
+
+def finish(
+    args: argparse.Namespace, config: LlamaConfig, history: History, files: tuple[corpus.Corpus, corpus.Corpus]
+) -> None:
+    """Evaluates the checkpoint in --out as stored and writes its card."""
     stored = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
-    loss = held_out_loss(stored, held_out_stream, args.max_context)
-    print(f"held-out {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte, platform {platform.machine()}")
+    loss = held_out_loss(stored, corpus.token_stream(files[1]), args.max_context)
+    print(f"held-out {loss:.4f} nats/byte, {loss / math.log(2):.4f} bits/byte", flush=True)
+    (args.out / "README.md").write_text(model_card(args, config, history, loss, files), encoding="utf-8")
 
 
 if __name__ == "__main__":

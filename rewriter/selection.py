@@ -29,9 +29,10 @@ def check(selection: object) -> None:
     layers = selection if isinstance(selection, list | tuple) else [selection]
     if not layers:
         raise RewriterError("layers: an empty list selects no layer. Leave the pass out of the recipe instead.")
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+    numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool)]
+    if len(numbers) < len(layers):
         raise RewriterError(f"layers: {selection!r} is no selection of layers. Write {FORMS}.")
-    _check_numbers(layers)
+    _check_numbers(numbers)
 
 
 def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:

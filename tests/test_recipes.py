@@ -172,6 +172,7 @@ def test_an_override_can_make_a_pass_optional() -> None:
     ("override", "parts"),
     [
         ({"rewir.layers": "all"}, ["--set rewir.layers", "no pass 'rewir'", "Did you mean 'rewire'?"]),
+        ({"rewire.pass": "split"}, ["--set rewire.pass", "PASS.OPTION=VALUE"]),
         ({"layers": "all"}, ["--set layers", "PASS.OPTION=VALUE"]),
         ({"rewire.layer": "all"}, ["--set rewire.layer=all", "Did you mean 'layers'?", "layers, strength"]),
         ({"rewire.strength": "much"}, ["--set rewire.strength=much", "expected float", "'much'"]),

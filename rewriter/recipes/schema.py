@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from rewriter.errors import RewriterError
 from rewriter.recipes import catalogue
+from rewriter.recipes.faults import explain, report
 from rewriter.recipes.reading import Document, Location, Problem, read, read_file
-from rewriter.suggestions import did_you_mean, nearest
+from rewriter.suggestions import did_you_mean
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -99,7 +99,7 @@ class Recipe(_Strict):
             recipe = cls.model_validate(document.data)
         except ValidationError as error:
             if document.data is not None or not problems:
-                problems += [_explain(document, detail) for detail in error.errors()]
+                problems += [explain(document, detail, _keys) for detail in error.errors()]
         if problems or recipe is None:
             # The user will have to edit the file: say what its passes would refuse as well.
             problems += _problems_of_readable_passes(document)
@@ -116,11 +116,12 @@ class Recipe(_Strict):
         specs = list(self.passes)
         for key, value in overrides.items():
             index, option = self._target(key)
-            value = _override_value(key, value)
-            if option == "optional":
-                specs[index] = _replace(specs[index], key, optional=value)
-            else:
-                specs[index] = _replace(specs[index], key, options={**specs[index].options, option: value})
+            entry = {**specs[index].to_dict(), option: _override_value(key, value)}
+            try:
+                specs[index] = PassSpec.model_validate(entry)
+            except ValidationError as error:
+                detail = error.errors()[0]
+                raise RewriterError(f"--set {key}: {detail['msg']}, not {detail['input']!r:.60}.") from None
         copy = self.model_copy(update={"passes": tuple(specs)})
         copy._source, copy._document = self._source, self._document
         copy._overrides = {**self._overrides, **overrides}
@@ -153,7 +154,7 @@ class Recipe(_Strict):
 
     def _target(self, key: str) -> tuple[int, str]:
         pass_name, dot, option = key.partition(".")
-        if not dot or not option:
+        if not dot or option in ("", "pass"):
             raise RewriterError(f"--set {key}: expected PASS.OPTION=VALUE, such as ladder.layers=last:20.")
         names = [spec.pass_name for spec in self.passes]
         if pass_name not in names:
@@ -176,54 +177,12 @@ class Recipe(_Strict):
         )
 
 
-def report(source: str, problems: Iterable[Problem]) -> str:
-    """One message for all faults of a recipe, in the order of its lines."""
-    lines = [str(problem) for problem in sorted(set(problems))]
-    if len(lines) == 1:
-        return f"recipe {source}, {lines[0]}" if lines[0].startswith("line ") else f"recipe {source}: {lines[0]}"
-    return "\n  ".join([f"recipe {source} has {len(lines)} faults:", *lines])
-
-
 _SECTIONS: dict[Location, type[BaseModel]] = {(): Recipe, ("adapt",): Adaptation, ("adapt", "data"): AdaptationData}
-
-
-def _explain(document: Document, detail: ErrorDetails) -> Problem:
-    """A pydantic error in the words of a recipe file."""
-    location: Location = tuple(detail["loc"])
-    line = document.line(location)
-    if not location:
-        return Problem(line, "a recipe is a mapping with name, summary, paper and passes.")
-    place, name = location[:-1], str(location[-1])
-    if detail["type"] == "extra_forbidden":
-        return Problem(line, f"unknown key {_path(location)}. {did_you_mean(name, _keys(place))}")
-    if detail["type"] == "missing":
-        written = _at(document.data, place)
-        guess = nearest(name, written) if place and isinstance(written, dict) else None
-        return Problem(line, f"{_path(location)} is missing." + (f" Is it meant by {guess!r}?" if guess else ""))
-    if detail["type"] == "model_type":
-        hint = ": write `- pass: NAME`" if place == ("passes",) else ""
-        return Problem(line, f"{_path(location)} must be a mapping{hint}, not {detail['input']!r:.60}.")
-    if location == ("name",) and detail["type"] == "string_pattern_mismatch":
-        return Problem(line, f"name: {detail['input']!r:.80} is not made of small letters, digits and hyphens.")
-    return Problem(line, f"{_path(location)}: {detail['msg']}, not {detail['input']!r:.60}.")
 
 
 def _keys(place: Location) -> list[str]:
     section = _SECTIONS.get(place)
     return list(section.model_fields) if section else []
-
-
-def _at(data: Any, location: Location) -> Any:
-    for part in location:
-        data = data[part]
-    return data
-
-
-def _path(location: Location) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
 
 
 def _problems_of_readable_passes(document: Document) -> list[Problem]:
@@ -257,16 +216,3 @@ def _override_value(key: str, value: Any) -> Any:
     if document.problems:
         raise RewriterError(f"--set {key}={value}: {document.problems[0].message}")
     return document.data
-
-
-def _replace(spec: PassSpec, key: str, **update: Any) -> PassSpec:
-    changed = {"pass": spec.pass_name, "optional": spec.optional, **spec.options}
-    if "optional" in update:
-        changed["optional"] = update["optional"]
-    else:
-        changed.update(update["options"])
-    try:
-        return PassSpec.model_validate(changed)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        raise RewriterError(f"--set {key}: {detail['msg']}, not {detail['input']!r:.60}.") from None

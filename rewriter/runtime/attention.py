@@ -38,8 +38,8 @@ def attention(
     queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
     if bias is not None and bias.shape[-1] not in (1, keys):
         raise RewriterError(
-            f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {keys} are in view. A position bias cannot "
-            "be used with a key/value cache yet: generate without one"
+            f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {keys} are in view. A position bias "
+            "cannot be used with a key/value cache yet: generate without one"
         )
     explicit = softcap is not None or sinks is not None
     everything = positions is None and ctx.first_valid is None

@@ -74,7 +74,8 @@ class StaticCache:
         """
         if torch.is_grad_enabled() and (k_BKSD.requires_grad or v_BKSE.requires_grad):
             raise RewriterError(
-                "StaticCache: its keys require a gradient. Use a cache under torch.no_grad(), and Context() without one to train"
+                "StaticCache: its keys require a gradient. Use a cache under torch.no_grad(), and Context() "
+                "without one to train"
             )
         entry = 0 if self.only_slot else slot
         keys, values, ring = self.keys[entry], self.values[entry], self.rings[entry]

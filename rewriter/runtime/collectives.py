@@ -47,8 +47,7 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a collective as this rank's Python code reached it. `bytes` is the size of the tensor on this
-    rank."""
+    """One step of a collective as this rank's Python code reached it; `bytes` is the tensor's size on this rank."""
 
     kind: str  # "start", "wait", "all_gather", "mark"
     name: str

@@ -40,7 +40,7 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
 def _prepared(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def segment(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        slots = {module.slot for module in self.modules() if isinstance(getattr(module, "slot", None), int)}
+        slots = {slot for module in self.modules() if isinstance(slot := getattr(module, "slot", None), int)}
 
         def prepare(x: Any) -> Any:
             if isinstance(x, Context) and x.cache is not None:

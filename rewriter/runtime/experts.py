@@ -25,9 +25,9 @@ def experts(
 ) -> Tensor:
     """Σ_k weight[n, k] · down_e(act(gate_e(x)) · up_e(x)) with e = index[n, k]; [N, D] in x's dtype.
 
-    `gate_up` [E, 2I, D] holds gate then up ("concatenated") or alternates their rows ("interleaved"); `down` is [E, D, I].
-    With I split over ranks the result is partial, and `weight_NK`, being replicated, must pass through `enter` to be
-    trained. Indices outside 0 … E-1 add nothing: transformers marks dropped tokens so. `act` is a name of
+    `gate_up` [E, 2I, D] holds gate then up ("concatenated") or alternates their rows ("interleaved"); `down` is
+    [E, D, I]. With I split over ranks the result is partial, and `weight_NK`, being replicated, must pass through
+    `enter` to be trained. Indices outside 0 … E-1 add nothing: transformers marks dropped tokens so. `act` is a name of
     `rewriter.ops.ACTIVATIONS` or a function. Only experts that some token chose are computed, each on its own tokens.
 
     How many tokens an expert gets is data, so this is never inside a compiled graph.

@@ -98,7 +98,8 @@ def _cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> Stati
     slots: Any = getattr(model, "slots", None)
     if not slots:
         raise RewriterError(
-            f"generate: {type(model).__name__} names no cache slots. Rewrite the model with this version, or pass use_cache=False"
+            f"generate: {type(model).__name__} names no cache slots. Rewrite the model with this version, or pass "
+            "use_cache=False"
         )
     return StaticCache(slots, batch, max_length, like.dtype, like.device)
 

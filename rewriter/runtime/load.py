@@ -38,8 +38,8 @@ def load(
     file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load only what
     you trust.
 
-    Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of processes is
-    not the one the files were made for, and if names or shapes in the file are not those of the module.
+    Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
+    processes is not the one the files were made for, and if names or shapes in the file are not those of the module.
     """
     root = Path(directory)
     ranks, entry = _entry(root)
@@ -98,10 +98,11 @@ def _inside(root: Path, name: str) -> Path:
 def _device(device: torch.device | str | None) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if where.type == "cuda" and where.index is None:
+    if where == torch.device("cuda"):
         if local_rank >= torch.cuda.device_count():
             raise RewriterError(
-                f"local rank {local_rank}: this machine has {torch.cuda.device_count()} GPUs. Use fewer ranks, or device='cpu'"
+                f"local rank {local_rank}: this machine has {torch.cuda.device_count()} GPUs. Use fewer ranks, "
+                "or device='cpu'"
             )
         where = torch.device("cuda", local_rank)
         torch.cuda.set_device(where)

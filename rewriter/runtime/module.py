@@ -25,7 +25,7 @@ class RuntimeModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         if mode and self.dropout_probability > 0:
             raise RewriterError(
-                f"{type(self).__name__}.train(): the model has a dropout probability of {self.dropout_probability}, which the "
-                "sharded module does not apply. Train with eval(), or set dropout to 0 in config.json and rewrite again"
+                f"{type(self).__name__}.train(): the model has a dropout probability of {self.dropout_probability}, which "
+                "the sharded module does not apply. Train with eval(), or set dropout to 0 in config.json and rewrite again"
             )
         return super().train(mode)

@@ -26,7 +26,8 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         if shared is not None and shared.rows != out_features:
             raise RewriterError(
-                f"ColumnParallelLinear: ranges {shared.ranges} hold {shared.rows} rows, expected {out_features} local outputs"
+                f"ColumnParallelLinear: ranges {shared.ranges} hold {shared.rows} rows, expected {out_features} "
+                "local outputs"
             )
         self.shared = shared
 
