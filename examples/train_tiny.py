@@ -2,10 +2,10 @@
 
     python examples/train_tiny.py --out examples/tiny-llama
 
-Plain torch and transformers. Most steps see short windows, because attention is what costs on a CPU; every few steps see
-long ones, so that the model knows all positions it promises. The learning rate warms up, stays, and falls linearly to
-zero; matrices are trained with Muon, embedding and norms with AdamW. The held-out loss in the card is that of the weights
-as stored.
+Plain torch and transformers. Most steps see short windows, because attention is what costs on a CPU; every few steps
+see long ones, so that the model knows all positions it promises. The learning rate warms up, stays, and falls linearly
+to zero; matrices are trained with Muon, embedding and norms with AdamW. The held-out loss in the card is that of the
+weights as stored.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ like Python; it is no assistant and its code does not run.
 | Training files | {train_files} ({train_bytes:,} bytes) |
 | Held-out files | {held_out_files} ({held_out_bytes:,} bytes) |
 | Training | {steps} steps, {tokens:,} tokens ({epochs:.2f} epochs), {minutes:.0f} minutes, {threads} CPU thread(s) |
-| Optimizer | {optimizer}; bf16 autocast, gradient norm clipped at 1, seed {seed} |
-| Learning rate | {lr:g} after {warmup} steps of warm-up, to zero over the last {decay_share:.0%}; decay {weight_decay:g} |
+| Optimizer | Muon for matrices, AdamW for embedding and norms; bf16 autocast, gradient norm clipped at 1, seed {seed} |
+| Learning rate | {lr:g} after {warmup} steps, to zero over the last {decay_share:.0%}; weight decay {weight_decay:g} |
 | Windows | {context} tokens, every {long_every}th step {max_context} |
 | **Held-out loss** | **{loss:.4f} nats/byte = {bits:.4f} bits/byte** |
 
@@ -110,12 +110,11 @@ class History:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--batch", type=int, default=8192, help="tokens per step")
     parser.add_argument("--context", type=int, default=256, help="window of most steps")
     parser.add_argument("--max-context", type=int, default=1024, help="window of the other steps and of evaluation")
     parser.add_argument("--long-every", type=int, default=4, help="one step in so many has the long window")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="optimizer of the matrices")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup", type=int, default=60, help="steps of linear warm-up")
@@ -192,22 +191,14 @@ def windows(stream: np.ndarray, length: int, rng: np.random.Generator) -> Iterat
 
 
 def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": [model.get_input_embeddings().weight], "weight_decay": 0.0},
-        {"params": vectors, "weight_decay": 0.0},
+    """Muon for the matrices, AdamW for embedding and norms; `match_rms_adamw` lets one learning rate serve both."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
+    others = [embedding, *(p for p in model.parameters() if p.ndim == 1)]
+    return [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
     ]
-    optimizers: list[torch.optim.Optimizer] = []
-    if args.optimizer == "muon":
-        # match_rms_adamw: the update has AdamW's size, so that one learning rate serves both optimizers.
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
-    else:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay})
-    optimizers.append(torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True))
-    return optimizers
 
 
 def learning_rate(step: int, progress: float, args: argparse.Namespace) -> float:
@@ -289,18 +280,12 @@ def train(
             progress = max(progress, history.seconds / 60 / args.minutes)
         if history.steps % 20 == 0:
             speed = history.tokens / history.seconds
-            print(
-                f"step {history.steps} context {context} lr {rate:.2e} train {running:.4f} {speed:.0f} tokens/s",
-                flush=True,
-            )
+            print(f"step {history.steps} lr {rate:.2e} train {running:.4f} {speed:.0f} tokens/s", flush=True)
         if history.steps % 100 == 0 or progress >= 1.0:
             evaluated.load_state_dict(model.state_dict())
             slice_loss = held_out_loss(evaluated, held_out_stream, args.max_context, limit=32)
             history.losses.append((history.steps, slice_loss))
-            print(
-                f"step {history.steps} held-out slice {slice_loss:.4f} nats/byte after {history.seconds:.0f} s",
-                flush=True,
-            )
+            print(f"step {history.steps} held-out slice {slice_loss:.4f} after {history.seconds:.0f} s", flush=True)
         if history.steps % args.save_every == 0 and progress < 1.0:
             card = f"Intermediate checkpoint, step {history.steps}; the run writes the model card at its end.\n"
             save(model, args.out, card, held_out)
@@ -332,7 +317,7 @@ def model_card(
     config: LlamaConfig,
     history: History,
     loss: float,
-    files: tuple[corpus.Corpus, corpus.Corpus],
+    files: Files,
 ) -> str:
     """The README of a finished checkpoint in --out whose held-out loss is `loss` nats/byte."""
     stored = AutoModelForCausalLM.from_pretrained(args.out)
@@ -355,7 +340,6 @@ def model_card(
         bits=loss / math.log(2),
         steps=history.steps,
         tokens=history.tokens,
-        optimizer="Muon for matrices, AdamW for embedding and norms" if args.optimizer == "muon" else "AdamW",
         command=command_line(args),
         schedule=""
         if history.steps >= args.steps

@@ -28,8 +28,7 @@ class Tensor:
         yield self.name
 
     def shape(self, shapes: Shapes) -> Shape:
-        """The result's shape, from the checkpoint's shapes. RewriterError where they do not fit, naming tensor and
-        sizes."""
+        """The result's shape, from the checkpoint's. RewriterError where shapes do not fit, naming tensor and sizes."""
         if self.name not in shapes:
             raise RewriterError(f"{self.name}: the checkpoint has no tensor of this name.")
         return tuple(shapes[self.name])
@@ -40,8 +39,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, repeat, and come in any
-    order."""
+    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, and come in any order."""
 
     source: Expression
     dim: int

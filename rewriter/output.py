@@ -105,8 +105,7 @@ class OutputDirectory:
         return self._write(self.path(name), data.encode() if isinstance(data, str) else data)
 
     def add(self, name: str) -> str:
-        """Make a file known that something else wrote at `path(name)`; reads it for its sha256 and brings it to the
-        disk."""
+        """Make a file known that something else wrote at `path(name)`: hashed (the result), and brought to the disk."""
         path = self.path(name)
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

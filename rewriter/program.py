@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.expressions import Expression
+from rewriter.errors import RewriterError
+from rewriter.expressions import Expression, Slice
 
 Shape = tuple[int | str, ...]
 
@@ -49,6 +50,7 @@ class Body:
     reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the lifted
     children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are the indices
     of the tensors of the source's call that are inputs here. `dropout` is the largest probability found inside.
+    `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines).
     """
 
     class_name: str
@@ -59,6 +61,7 @@ class Body:
     outputs: int = 1
     kept: tuple[int, ...] = (0,)
     dropout: float = 0.0
+    constant_inputs: frozenset[str] = frozenset()
 
     @property
     def attends(self) -> bool:
@@ -126,22 +129,26 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One runtime parameter: `shape` on this rank's level, made by `expression` from checkpoint tensors.
+    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors (None without checkpoint).
 
-    `expression` is None when no checkpoint was read. `shards` (one expression per rank) replaces it once a pass has
-    split the parameter; all ranks have the same local shape.
+    When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared` says
+    that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
     """
 
     shape: tuple[int, ...]
     expression: Expression | None = None
-    shards: tuple[Expression, ...] | None = None
     full_shape: tuple[int, ...] | None = None
-    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None  # per rank, along `dim`
     dim: int | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    shared: bool = False
 
-    @property
-    def sharded(self) -> bool:
-        return self.ranges is not None
+    def on_rank(self, rank: int) -> Expression:
+        """The expression of this rank's part. Raises RewriterError when no checkpoint was read."""
+        if self.expression is None:
+            raise RewriterError("this program was traced from a config: it has no weights to read")
+        if self.ranges is None or self.dim is None:
+            return self.expression
+        return Slice(self.expression, self.dim, self.ranges[rank])
 
 
 @dataclass(frozen=True)

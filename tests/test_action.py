@@ -49,7 +49,7 @@ def test_it_converts_and_names_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_inputs_are_data_and_never_code(tmp_path: Path) -> None:
-    hostile = f"$(touch {tmp_path}/pwned); `touch {tmp_path}/pwned` \"; touch {tmp_path}/pwned #"
+    hostile = f'$(touch {tmp_path}/pwned); `touch {tmp_path}/pwned` "; touch {tmp_path}/pwned #'
     arguments, _ = convert(tmp_path, MODEL=hostile, RECIPE=hostile, ARGUMENTS=hostile)
     assert arguments.count(hostile) == 3
     assert not (tmp_path / "pwned").exists()

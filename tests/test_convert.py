@@ -309,7 +309,7 @@ def test_a_source_that_shrinks_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:
-    """1.5 GB of source, one fused tensor of all of it: resident memory grows by the window and the buffers, not the model."""
+    """1.6 GB of source, one tensor made of all of it: memory grows by the window and the buffers, not by the model."""
     code = """
 import os, resource, sys
 from pathlib import Path

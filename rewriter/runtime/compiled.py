@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -32,9 +32,19 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
             if not name.startswith(PREFIX):
                 continue
             if (cls, name) not in compiled:
-                compiled[cls, name] = torch.compile(getattr(cls, name), backend=backend)
+                compiled[cls, name] = torch.compile(_own_code(getattr(cls, name)), backend=backend)
             setattr(module, name, MethodType(_prepared(compiled[cls, name]), module))
     return sorted(f"{cls.__name__}.{name}" for cls, name in compiled)
+
+
+def _own_code(method: FunctionType) -> FunctionType:
+    """The same function with a code object of its own: torch counts recompilations per code object, and classes that
+    inherit one method would use up each other's."""
+    copy = FunctionType(
+        method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__, method.__closure__
+    )
+    copy.__kwdefaults__ = method.__kwdefaults__
+    return copy
 
 
 def _prepared(function: Callable[..., Any]) -> Callable[..., Any]:

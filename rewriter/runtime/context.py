@@ -35,8 +35,8 @@ class Context:
     def __post_init__(self) -> None:
         if self.segment_ids is not None:
             raise RewriterError(
-                "Context: segment_ids (packed sequences) are not supported, attention would mix them. Pass one sequence "
-                "per row and pad at the left"
+                "Context: segment_ids (packed sequences) are not supported, attention would mix them. Pass one "
+                "sequence per row and pad at the left"
             )
         if self.position is not None and self.cache is None:
             raise RewriterError("Context: position is given without a cache. Pass both, or neither for whole sequences")

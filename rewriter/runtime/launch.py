@@ -95,7 +95,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(directory: str | os.PathLike[str], scratch: Path, status: int | None, output: str) -> str:
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in scratch.glob("result.json.error-?*[0-9]")]
+    errors = [json.loads(path.read_text(encoding="utf-8")) for path in scratch.glob("result.json.error-*[0-9]")]
     if not errors:
         tail = "\n".join(output.splitlines()[-30:])
         return f"{directory}: the ranks ended with status {status} and no result. Their last output:\n{tail}"

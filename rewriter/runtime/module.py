@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import nn
 
@@ -20,12 +20,13 @@ class RuntimeModel(nn.Module):
     """
 
     slots: Sequence[SlotSpec] = ()
-    dropout_probability: ClassVar[float] = 0.0
+    dropout_probability: float = 0.0
 
     def train(self, mode: bool = True) -> Self:
         if mode and self.dropout_probability > 0:
             raise RewriterError(
-                f"{type(self).__name__}.train(): the model has a dropout probability of {self.dropout_probability}, which "
-                "the sharded module does not apply. Train with eval(), or set dropout to 0 in config.json and rewrite again"
+                f"{type(self).__name__}.train(): the model has dropout probability {self.dropout_probability}, which "
+                "the sharded module does not apply. Train it in eval mode, or set dropout to 0 in config.json and "
+                "rewrite again"
             )
         return super().train(mode)

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _generate(options)
     except BaseException as error:
         rank = int(os.environ.get("RANK", "0"))
-        report = {
+        report: dict[str, Any] = {
             "rank": rank,
             "time": time.time(),
             "message": str(error) if isinstance(error, RewriterError) else None,

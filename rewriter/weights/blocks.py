@@ -26,8 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """`result[start0:start0+size0, ...] = view`, where sizes are the view's. The view holds raw integers of the
-    dtype's width."""
+    """`result[start0:start0+size0, ...] = view`, with the view's sizes. The view holds raw integers, as wide as dtype."""
 
     start: Shape
     view: NDArray[Any]
@@ -40,8 +39,7 @@ class Block:
         return reach + self.view.itemsize if self.view.size else 0
 
     def cut(self, dim: int, low: int, high: int) -> Block | None:
-        """The part whose result indices along `dim` lie in [low, high), in the same coordinates; None if there is
-        none."""
+        """The part whose result indices along `dim` lie in [low, high), in the same coordinates; None: no such part."""
         begin, size = self.start[dim], self.view.shape[dim]
         if low <= begin and begin + size <= high:
             return self
@@ -111,8 +109,7 @@ def tiles(parts: list[Block], shape: Shape, element: int, limit: int) -> Iterato
 
 
 def fill(parts: list[Block], shape: Shape, dtype: str, target: memoryview) -> None:
-    """Write the blocks of a piece into `target` as row-major elements of `dtype`, rounding to nearest if it is
-    another."""
+    """Write the blocks of a piece into `target`, row-major, as elements of `dtype`: rounded to it if theirs differs."""
     if all(block.dtype == dtype for block in parts):
         out: NDArray[Any] = np.ndarray(shape, _raw(dtype), buffer=target)
         for block in parts:

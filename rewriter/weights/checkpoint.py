@@ -1,5 +1,4 @@
-"""Checkpoint: the safetensors weights of a local Hugging Face directory, checked from their headers, read through
-mmap."""
+"""Checkpoint: the safetensors weights of a local Hugging Face directory, checked by header, read through mmap."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ TORCH_DTYPES: Mapping[str, str] = {
     "U16": "uint16", "I16": "int16", "F16": "float16", "BF16": "bfloat16", "U32": "uint32", "I32": "int32",
     "F32": "float32", "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
-"""safetensors dtype -> name of the torch dtype. The packed ones (F4, F6) are missing: their elements cannot be
-addressed."""
+"""safetensors dtype -> name of the torch dtype. The packed ones (F4, F6) are missing: they cannot be addressed."""
 
 
 class Checkpoint:

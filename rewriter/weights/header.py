@@ -34,8 +34,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes of `file`, between the two `offsets` counted from the file's first byte,
-    row-major."""
+    """Where a tensor lies: `nbytes` bytes of `file` between `offsets`, counted from the file's first byte; row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,8 +49,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """One file's checked header: `tensors` in the order of their data, `metadata` as written, `size` of the file in
-    bytes."""
+    """One file's checked header: `tensors` in the order of their data, `metadata`, and the file's `size` in bytes."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -124,8 +122,7 @@ def encode_header(
 
 
 def parse_json(path: Path, text: bytes, kind: str = "safetensors file") -> Any:
-    """JSON from a stranger. Raises RewriterError, naming the file, if it is none, is nested absurdly or has a key
-    twice."""
+    """JSON from a stranger. RewriterError, naming the file, if it is none, is nested absurdly or has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)

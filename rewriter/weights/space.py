@@ -32,8 +32,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(path: Path, nbytes: int | None, free: int) -> RewriterError:
-    """The error for a disk that ran full: `nbytes` were to be written in all (None: unknown), `free` were left at the
-    end."""
+    """The error for a disk that ran full: `nbytes` were to be written in all (None: unknown), `free` were left."""
     needed = (
         f"{_size(nbytes)} are needed in all and {_size(free)} were left" if nbytes else f"only {_size(free)} were left"
     )

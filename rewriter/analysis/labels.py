@@ -1,0 +1,193 @@
+"""Which part of a tensor belongs to which indivisible unit (a head, a channel), followed through glue.
+
+A label tensor has the shape of a node's value with dynamic dimensions (batch, length) taken as 1; it holds one unit
+number per element, or -1 where the value is the same for all units. Movement operators are run on label tensors
+literally; pointwise ones pass labels on. Nothing here knows models.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+
+aten = torch.ops.aten
+
+MOVEMENT = frozenset(
+    {
+        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.cat.default, aten.chunk.default,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default, aten.contiguous.default,
+        aten.clone.default, aten.select.int, aten.flatten.using_ints, aten.unflatten.int, aten.stack.default,
+        aten.repeat_interleave.self_int, aten.movedim.int, aten.t.default, operator.getitem,
+    }
+)  # fmt: skip
+REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})
+
+
+class Unsplittable(Exception):
+    """Why a body cannot be split, in words."""
+
+
+def dynamic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt)
+
+
+def reduced_shape(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(1 if dynamic(s) else int(s) for s in value.shape)
+
+
+def value_of(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    if node.target in (ops.type_as_model, ops.enter, aten.to.dtype, aten.type_as.default):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose values flow into the result; a `like` argument only lends its dtype."""
+    if node.target is ops.type_as_model:
+        return [node.args[0]]  # type: ignore[list-item]
+    return [n for n in node.all_input_nodes if is_tensor(n) or isinstance(value_of(n), (tuple, list))]
+
+
+class Labels:
+    """Unit labels of the nodes of one graph; `set` merges and raises Unsplittable on a contradiction."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.of: dict[fx.Node, torch.Tensor] = {}
+        self.changed = False
+
+    def set(self, node: fx.Node, labels: torch.Tensor) -> None:
+        if not (labels >= 0).any():
+            return
+        known = self.of.get(node)
+        if known is None:
+            self.of[node] = labels.clone()
+            self.changed = True
+            return
+        if known.shape != labels.shape or ((known >= 0) & (labels >= 0) & (known != labels)).any():
+            raise Unsplittable(f"{node.name} mixes values of different heads or channels")
+        merged = torch.maximum(known, labels)
+        if not torch.equal(merged, known):
+            self.of[node] = merged
+            self.changed = True
+
+    def get(self, node: fx.Node) -> torch.Tensor | None:
+        return self.of.get(node)
+
+    def forward(self, node: fx.Node) -> None:
+        """Labels of `node` from those of its inputs."""
+        if node.target in MOVEMENT:
+            if not is_tensor(node):
+                return  # a list of pieces: its getitems look through it
+            sources = self._sources(node)
+            if any(s in self.of for s in sources):
+                self.set(node, self._move(node, lambda s: self.of.get(s)))
+        elif is_pointwise(node):
+            shape = reduced_shape(value_of(node))
+            for source in tensor_inputs(node):
+                if source in self.of:
+                    self.set(node, self.of[source].expand(shape))
+
+    def backward(self, node: fx.Node) -> None:
+        """Labels of the inputs of `node` from its own."""
+        labels = self.of.get(node)
+        if labels is None:
+            return
+        if node.target in MOVEMENT:
+            for source in self._sources(node):
+                shape = reduced_shape(value_of(source))
+                count = int(torch.tensor(shape).prod())
+                index = torch.arange(count).reshape(shape)
+                moved = self._move(node, lambda s, source=source, index=index: index if s is source else None)
+                found = torch.full((count,), -1)
+                inside = moved >= 0
+                found[moved[inside]] = labels[inside]
+                found[moved[inside][found[moved[inside]] != labels[inside]]] = -1  # one element read as several units
+                self.set(source, found.reshape(shape))
+        elif is_pointwise(node):
+            for source in tensor_inputs(node):
+                self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
+        elif node.target in REDUCTIONS:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if node.args[2] if len(node.args) > 2 else False:
+                self.set(source, labels.expand(reduced_shape(value_of(source))))
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """Tensors that a movement operator moves; a getitem looks through its chunk or split."""
+        if node.target is operator.getitem:
+            inner = node.args[0]
+            assert isinstance(inner, fx.Node)
+            return self._sources(inner) if inner.target in MOVEMENT else []
+        return [n for n in node.all_input_nodes if is_tensor(n)]
+
+    def _move(self, node: fx.Node, label: Callable[[fx.Node], torch.Tensor | None]) -> torch.Tensor:
+        """Run a movement operator on label tensors; -1 where an input has none."""
+
+        def concrete(n: fx.Node) -> Any:
+            if not is_tensor(n):
+                return 1  # a dynamic size
+            found = label(n)
+            return torch.full(reduced_shape(value_of(n)), -1) if found is None else found
+
+        if node.target is operator.getitem:
+            inner = node.args[0]
+            assert isinstance(inner, fx.Node)
+            return self._run(inner, concrete)[node.args[1]]
+        return self._run(node, concrete)
+
+    def _run(self, node: fx.Node, concrete: Callable[[fx.Node], Any]) -> Any:
+        args = fx.map_arg(node.args, concrete)
+        kwargs = dict(fx.map_arg(node.kwargs, concrete))
+        kwargs.pop("memory_format", None)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def propagate(self, stops: Iterable[fx.Node] = ()) -> None:
+        """Forward and backward until nothing changes. Labels do not pass through `stops`."""
+        barred = set(stops)
+        nodes = [n for n in self.graph.nodes if n.op == "call_function" and n not in barred]
+        self.changed = True
+        while self.changed:
+            self.changed = False
+            for node in nodes:
+                self.forward(node)
+            for node in reversed(nodes):
+                self.backward(node)
+
+
+def shrink_to(labels: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Labels of a broadcast operand: the common label along broadcast dimensions, -1 where there is none."""
+    while labels.dim() > len(shape):
+        labels = common(labels, 0).squeeze(0)
+    for dim, size in enumerate(shape):
+        if size == 1 and labels.shape[dim] != 1:
+            labels = common(labels, dim)
+    return labels
+
+
+def common(labels: torch.Tensor, dim: int) -> torch.Tensor:
+    first = labels.narrow(dim, 0, 1)
+    return torch.where((labels == first).all(dim, keepdim=True), first, torch.full_like(first, -1))
+
+
+def varying_dim(labels: torch.Tensor) -> int | None:
+    """The one dimension along which labels differ; None when they do not. Raises Unsplittable for several."""
+    dims = [d for d in range(labels.dim()) if not (labels == labels.narrow(d, 0, 1)).all()]
+    if len(dims) > 1:
+        raise Unsplittable("heads or channels lie along two dimensions at once")
+    return dims[0] if dims else None

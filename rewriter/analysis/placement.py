@@ -1,0 +1,455 @@
+"""How one body is split over ranks: entry projections by output (heads whole), exit projections by input.
+
+The result is a body of local sizes whose output is Partial: the sum over ranks is the original output. Values are
+Replicated, Shard(dim) or Partial; a replicated value that enters rank-local computation passes `enter`, whose gradient
+is an all-reduce.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.labels import (
+    MOVEMENT,
+    REDUCTIONS,
+    Labels,
+    Unsplittable,
+    aten,
+    is_pointwise,
+    is_tensor,
+    reduced_shape,
+    tensor_inputs,
+    value_of,
+    varying_dim,
+)
+from rewriter.analysis.units import Ranges, Units
+from rewriter.program import Body, Leaf, Module, copy_graph
+
+AXIS = "tp"
+_PROJECTIONS = ("Linear", "Conv1D")
+# operators through which a sum over ranks may be taken later: linear in their first tensor
+_LINEAR = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default, ops.type_as_model, aten.to.dtype})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split: per rank, ranges of the full tensor along `dim`."""
+
+    dim: int
+    ranges: tuple[Ranges, ...]
+    shared: bool = False
+
+
+@dataclass
+class SplitBody:
+    body: Body
+    shards: dict[str, Shard] = field(default_factory=dict)
+
+
+def split_body(body: Body, ranks: int) -> SplitBody:
+    """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason in words."""
+    return _Splitter(body, ranks).run()
+
+
+def is_projection(module: Module | None) -> bool:
+    return isinstance(module, Leaf) and module.kind in _PROJECTIONS
+
+
+class _Splitter:
+    def __init__(self, body: Body, ranks: int) -> None:
+        self.body, self.ranks = body, ranks
+        self.graph, _ = copy_graph(body.graph)
+        self.labels = Labels(self.graph)
+        self.units = Units(ranks)
+        self.shards: dict[str, Shard] = {}
+        self.modules: dict[str, Module] = dict(body.modules)
+        self.partial: set[fx.Node] = set()
+        self.entered: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> SplitBody:
+        if self.body.outputs != 1:
+            raise Unsplittable("it returns several tensors")
+        exits = self._exits()
+        self._label_attention()
+        self.labels.propagate()
+        for node in exits:
+            self._label_exit(node)
+        self._through_bodies()
+        self._rewrite(set(exits))
+        output = self.graph.output_node().args[0]
+        if output not in self.partial:
+            raise Unsplittable("its output is not a sum over heads or channels")
+        body = replace(self.body, graph=self.graph, modules=self.modules, parameters=self._local_parameters())
+        return SplitBody(body, self.shards)
+
+    # --- where the output is made ----------------------------------------------------------------------------------------
+
+    def _exits(self) -> list[fx.Node]:
+        """The projections (or experts) whose outputs are summed up to the body's output."""
+        exits: list[fx.Node] = []
+        todo = [self.graph.output_node().args[0]]
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, fx.Node):
+                continue
+            if node.op == "call_module" and is_projection(self.body.modules.get(str(node.target))):
+                exits.append(node)
+            elif node.target is ops.experts:
+                exits.append(node)
+            elif node.target in (aten.add.Tensor, operator.add):
+                todo += node.all_input_nodes
+            elif node.target in MOVEMENT or node.target in _LINEAR:
+                todo += [n for n in tensor_inputs(node) if self._reaches_projection(n)]
+            elif node.op == "placeholder":
+                raise Unsplittable("its output adds its own input")
+            else:
+                raise Unsplittable(f"its output is made by {_name(node)}, not by a projection")
+        if not exits:
+            raise Unsplittable("no projection makes its output")
+        return exits
+
+    def _reaches_projection(self, node: fx.Node) -> bool:
+        """Whether a projection lies behind `node` by linear operators only (a gate in front of a sum does not)."""
+        if node.op == "call_module":
+            return is_projection(self.body.modules.get(str(node.target))) and not self._is_gate(node)
+        if node.target is ops.experts:
+            return True
+        if node.target in MOVEMENT or node.target in _LINEAR or node.target is aten.add.Tensor:
+            return any(self._reaches_projection(n) for n in tensor_inputs(node))
+        return False
+
+    def _is_gate(self, node: fx.Node) -> bool:
+        """A projection to one number per token scales a sum; it is not one of the summands."""
+        module = self.body.modules[str(node.target)]
+        assert isinstance(module, Leaf)
+        return reduced_shape(value_of(node))[-1] == 1
+
+    # --- labels -----------------------------------------------------------------------------------------------------------
+
+    def _label_attention(self) -> None:
+        for node in self.graph.nodes:
+            if node.target is not ops.attention:
+                continue
+            q, k, v = node.args[:3]
+            heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
+            first = self.units.channels(heads, "query heads")
+            by_head = torch.arange(first, first + heads)
+            self._set_heads(q, by_head)
+            self._set_heads(node, by_head)
+            if isinstance(sinks := node.kwargs.get("sinks"), fx.Node):
+                self.labels.set(sinks, by_head)
+            if isinstance(node.kwargs.get("bias"), fx.Node):
+                raise Unsplittable("its attention has a position bias")
+            first_kv = self.units.key_value_heads(heads, kv_heads)
+            if first_kv is not None:
+                for operand in (k, v):
+                    self._set_heads(operand, torch.arange(first_kv, first_kv + kv_heads))
+
+    def _set_heads(self, node: fx.Node, heads: torch.Tensor) -> None:
+        self.labels.set(node, heads.reshape(1, -1, 1, 1).expand(reduced_shape(value_of(node))))
+
+    def _label_exit(self, node: fx.Node) -> None:
+        if node.target is ops.experts:
+            return
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if source not in self.labels.of:
+            shape = reduced_shape(value_of(source))
+            first = self.units.channels(shape[-1], "channels")
+            self.labels.set(source, torch.arange(first, first + shape[-1]).expand(shape))
+            self.labels.propagate()
+
+    def _through_bodies(self) -> None:
+        """Labels inside small bodies (norms) agree on both sides of their call."""
+        again = True
+        while again:
+            again = False
+            for node in self.graph.nodes:
+                if node.op == "call_module" and isinstance(self.modules.get(str(node.target)), Body):
+                    before = set(self.labels.of)
+                    labels = self.labels.get(node)
+                    source = node.args[0]
+                    if labels is None and source in self.labels.of:
+                        self.labels.set(node, self.labels.of[source])
+                    elif labels is not None:
+                        self.labels.set(source, labels)
+                    if set(self.labels.of) != before:
+                        self.labels.propagate()
+                        again = True
+
+    def _ranges(self, node: fx.Node) -> tuple[int, tuple[Ranges, ...]] | None:
+        """(dimension, ranges per rank) of a sharded value; None for a replicated one."""
+        labels = self.labels.get(node)
+        if labels is None:
+            return None
+        dim = varying_dim(labels)
+        if dim is None:
+            return None
+        profile = labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0]
+        return dim, self.units.ranges(profile)
+
+    def _shared(self, node: fx.Node) -> bool:
+        labels = self.labels.get(node)
+        return labels is not None and self.units.shared(labels.flatten())
+
+    # --- the local graph ------------------------------------------------------------------------------------------------------
+
+    def _rewrite(self, exits: set[fx.Node]) -> None:
+        sharded = {n: r for n in self.graph.nodes if is_tensor(n) and (r := self._ranges(n)) is not None}
+        for node in list(self.graph.nodes):
+            if node in sharded and node.op == "placeholder":
+                raise Unsplittable(f"its input {node.name} would be split")
+            if node.op == "get_attr" and node in sharded:
+                if str(node.target) in self.body.buffers:
+                    raise Unsplittable(f"its constant {node.target} would be split")
+                self.shards[str(node.target)] = Shard(*sharded[node], shared=self._shared(node))
+            elif node.op == "call_module":
+                self._call(node, exits, sharded)
+            elif node.op == "call_function":
+                self._function(node, sharded)
+
+    def _call(self, node: fx.Node, exits: set[fx.Node], sharded: Mapping[fx.Node, Any]) -> None:
+        path = str(node.target)
+        module = self.modules[path]
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if is_projection(module):
+            assert isinstance(module, Leaf)
+            if node in exits and source in sharded:
+                self._row(path, module, sharded[source])
+                self.partial.add(node)
+            elif node in sharded:
+                if source in sharded:
+                    raise Unsplittable(f"{path} is both an entry and an exit")
+                self._column(path, module, sharded[node], self._shared(node))
+                self._enter(node, source)
+            elif source in sharded or source in self.partial:
+                raise Unsplittable(f"{path} reads split values and its output is not summed")
+        elif node in sharded or source in sharded:
+            if not isinstance(module, Body):
+                raise Unsplittable(f"{path} ({module.kind}) normalises over split channels")
+            local = split_inner(module, sharded[source], self.units, self.labels.of[source])
+            self.modules[path] = local.body
+            for name, shard in local.shards.items():
+                self.shards[f"{path}.{name}"] = shard
+        elif any(n in self.partial for n in node.all_input_nodes):
+            raise Unsplittable(f"{path} reads a sum that is not complete")
+
+    def _column(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]], shared: bool) -> None:
+        local = sum(b - a for a, b in ranges[1][0])
+        key, dim = ("out_features", 0) if leaf.kind == "Linear" else ("nf", 1)
+        options = {**leaf.options, key: local}
+        if shared:
+            options["shared"] = (leaf.options[key], ranges[1])
+        self.shards[f"{path}.weight"] = Shard(dim, ranges[1], shared)
+        shapes = {"weight": _resized(leaf.parameters["weight"], dim, local)}
+        if "bias" in leaf.parameters:
+            self.shards[f"{path}.bias"] = Shard(0, ranges[1], shared)
+            shapes["bias"] = (local,)
+        self.modules[path] = Leaf(f"ColumnParallel{leaf.kind}", options, shapes)
+
+    def _row(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]]) -> None:
+        local = sum(b - a for a, b in ranges[1][0])
+        key, dim = ("in_features", 1) if leaf.kind == "Linear" else ("nx", 0)
+        self.shards[f"{path}.weight"] = Shard(dim, ranges[1])
+        shapes = {**leaf.parameters, "weight": _resized(leaf.parameters["weight"], dim, local)}
+        self.modules[path] = Leaf(f"RowParallel{leaf.kind}", {**leaf.options, key: local}, shapes)
+
+    def _function(self, node: fx.Node, sharded: Mapping[fx.Node, Any]) -> None:
+        inputs = tensor_inputs(node)
+        if node.target is ops.experts:
+            self._experts(node)
+        elif any(n in self.partial for n in inputs):
+            self._linear(node, inputs)
+        elif node.target is ops.attention:
+            if node in sharded:
+                for operand in inputs:
+                    if operand not in sharded:
+                        self._enter(node, operand)
+        elif node.target in MOVEMENT:
+            localize(node, sharded)
+        elif node.target in REDUCTIONS:
+            reduce_over_ranks(node, sharded, self.ranks)
+        elif any(n in sharded for n in inputs):
+            if not is_pointwise(node):
+                raise Unsplittable(f"{_name(node)} is computed over split heads or channels")
+            for operand in inputs:
+                if operand not in sharded:
+                    self._enter(node, operand)
+
+    def _linear(self, node: fx.Node, inputs: list[fx.Node]) -> None:
+        summands = [n for n in inputs if n in self.partial]
+        if node.target in (aten.add.Tensor, operator.add):
+            if len(summands) != len(inputs):
+                raise Unsplittable(f"{_name(node)} adds a complete value to a sum over ranks")
+        elif node.target in _LINEAR and len(summands) == 1 and (node.target is not aten.div.Tensor or node.args[0] in summands):
+            for operand in inputs:
+                if operand not in summands:
+                    self._enter(node, operand)
+        elif node.target not in MOVEMENT:
+            raise Unsplittable(f"{_name(node)} is not linear and reads a sum that is not complete")
+        self.partial.add(node)
+
+    def _experts(self, node: fx.Node) -> None:
+        x, _, weight, gate_up, down = node.args[:5]
+        size = int(value_of(down).shape[2])
+        if size % self.ranks:
+            raise Unsplittable(f"{size} expert channels do not divide by {self.ranks}")
+        local = size // self.ranks
+        runs = [(r * local, (r + 1) * local) for r in range(self.ranks)]
+        self.shards[str(gate_up.target)] = Shard(1, tuple(((a, b), (size + a, size + b)) for a, b in runs))
+        self.shards[str(down.target)] = Shard(2, tuple((run,) for run in runs))
+        self._enter(node, x)
+        self._enter(node, weight)
+        self.partial.add(node)
+
+    def _enter(self, user: fx.Node, value: fx.Node) -> None:
+        """Route `value` into `user` through one `enter` per value."""
+        if not differentiable(value, self.body):
+            return
+        if value not in self.entered:
+            with self.graph.inserting_after(_after(value)):
+                node = self.graph.call_function(ops.enter, (value, AXIS))
+            node.meta["val"] = value_of(value)
+            self.entered[value] = node
+        user.replace_input_with(value, self.entered[value])
+
+    def _local_parameters(self) -> dict[str, tuple[int, ...]]:
+        return local_shapes(self.body.parameters, self.shards)
+
+
+def local_shapes(parameters: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:
+    result = dict(parameters)
+    for name, shape in parameters.items():
+        if name in shards:
+            shard = shards[name]
+            result[name] = _resized(shape, shard.dim, sum(b - a for a, b in shard.ranges[0]))
+    return result
+
+
+def split_inner(body: Body, source: tuple[int, tuple[Ranges, ...]], units: Units, labels: torch.Tensor) -> SplitBody:
+    """A small body (a norm) whose one input is split; its output is split alike.
+
+    A mean over the split dimension becomes the mean of the ranks' means, by one small all-reduce.
+    """
+    splitter = _Splitter(body, units.ranks)
+    splitter.units = units
+    first = next(n for n in splitter.graph.nodes if n.op == "placeholder")
+    splitter.labels.set(first, labels)
+    splitter.labels.propagate()
+    sharded = {n: r for n in splitter.graph.nodes if is_tensor(n) and (r := splitter._ranges(n)) is not None}
+    for node in list(splitter.graph.nodes):
+        if node.op == "get_attr" and node in sharded:
+            splitter.shards[str(node.target)] = Shard(*sharded[node], shared=splitter._shared(node))
+        elif node.op == "call_module":
+            raise Unsplittable(f"{body.class_name} calls {node.target} on split channels")
+        elif node.op == "call_function":
+            splitter._function(node, sharded)
+    output = splitter.graph.output_node().args[0]
+    if output not in sharded:
+        raise Unsplittable(f"{body.class_name} mixes split heads or channels")
+    local = replace(body, graph=splitter.graph, parameters=splitter._local_parameters())
+    return SplitBody(local, splitter.shards)
+
+
+def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, ...]]]) -> None:
+    """Replace full sizes among the arguments of a movement operator by local ones."""
+    args = list(node.args)
+    if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default):
+        if node in sharded:
+            dim, ranges = sharded[node]
+            sizes = list(args[1])
+            if isinstance(sizes[dim], int) and sizes[dim] != -1:
+                sizes[dim] = _length(ranges)
+            args[1] = sizes
+    elif node.target is aten.slice.Tensor and (source := sharded.get(node.args[0])):
+        dim = (args[1] if len(args) > 1 else 0) % value_of(node.args[0]).dim()
+        if dim == source[0]:
+            args[2:4] = _local_bounds(args, value_of(node.args[0]).shape[dim], source[1])
+    elif node.target in (aten.split.Tensor, aten.split_with_sizes.default) and node.args[0] in sharded:
+        dim = (args[2] if len(args) > 2 else 0) % value_of(node.args[0]).dim()
+        if dim == sharded[node.args[0]][0]:
+            pieces = {u.args[1]: _length(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim]) for u in node.users}
+            if node.target is aten.split.Tensor and len(set(pieces.values())) == 1 and len(pieces) == len(value_of(node)):
+                args[1] = next(iter(pieces.values()))
+            elif len(pieces) == len(value_of(node)):
+                args[1] = [pieces[i] for i in range(len(pieces))]
+                node.target = aten.split_with_sizes.default
+            else:
+                raise Unsplittable(f"{_name(node)}: not every piece is used")
+    node.args = tuple(args)
+
+
+def _local_bounds(args: list[Any], size: int, ranges: tuple[Ranges, ...]) -> list[int]:
+    start = args[2] if len(args) > 2 and args[2] is not None else 0
+    end = min(args[3] if len(args) > 3 and args[3] is not None else size, size)
+    if not isinstance(start, int) or not isinstance(end, int):
+        raise Unsplittable("a split dimension is sliced at a computed place")
+    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start % (size + 1), end)) for r in ranges}
+    if len(bounds) != 1:
+        raise Unsplittable("ranks would slice a split dimension differently")
+    return list(bounds.pop())
+
+
+def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int) -> None:
+    """A sum or mean over the split dimension, completed by an all-reduce whose result is entered again."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if source not in sharded:
+        return
+    dims = {d % value_of(source).dim() for d in node.args[1]}
+    if sharded[source][0] not in dims:
+        return
+    graph, users = node.graph, list(node.users)
+    with graph.inserting_after(node):
+        total = graph.call_function(ops.all_reduce, (node, AXIS))
+    last = total
+    if node.target is aten.mean.dim:
+        with graph.inserting_after(last):
+            last = graph.call_function(aten.mul.Tensor, (last, 1.0 / ranks))
+    with graph.inserting_after(last):
+        last = graph.call_function(ops.enter, (last, AXIS))
+    for new in (total, last, *([last.args[0]] if last.args[0] is not total else [])):
+        new.meta["val"] = value_of(node)
+    for user in users:
+        user.replace_input_with(node, last)
+
+
+def differentiable(node: fx.Node, body: Body) -> bool:
+    """Whether a gradient can reach `node`: a floating value that depends on a parameter or on a differentiated input."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return False
+    if node.op == "get_attr":
+        return str(node.target) in body.parameters
+    if node.op == "placeholder":
+        return node.name not in body.constant_inputs
+    if node.op == "call_module":
+        return True
+    return any(differentiable(n, body) for n in tensor_inputs(node))
+
+
+def _length(ranges: tuple[Ranges, ...]) -> int:
+    return sum(b - a for a, b in ranges[0])
+
+
+def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The last placeholder for an input, so that placeholders stay together; else the node itself."""
+    if node.op != "placeholder":
+        return node
+    return [n for n in node.graph.nodes if n.op == "placeholder"][-1]
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", None) or str(node.target)

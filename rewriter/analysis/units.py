@@ -1,0 +1,97 @@
+"""Which rank holds which units: query heads and channels in equal runs, key/value heads where their queries are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from rewriter.analysis.labels import Unsplittable
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Units:
+    """Unit numbers and, per rank, the units it holds in local order (key/value heads may repeat)."""
+
+    ranks: int
+    held: list[list[int]] = field(default_factory=list)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.held = [[] for _ in range(self.ranks)]
+
+    def channels(self, size: int, quantum: str) -> int:
+        """`size` new units in equal runs; returns the first one's number."""
+        if size % self.ranks:
+            raise Unsplittable(f"{size} {quantum} do not divide by {self.ranks}")
+        first, self.count = self.count, self.count + size
+        local = size // self.ranks
+        for rank, units in enumerate(self.held):
+            units += range(first + rank * local, first + (rank + 1) * local)
+        return first
+
+    def key_value_heads(self, query_heads: int, heads: int) -> int | None:
+        """Key/value heads for `query_heads` equal runs of queries; None when one head serves all (it is replicated).
+
+        Each rank holds the heads its queries read: a run, one head shared with other ranks, or, where neither count
+        divides the other, one copy per query head.
+        """
+        if heads == 1:
+            return None
+        first, self.count = self.count, self.count + heads
+        local, group = query_heads // self.ranks, query_heads // heads
+        for rank, units in enumerate(self.held):
+            read = [(rank * local + q) // group for q in range(local)]
+            distinct = sorted(set(read))
+            uniform = local % len(distinct) == 0 and read == [h for h in distinct for _ in range(local // len(distinct))]
+            units += [first + h for h in (distinct if uniform else read)]
+        if len({len(u) for u in self.held}) != 1:  # ranks differ in form: give every one a copy per query head
+            for rank, units in enumerate(self.held):
+                units[:] = [u for u in units if not first <= u < first + heads]
+                units += [first + (rank * local + q) // group for q in range(local)]
+        return first
+
+    def ranges(self, profile: torch.Tensor) -> tuple[Ranges, ...]:
+        """Per rank, the index ranges along a dimension whose elements have these labels; all ranks of one length."""
+        runs = _runs(profile.tolist())
+        result = []
+        for units in self.held:
+            wanted = {u: units.count(u) for u in units}
+            if any(wanted.get(u, 0) > 1 for u, _, _ in runs):
+                by_unit = {u: (a, b) for u, a, b in runs}
+                if len(by_unit) != len(runs):
+                    raise Unsplittable("repeated key/value heads are interleaved with others")
+                result.append(tuple(by_unit[u] for u in units if u in by_unit))
+            else:
+                result.append(_merge([(a, b) for u, a, b in runs if u in wanted]))
+        sizes = {sum(b - a for a, b in ranges) for ranges in result}
+        if len(sizes) != 1 or 0 in sizes:
+            raise Unsplittable(f"the ranks would hold {sorted(sizes)} elements")
+        return tuple(result)
+
+    def shared(self, profile: torch.Tensor) -> bool:
+        """Whether an element with these labels is held more than once."""
+        units = set(profile.tolist()) - {-1}
+        return sum(u in units for held in self.held for u in held) > len(units)
+
+
+def _runs(labels: list[int]) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for i, unit in enumerate(labels):
+        if runs and runs[-1][0] == unit:
+            runs[-1] = (unit, runs[-1][1], i + 1)
+        else:
+            runs.append((unit, i, i + 1))
+    return runs
+
+
+def _merge(ranges: list[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for a, b in ranges:
+        if merged and merged[-1][1] == a:
+            merged[-1] = (merged[-1][0], b)
+        else:
+            merged.append((a, b))
+    return tuple(merged)

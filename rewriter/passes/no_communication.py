@@ -1,0 +1,56 @@
+"""The upper bound: every collective removed. The result is meaningless, its timing is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rewriter import ops
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.program import Body, Module, Program, copy_graph, map_bodies
+
+
+@dataclass(frozen=True)
+class NoCommunication:
+    """AR(f) → f: what a model would take if communication were free (Ladder Residual, section 3.3, "upper bound").
+
+    Also the reductions inside bodies and the vocabulary's go; the gathered logits are taken from one rank. Timing only:
+    emitting a checkpoint from it is refused.
+    """
+
+    name: ClassVar[str] = "no_communication"
+    kind: ClassVar[Kind] = "timing only"
+    scope: ClassVar[Scope] = "runtime"
+
+    def apply(self, program: Program) -> Program:
+        if not program.mesh:
+            raise RewriterError("no_communication: the program runs on one device and does not communicate. Give --tp.")
+        graph, _ = program.edit()
+        removed = _silence(graph)
+
+        def silence(path: str, module: Module) -> Module:
+            if not isinstance(module, Body):
+                return module
+            inner, _ = copy_graph(module.graph)
+            _silence(inner)
+            modules = {name: silence(name, child) for name, child in module.modules.items()}
+            return Body(**{**module.__dict__, "graph": inner, "modules": modules})
+
+        modules = map_bodies(program.modules, silence)
+        return record(program, self, f"{removed} collectives removed", graph=graph, modules=modules)
+
+
+def _silence(graph: object) -> int:
+    removed = 0
+    for node in list(graph.nodes):  # type: ignore[attr-defined]
+        if node.target is ops.all_gather:
+            # every rank needs logits of the full width: its own, repeated
+            node.target, node.args = ops.repeat_shard, node.args
+            removed += 1
+        elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.enter):
+            node.args[0].meta.update({k: v for k, v in node.meta.items() if k == "stream"})
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)  # type: ignore[attr-defined]
+            removed += node.target is not ops.enter
+    return removed

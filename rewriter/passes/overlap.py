@@ -1,0 +1,96 @@
+"""Every all-reduce is started as early, and waited for as late, as the data allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.program import Program
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """AR(f) → wait(start(f)) and a schedule (Ladder Residual, Alg. 1).
+
+    A partial is computed as soon as its turn comes in the model's order and started at once; waits, and the adds behind
+    them, are placed where the next partial needs their value. A node's `meta["layer"]` becomes the layer that runs it.
+    Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
+    """
+
+    name: ClassVar[str] = "overlap"
+    kind: ClassVar[Kind] = "exact"
+    scope: ClassVar[Scope] = "runtime"
+
+    def apply(self, program: Program) -> Program:
+        graph, _ = program.edit()
+        reductions = [n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
+        if not reductions:
+            return record(program, self, "no all-reduce to hide")
+        for node in reductions:
+            with graph.inserting_after(node):
+                wait = graph.call_function(ops.all_reduce_wait, (node,))
+            wait.meta.update(node.meta)
+            node.target = ops.all_reduce_start
+            node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
+            if "stream" in node.meta:
+                del node.meta["stream"]
+        scheduled, hidden = schedule(graph)
+        summary = f"{hidden} of {len(reductions)} all-reduces run behind the computation of another block"
+        return record(program, self, summary, graph=scheduled)
+
+
+def schedule(graph: fx.Graph) -> tuple[fx.Graph, int]:
+    """(graph in the new order, number of all-reduces with a block between start and wait)."""
+    starts = [n for n in graph.nodes if n.target is ops.all_reduce_start]
+    latest = _latest_start(graph, starts)
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def place(node: fx.Node, layer: int | None) -> None:
+        # depth first without recursion: operands that wait for the earliest communication come first
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if top in env:
+                stack.pop()
+                continue
+            missing = [n for n in top.all_input_nodes if n not in env]
+            if missing:
+                stack += sorted(missing, key=lambda n: latest[n], reverse=True)
+                continue
+            stack.pop()
+            env[top] = new.node_copy(top, env.__getitem__)
+            if top.meta.get("layer") is not None:
+                env[top].meta["layer"] = layer
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = new.node_copy(node)
+    for start in starts:
+        place(start, start.meta["layer"])
+    place(graph.output_node(), None)
+    return new, _hidden(new)
+
+
+def _latest_start(graph: fx.Graph, starts: list[fx.Node]) -> dict[fx.Node, int]:
+    """Per node, the number of the last all-reduce that it depends on; -1 for none."""
+    number = {start: i for i, start in enumerate(starts)}
+    latest: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        latest[node] = max([latest[n] for n in node.all_input_nodes] + [number.get(node, -1)], default=-1)
+    return latest
+
+
+def _hidden(graph: fx.Graph) -> int:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    starts = [order[n] for n in graph.nodes if n.target is ops.all_reduce_start]
+    count = 0
+    for node in graph.nodes:
+        if node.target is ops.all_reduce_wait:
+            begin, end = order[node.args[0]], order[node]
+            count += any(begin < s < end for s in starts)
+    return count

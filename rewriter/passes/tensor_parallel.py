@@ -1,0 +1,204 @@
+"""Tensor parallelism: attention split by heads, MLPs and experts by channels, vocabulary by rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.gradients import with_constant_inputs
+from rewriter.analysis.labels import Unsplittable, aten, reduced_shape, value_of
+from rewriter.analysis.placement import AXIS, Shard, SplitBody, split_body
+from rewriter.analysis.residual import attends
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.program import Body, Leaf, Module, Parameter, Program, copy_graph, walk_modules
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """x ← x + AR(attn_r(norm1(x))), x ← x + AR(mlp_r(norm2(x))) (Megatron-LM, arXiv 1909.08053, section 3).
+
+    The axis size is the mesh's "tp"; at 1 the program is returned as it is. Entry projections are split by output (heads
+    whole), exit projections by input, so each block ends in one all-reduce; its bias is added by one rank. Key/value heads
+    that do not divide are replicated as needed. Embedding and head are split by vocabulary where it divides, both or
+    neither when tied. A block that cannot be split is replicated, exactly, and noted with the reason.
+
+    Raises RewriterError when query heads do not divide by the axis size, naming the nearest sizes that do.
+    """
+
+    name: ClassVar[str] = "tensor_parallel"
+    kind: ClassVar[Kind] = "exact"
+    scope: ClassVar[Scope] = "runtime"
+
+    def apply(self, program: Program) -> Program:
+        ranks = program.mesh.get(AXIS, 1)
+        if ranks == 1:
+            return record(program, self, "one rank: nothing to split")
+        check_heads(program, ranks)
+        program = program.with_(modules=with_constant_inputs(program))
+        graph, _ = program.edit()
+        sharder = _Sharder(program, graph, ranks)
+        sharder.layers()
+        sharder.vocabulary()
+        counts = ", ".join(f"{n} {what}" for what, n in sharder.counts.items())
+        summary = f"{ranks} ranks: {counts or 'nothing'} split"
+        return record(
+            program, self, summary, sharder.notes(), graph=graph, modules=sharder.modules, parameters=sharder.parameters
+        )
+
+
+def query_heads(program: Program) -> set[int]:
+    """The numbers of query heads of the model's attention nodes."""
+    heads = set()
+    for _, module in walk_modules(program.modules):
+        if isinstance(module, Body):
+            heads |= {reduced_shape(value_of(n.args[0]))[1] for n in module.graph.nodes if n.target is ops.attention}
+    return heads
+
+
+def check_heads(program: Program, ranks: int) -> None:
+    """Refuse a degree that does not divide the query heads."""
+    for heads in sorted(query_heads(program)):
+        if heads % ranks:
+            valid = [d for d in range(1, heads + 1) if all(h % d == 0 for h in query_heads(program))]
+            below = max(d for d in valid if d < ranks)
+            near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
+            raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
+
+
+class _Sharder:
+    def __init__(self, program: Program, graph: fx.Graph, ranks: int) -> None:
+        self.program, self.graph, self.ranks = program, graph, ranks
+        self.modules: dict[str, Module] = dict(program.modules)
+        self.parameters: dict[str, Parameter] = dict(program.parameters)
+        self.counts: Counter[str] = Counter()
+        self.refused: dict[str, list[str]] = {}
+
+    def notes(self) -> tuple[str, ...]:
+        """One sentence per reason for which something stayed replicated."""
+        return tuple(f"{_several(paths)} replicated: {reason}" for reason, paths in self.refused.items())
+
+    def layers(self) -> None:
+        done: dict[int, SplitBody | str] = {}
+        for node in list(self.graph.nodes):
+            if node.op != "call_module" or node.meta.get("layer") is None:
+                continue
+            path = str(node.target)
+            body = self.modules[path]
+            if not isinstance(body, Body) or not body.modules and not attends(body):
+                continue  # norms and other small modules stay replicated
+            if id(body) not in done:
+                try:
+                    done[id(body)] = split_body(body, self.ranks)
+                except Unsplittable as reason:
+                    done[id(body)] = str(reason)
+            split = done[id(body)]
+            if isinstance(split, str):
+                self.refused.setdefault(split, []).append(path)
+                continue
+            self.modules[path] = split.body
+            for name, shard in split.shards.items():
+                self._shard(f"{path}.{name}", shard)
+            self._reduce(node)
+            self.counts["attention blocks" if attends(body) else "MLP blocks"] += 1
+
+    def vocabulary(self) -> None:
+        """Split embedding and head by vocabulary rows, tied ones together."""
+        lookups = [n for n in self.graph.nodes if self._is_lookup(n)]
+        heads = [n for n in self.graph.nodes if self._is_head(n)]
+        by_weight: dict[str, list[fx.Node]] = {}
+        for node in (*lookups, *heads):
+            name = f"{node.target}.weight"
+            by_weight.setdefault(self.program.ties.get(name, name), []).append(node)
+        vocabularies = {self.program.parameters[self._weight(n)].shape[0] for n in heads}
+        for weight, users in by_weight.items():
+            rows = self.program.parameters[weight].shape[0]
+            if rows not in vocabularies:
+                continue  # position tables and the like
+            if rows % self.ranks:
+                self.refused.setdefault(f"a vocabulary of {rows} does not divide by {self.ranks}", []).extend(
+                    str(u.target) for u in users
+                )
+                continue
+            local = rows // self.ranks
+            ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
+            for node in users:
+                self._split_lookup(node, local) if node in lookups else self._split_head(node, local, ranges)
+            self._shard(weight, Shard(0, ranges))
+
+    def _weight(self, node: fx.Node) -> str:
+        return self.program.ties.get(f"{node.target}.weight", f"{node.target}.weight")
+
+    def _is_lookup(self, node: fx.Node) -> bool:
+        if node.op != "call_module" or node.meta.get("layer") is not None:
+            return False
+        module = self.modules[str(node.target)]
+        if isinstance(module, Leaf):
+            return module.kind == "Embedding"
+        return "weight" in module.parameters and any(n.target is aten.embedding.default for n in module.graph.nodes)
+
+    def _is_head(self, node: fx.Node) -> bool:
+        if node.op != "call_module" or node.meta.get("layer") is not None:
+            return False
+        module = self.modules[str(node.target)]
+        return isinstance(module, Leaf) and module.kind == "Linear"
+
+    def _split_lookup(self, node: fx.Node, rows: int) -> None:
+        path = str(node.target)
+        module = self.modules[path]
+        if isinstance(module, Leaf):
+            width = module.parameters["weight"][1]
+            options = {"num_embeddings": rows, "embedding_dim": width}
+            self.modules[path] = Leaf("VocabParallelEmbedding", options, {"weight": (rows, width)})
+        else:
+            body_graph, _ = copy_graph(module.graph)
+            for inner in list(body_graph.nodes):
+                if inner.target is aten.embedding.default:
+                    weight, ids = inner.args[:2]
+                    inner.target, inner.args, inner.kwargs = ops.vocab_embedding, (ids, weight, AXIS), {}
+            width = module.parameters["weight"][1]
+            self.modules[path] = replace(module, graph=body_graph, parameters={"weight": (rows, width)})
+        self._reduce(node)
+        self.counts["embeddings"] += 1
+
+    def _split_head(self, node: fx.Node, rows: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+        path = str(node.target)
+        leaf = self.modules[path]
+        assert isinstance(leaf, Leaf)
+        shapes = {"weight": (rows, leaf.parameters["weight"][1])}
+        if "bias" in leaf.parameters:
+            shapes["bias"] = (rows,)
+            self._shard(f"{path}.bias", Shard(0, ranges))
+        self.modules[path] = Leaf("ColumnParallelLinear", {**leaf.options, "out_features": rows}, shapes)
+        with self.graph.inserting_before(node):
+            entered = self.graph.call_function(ops.enter, (node.args[0], AXIS))
+        node.args = (entered,)
+        with self.graph.inserting_after(node):
+            gathered = self.graph.call_function(ops.all_gather, (node, AXIS, -1))
+        gathered.meta["layer"] = entered.meta["layer"] = None
+        node.replace_all_uses_with(gathered, delete_user_cb=lambda user: user is not gathered)
+        self.counts["heads"] += 1
+
+    def _reduce(self, node: fx.Node) -> None:
+        with self.graph.inserting_after(node):
+            total = self.graph.call_function(ops.all_reduce, (node, AXIS))
+        total.meta["layer"] = node.meta.get("layer")
+        if "stream" in node.meta:
+            total.meta["stream"] = node.meta.pop("stream")
+        node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+
+    def _shard(self, name: str, shard: Shard) -> None:
+        full = self.program.parameters[name]
+        size = sum(b - a for a, b in shard.ranges[0])
+        shape = (*full.shape[: shard.dim], size, *full.shape[shard.dim + 1 :])
+        self.parameters[name] = replace(
+            full, shape=shape, full_shape=full.shape, ranges=shard.ranges, dim=shard.dim, shared=shard.shared
+        )
+
+
+def _several(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
