@@ -39,7 +39,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, and come in any order."""
+    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, in any order."""
 
     source: Expression
     dim: int

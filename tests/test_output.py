@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,38 +222,42 @@ def test_resume_of_another_job_is_refused_by_name_and_without_resume_it_starts_o
 # kill -9: a process that converts, and dies at its n-th system call that changes the disk
 
 CHILD = """
-        import os, signal, sys
-        from pathlib import Path
-        from rewriter.expressions import Slice, Tensor
-        from rewriter.output import OutputDirectory
-        from rewriter.weights import Checkpoint, ShardPlan, convert_files
-        root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
-        calls = 0
-        def dying(real):
-            def call(*args, **kwargs):
+import os, signal, sys
+from pathlib import Path
+from rewriter.expressions import Slice, Tensor
+from rewriter.output import OutputDirectory
+from rewriter.weights import Checkpoint, ShardPlan, convert_files
+
+root, deadline, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
+calls = 0
+
+def dying(real):
+    def call(*args, **kwargs):
         global calls
         calls += 1
         if calls == deadline:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
-            return call
-        for name in ("open", "pwrite", "write", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
-            setattr(os, name, dying(getattr(os, name)))
-        checkpoint = Checkpoint.open(root / "model")
-        with OutputDirectory(root / "out", resume, {"source": checkpoint.fingerprint(), "tp": 4}) as output:
-            if not output.complete:
-        plans = [ShardPlan(output.path(f"runtime/rank-{rank}.safetensors"),
-                           {"w": (Slice(Tensor("w"), 1, ((rank * 256, rank * 256 + 256),)), None)})
-                 for rank in range(4)]
-        plans = [plan for plan in plans if not output.finished(f"runtime/{plan.path.name}")]
+    return call
+
+for name in ("open", "pwrite", "write", "fsync", "rename", "mkdir", "unlink", "ftruncate"):
+    setattr(os, name, dying(getattr(os, name)))
+
+checkpoint = Checkpoint.open(root / "model")
+with OutputDirectory(root / "out", resume, {"source": checkpoint.fingerprint(), "tp": 4}) as output:
+    if not output.complete:
+        shards = [Slice(Tensor("w"), 1, ((rank * 256, rank * 256 + 256),)) for rank in range(4)]
+        names = [f"runtime/rank-{rank}.safetensors" for rank in range(4)]
+        plans = [ShardPlan(output.path(name), {"w": (shard, None)})
+                 for name, shard in zip(names, shards) if not output.finished(name)]
         name = "model.safetensors"
         copies = [] if output.finished(name) else [(checkpoint.files[0], output.path(name))]
         print("skipped", 5 - len(plans) - len(copies), file=sys.stderr)
         convert_files(checkpoint, copies, plans, finished=output.record, workers=2)
         output.write("config.json", "{}")
         output.manifest({"files": {name: digest for name, (_, digest) in sorted(output.files.items())}})
-        print(calls)
-        """
+print(calls)
+"""
 
 
 def convert(root: Path, deadline: int, resume: bool) -> subprocess.CompletedProcess[str]:
@@ -301,10 +306,9 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     disk's."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True, check=False
-    )
-    if mounted.returncode == 0:
+    mount = shutil.which("mount")
+    arguments = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if mount and subprocess.run([mount, *arguments], capture_output=True, check=False).returncode == 0:
         yield place
         subprocess.run(["umount", place], check=True)
         return

@@ -368,7 +368,7 @@ def test_random_damage_never_gets_past_a_clear_error(tmp_path: Path) -> None:
     good = (tmp_path / "good.safetensors").read_bytes()
     end = 8 + int.from_bytes(good[:8], "little")
     rng, refused = random.Random(0), 0
-    for _ in range(2000):
+    for _ in range(600):
         damaged = bytearray(good)
         damaged[rng.randrange(end)] = rng.randrange(256)
         path = tmp_path / "model.safetensors"
@@ -380,4 +380,4 @@ def test_random_damage_never_gets_past_a_clear_error(tmp_path: Path) -> None:
             continue
         assert all(info.offsets[1] <= len(damaged) for info in header.tensors.values())
         Checkpoint.open(tmp_path).read(next(iter(header.tensors))).sum()
-    assert refused > 1000
+    assert refused > 300

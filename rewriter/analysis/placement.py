@@ -147,7 +147,8 @@ class _Splitter:
                 self.labels.set(sinks, by_head)
             if isinstance(node.kwargs.get("bias"), fx.Node):
                 raise Unsplittable("its attention has a position bias")
-            first_kv = self.units.key_value_heads(heads, kv_heads)
+            # one key/value head per query head is the same unit: fused projections interleave them
+            first_kv = first if kv_heads == heads else self.units.key_value_heads(heads, kv_heads)
             if first_kv is not None:
                 for operand in (k, v):
                     self._set_heads(operand, torch.arange(first_kv, first_kv + kv_heads))

@@ -46,7 +46,6 @@ class StaticCache:
             # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.
             return torch.zeros(batch, spec.kv_heads, length, head_dim, dtype=dtype, device=device)
 
-        self.max_length = max_length
         self.keys = [empty(spec, spec.head_dim_k) for spec in slots]
         self.values = [empty(spec, spec.head_dim_v) for spec in slots]
         self.rings = [spec.window is not None for spec in slots]
@@ -60,7 +59,7 @@ class StaticCache:
         """
         if self.only_slot:
             return self
-        return _from_parts([self.keys[slot]], [self.values[slot]], [self.rings[slot]], self.max_length, True)
+        return _from_parts([self.keys[slot]], [self.values[slot]], [self.rings[slot]], True)
 
     def append(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
@@ -81,8 +80,8 @@ class StaticCache:
         keys, values, ring = self.keys[entry], self.values[entry], self.rings[entry]
         new, length = k_BKSD.shape[2], keys.shape[2]
         if position is None:
-            if new > self.max_length:
-                raise RewriterError(f"StaticCache: {new} tokens, but it was made for max_length={self.max_length}")
+            if not ring and new > length:
+                raise RewriterError(f"StaticCache: {new} tokens, but it was made for max_length={length}")
             kept = min(new, length)  # of a long prompt, a ring keeps the end
             index = torch.arange(new - kept, new, device=keys.device) % length
             keys.index_copy_(2, index, k_BKSD[:, :, new - kept :].to(keys.dtype))
@@ -103,20 +102,17 @@ class StaticCache:
         return *seen, torch.cat([stored, index])
 
 
-def _from_parts(
-    keys: list[Tensor], values: list[Tensor], rings: list[bool], max_length: int, only_slot: bool
-) -> StaticCache:
+def _from_parts(keys: list[Tensor], values: list[Tensor], rings: list[bool], only_slot: bool) -> StaticCache:
     cache = StaticCache.__new__(StaticCache)
-    cache.keys, cache.values, cache.rings = keys, values, rings
-    cache.max_length, cache.only_slot = max_length, only_slot
+    cache.keys, cache.values, cache.rings, cache.only_slot = keys, values, rings, only_slot
     return cache
 
 
-def _flatten(cache: StaticCache) -> tuple[list[Any], tuple[list[bool], int, bool]]:
-    return [cache.keys, cache.values], (cache.rings, cache.max_length, cache.only_slot)
+def _flatten(cache: StaticCache) -> tuple[list[Any], tuple[list[bool], bool]]:
+    return [cache.keys, cache.values], (cache.rings, cache.only_slot)
 
 
-def _unflatten(parts: Any, context: tuple[list[bool], int, bool]) -> StaticCache:
+def _unflatten(parts: Any, context: tuple[list[bool], bool]) -> StaticCache:
     keys, values = parts
     return _from_parts(keys, values, *context)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rewriter.runtime.context import Context
 
 PREFIX = "segment_"
+RECOMPILE_LIMIT = 64
 
 
 def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str]:
@@ -25,6 +26,9 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
     Layers of one class share one compiled function: their weights and cache entries are its inputs. The sequence
     length is marked dynamic, so a graph serves every prompt, and a second one every decode step.
     """
+    # A segment has a few graphs: kinds of mask × prefill or decode × padding or none × training or not. Beyond torch's
+    # default of 8 it would silently run uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     compiled: dict[tuple[type, str], Callable[..., Any]] = {}
     for module in model.modules():
         cls = type(module)

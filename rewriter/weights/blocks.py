@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """`result[start0:start0+size0, ...] = view`, with the view's sizes. The view holds raw integers, as wide as dtype."""
+    """`result[start0:start0+size0, ...] = view`, with the view's sizes. The view holds raw integers, wide as dtype."""
 
     start: Shape
     view: NDArray[Any]

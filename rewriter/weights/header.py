@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes of `file` between `offsets`, counted from the file's first byte; row-major."""
+    """Where a tensor lies: `nbytes` bytes of `file` between `offsets`, counted from the file's start; row-major."""
 
     dtype: str
     shape: tuple[int, ...]

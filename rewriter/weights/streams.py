@@ -35,7 +35,7 @@ class Piece:
 
 
 class Stream:
-    """One output: its pieces, taken by one thread at a time, a buffer at once; written and finished by other threads."""
+    """One output: its pieces, taken by one thread at a time, a buffer at once; written by other threads."""
 
     def __init__(self, path: Path, position: int, pieces: Iterator[Piece], write: bool) -> None:
         self.path = path
