@@ -8,6 +8,7 @@ the interpreter was built.
 from __future__ import annotations
 
 import hashlib
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def standard_library() -> Corpus:
     if not files:
         raise FileNotFoundError(f"{root}: no *.py files; run with an interpreter whose standard library is on disk.")
     return files
+
+
+def licence() -> str:
+    """The licence of the text as the interpreter ships it; its copyright notice where it ships none."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for directory in (library, library.parent):
+        if (directory / "LICENSE.txt").is_file():
+            return (directory / "LICENSE.txt").read_text(encoding="utf-8")
+    return sys.copyright
 
 
 def is_held_out(relative_path: str) -> bool:

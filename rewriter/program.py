@@ -51,6 +51,7 @@ class Body:
     children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are the indices
     of the tensors of the source's call that are inputs here. `dropout` is the largest probability found inside.
     `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines).
+    `shared` are own parameters of which ranks hold some elements more than once: (full size, ranges per rank).
     """
 
     class_name: str
@@ -62,6 +63,7 @@ class Body:
     kept: tuple[int, ...] = (0,)
     dropout: float = 0.0
     constant_inputs: frozenset[str] = frozenset()
+    shared: Mapping[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
 
     @property
     def attends(self) -> bool:

@@ -2,7 +2,8 @@
 
     results = run_ranks(function, 4, argument)      # function(group, argument) on each; results by rank
 
-Processes come from a fork server that has imported torch once, so a call costs a fraction of a second and starts clean.
+Processes come from a fork server that has imported torch once, so a call costs a fraction of a second and starts
+clean.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class RankError(AssertionError):
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
     """`function(group, *arguments)` on `ranks` processes; returns what each returned, in rank order.
 
-    `function` is found by name, so it stands at the top of a module; arguments and results are tensors and plain values.
-    Raises RankError with the traceback of the rank that failed first, and stops all ranks after `timeout` seconds.
+    `function` is found by name, so it stands at the top of a module; arguments and results are tensors and plain
+    values. Raises RankError with the traceback of the rank that failed first, and stops all ranks after `timeout`
+    seconds.
     """
     with tempfile.TemporaryDirectory() as scratch:
         store = os.path.join(scratch, "store")

@@ -1,6 +1,7 @@
 """A tensor-parallel Qwen3, written by hand as the emitter prints it: standard layers, then ladder layers.
 
-It stands for an emitted module.py in the tests of the runtime, which import it and also copy it into output directories.
+It stands for an emitted module.py in the tests of the runtime, which import it and also copy it into output
+directories.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What tests/runtime_qwen.py must compute: whole weights, one device, fp64, plain tensors. Imports nothing of rewriter."""
+"""What tests/runtime_qwen.py must compute: whole weights, one device, fp64, plain tensors. Imports nothing of
+rewriter."""
 
 from __future__ import annotations
 
@@ -12,10 +13,19 @@ HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, LAYERS, WINDOW = 32, 4, 2, 8, 48, 6
 
 def weights(seed=10):
     """Whole parameters under transformers' names, large enough that a ladder differs from the original."""
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     for i in range(LAYERS):
         at = f"model.layers.{i}."
-        for name, out in (("q_proj", HEADS * HEAD), ("k_proj", KV_HEADS * HEAD), ("v_proj", KV_HEADS * HEAD), ("o_proj", HIDDEN)):
+        for name, out in (
+            ("q_proj", HEADS * HEAD),
+            ("k_proj", KV_HEADS * HEAD),
+            ("v_proj", KV_HEADS * HEAD),
+            ("o_proj", HIDDEN),
+        ):
             shapes[f"{at}self_attn.{name}.weight"] = (out, HEADS * HEAD if name == "o_proj" else HIDDEN)
             shapes[f"{at}self_attn.{name}.bias"] = (out,)
         for name in ("q_norm", "k_norm"):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import ranks as _ranks  # noqa: F401
 import runtime_qwen
 import runtime_reference as reference
 import torch
 from ranks import run_ranks
-from test_runtime_parallel import PROMPTS, build, loss_of, relative
+from test_runtime_parallel import PROMPTS, build
 from torch._dynamo.utils import counters
 
-from rewriter.runtime import Context, compile_segments, generate
+from rewriter.runtime import Context, all_reduce, compile_segments, generate
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +37,38 @@ def test_layers_of_a_class_share_their_graphs_and_tokens_add_none():
     assert not counters["graph_break"]
     expected = generate(plain, PROMPTS, 2)
     assert generate(model, PROMPTS, 2) == expected
-    # prefill and decode: segment_0 twice for the standard layer, and in the ladder once per kind of mask; segment_1 once per class
+    # Prefill and decode, for each kind of layer and of mask, and the first ladder layer's prefill (nothing has
+    # arrived).
     first = graphs()
-    assert first <= 2 * (2 + 1 + 1 + 1) + 2
+    assert first <= 2 * (1 + 2) + 2 + 2 * 2
     assert generate(model, PROMPTS, 20) == generate(plain, PROMPTS, 20)
     assert graphs() == first, "a token, or a longer cache, was compiled on its own"
-    longer = [prompt + [1, 2, 3, 4, 5, 6, 7] for prompt in PROMPTS]
+    longer = [[*prompt, 1, 2, 3, 4, 5, 6, 7] for prompt in PROMPTS]
     assert generate(model, longer, 6) == generate(plain, longer, 6)
     assert graphs() == first, "a longer prompt was compiled on its own"
+    assert not counters["graph_break"]
+
+
+def train_layer(group, backend, compiled):
+    """One ladder layer's segments: output, gradients of its input and of every parameter, and what dynamo counted."""
+    torch.manual_seed(group.rank() if group.size() == 1 else 7)
+    layer = runtime_qwen.LadderLayer(group, 0)
+    if compiled:
+        compile_segments(layer, backend=backend)
+    x = torch.randn(2, 9, reference.HIDDEN, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    angles = torch.arange(9.0).expand(2, 9)[..., None] * torch.ones(reference.HEAD)
+    h, partial = layer.segment_0(x, x * 0.5, angles.cos(), angles.sin(), Context())
+    _, out = layer.segment_1(h, all_reduce(partial, group))
+    out = all_reduce(out, group)
+    out.square().sum().backward()
+    breaks = dict(counters["graph_break"])
+    return out.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}, graphs(), breaks
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "aot_eager"), (1, "inductor")])
+def test_compiled_segments_train_like_eager_ones(size, backend):
+    plain = run_ranks(train_layer, size, backend, False)
+    compiled = run_ranks(train_layer, size, backend, True, timeout=120)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(ours[:3], theirs[:3], rtol=1e-4, atol=1e-4)
+        assert ours[3:] == (2, {}), "one graph per segment, without breaks"

@@ -1,4 +1,5 @@
-"""The sharded module on real ranks equals the whole model on one device: logits, every gradient, greedy tokens, schedule."""
+"""The sharded module on real ranks equals the whole model on one device: logits, every gradient, greedy tokens,
+schedule."""
 
 from __future__ import annotations
 
@@ -175,7 +176,9 @@ def test_standard_layers_equal_transformers(layer_kind, batch):
     ids, first_valid = left_pad(PROMPTS, 0)
     mask = (torch.arange(ids.shape[1]) >= first_valid[:, None]).long()
     with torch.no_grad():
-        logits = ours(ids, positions(ids.shape[1], first_valid, len(PROMPTS), ids.device), Context(None, None, first_valid))
+        logits = ours(
+            ids, positions(ids.shape[1], first_valid, len(PROMPTS), ids.device), Context(None, None, first_valid)
+        )
         real = mask.bool()
         assert relative(logits[real], theirs(ids, attention_mask=mask).logits[real]) < 1e-5
     tokens = theirs.generate(ids, attention_mask=mask, max_new_tokens=32, do_sample=False)[:, ids.shape[1] :].tolist()

@@ -86,8 +86,7 @@ class _Splitter:
         output = self.graph.output_node().args[0]
         if output not in self.partial:
             raise Unsplittable("its output is not a sum over heads or channels")
-        body = replace(self.body, graph=self.graph, modules=self.modules, parameters=self._local_parameters())
-        return SplitBody(body, self.shards)
+        return SplitBody(self._local_body(), self.shards)
 
     # --- where the output is made ----------------------------------------------------------------------------------------
 
@@ -274,6 +273,8 @@ class _Splitter:
                 for operand in inputs:
                     if operand not in sharded:
                         self._enter(node, operand)
+                if node.args[1] in sharded:
+                    node.meta["local_kv_heads"] = _length(sharded[node.args[1]][1])
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:
@@ -320,10 +321,20 @@ class _Splitter:
                 node = self.graph.call_function(ops.enter, (value, AXIS))
             node.meta["val"] = value_of(value)
             self.entered[value] = node
+            for other in list(value.users):
+                if other.target is aten.sym_size.int:  # sizes are the same; printed code then reads one name
+                    other.replace_input_with(value, node)
         user.replace_input_with(value, self.entered[value])
 
-    def _local_parameters(self) -> dict[str, tuple[int, ...]]:
-        return local_shapes(self.body.parameters, self.shards)
+    def _local_body(self) -> Body:
+        own = self.body.parameters
+        shared = {
+            name: (own[name][shard.dim], shard.ranges)
+            for name, shard in self.shards.items()
+            if name in own and shard.shared
+        }
+        parameters = local_shapes(own, self.shards)
+        return replace(self.body, graph=self.graph, modules=self.modules, parameters=parameters, shared=shared)
 
 
 def local_shapes(parameters: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:
@@ -356,8 +367,7 @@ def split_inner(body: Body, source: tuple[int, tuple[Ranges, ...]], units: Units
     output = splitter.graph.output_node().args[0]
     if output not in sharded:
         raise Unsplittable(f"{body.class_name} mixes split heads or channels")
-    local = replace(body, graph=splitter.graph, parameters=splitter._local_parameters())
-    return SplitBody(local, splitter.shards)
+    return SplitBody(splitter._local_body(), splitter.shards)
 
 
 def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, ...]]]) -> None:

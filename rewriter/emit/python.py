@@ -33,10 +33,8 @@ def bracketed(head: str, items: Sequence[str], tail: str, indent: int) -> str:
     if len(flat) <= LINE_LENGTH and "\n" not in flat:
         return flat
     inner = " " * (indent + 4) + ", ".join(items)
-    trailing = any(item.startswith("*") for item in items) and head.startswith("def ")
     if len(inner) <= LINE_LENGTH and "\n" not in inner:
         return f"{pad}{head}\n{inner}\n{pad}{tail}"
-    del trailing
     lines = "".join(f"{pad}    {item},\n" for item in items)
     return f"{pad}{head}\n{lines}{pad}{tail}"
 

@@ -60,7 +60,7 @@ def schedule(graph: fx.Graph) -> tuple[fx.Graph, int]:
                 continue
             missing = [n for n in top.all_input_nodes if n not in env]
             if missing:
-                stack += sorted(missing, key=lambda n: latest[n], reverse=True)
+                stack += sorted(missing, key=lambda n: latest[n])[::-1]
                 continue
             stack.pop()
             env[top] = new.node_copy(top, env.__getitem__)

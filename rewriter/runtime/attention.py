@@ -44,10 +44,10 @@ def attention(
     explicit = softcap is not None or sinks is not None
     everything = positions is None and ctx.first_valid is None
     if everything and not explicit and bias is None:
-        if mask.kind == "bidirectional":
+        if mask.kind == "bidirectional" or queries == 1:
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, False, scale)
         if mask.size is None or mask.size >= queries:
-            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, queries > 1, scale)
+            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, True, scale)
     visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
     if explicit:
         return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)

@@ -18,7 +18,7 @@ run the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -250,6 +250,19 @@ class Shared:
     @property
     def rows(self) -> int:
         return sum(end - start for start, end in self.ranges)
+
+    @classmethod
+    def run(cls, size: int, rows: int, starts: Sequence[int], group: ProcessGroup | None) -> Shared:
+        """Rank r of `group` holds `rows` rows from `starts[r]` on."""
+        start = starts[group_rank(group)]
+        return cls(size, ((start, start + rows),), group)
+
+    @classmethod
+    def rows_of(
+        cls, size: int, ranges: Sequence[tuple[tuple[int, int], ...]], group: ProcessGroup | None
+    ) -> Shared:
+        """Rank r of `group` holds `ranges[r]`."""
+        return cls(size, ranges[group_rank(group)], group)
 
 
 class _SharedGradient(torch.autograd.Function):

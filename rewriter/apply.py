@@ -1,0 +1,90 @@
+"""A recipe applied to a program, pass by pass, each checked and timed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rewriter.errors import RewriterError
+from rewriter.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from rewriter.program import Program
+    from rewriter.recipes import Recipe
+
+
+def apply_recipe(
+    program: Program, recipe: Recipe, tp: int = 1, disable: Collection[str] = ()
+) -> tuple[Program, list[tuple[str, str]]]:
+    """(the rewritten program, (name, reason) of every pass that was not applied).
+
+    An optional pass without effect is left out, with its reason; `disable` and the environment's REWRITER_DISABLE (names
+    separated by commas) leave out passes by name. With REWRITER_DEBUG the IR before and after each pass and its time go
+    to stderr. Raises RewriterError, naming the pass, when one cannot be applied.
+    """
+    if program.history:
+        raise RewriterError(f"{program!r} is rewritten already: start from the program as traced")
+    if tp < 1:
+        raise RewriterError(f"tp={tp}: expected 1 or more ranks")
+    passes = recipe.build()
+    disabled = _disabled(disable, [p.name for p in passes])
+    original = program
+    if tp > 1:
+        program = program.with_(mesh={"tp": tp}, origin=original)
+    skipped: list[tuple[str, str]] = []
+    debug = os.environ.get("REWRITER_DEBUG", "0") not in ("", "0")
+    if debug:
+        _show("as traced", program)
+    for spec, rewrite in zip(recipe.passes, passes, strict=True):
+        if rewrite.name in disabled:
+            skipped.append((rewrite.name, "disabled by name"))
+            continue
+        begin = time.perf_counter()
+        try:
+            program = rewrite.apply(program)
+        except RewriterError as error:
+            if not spec.optional:
+                raise
+            skipped.append((rewrite.name, str(error)))
+            continue
+        lint(program, rewrite.name)
+        if debug:
+            _show(f"after {rewrite.name}, {(time.perf_counter() - begin) * 1e3:.1f} ms", program)
+    return program.with_(recipe=recipe.to_dict(), origin=original), skipped
+
+
+def lint(program: Program, after: str) -> None:
+    """Check what every pass must leave: a well-formed wiring that calls only modules that exist.
+
+    Raises RewriterError naming the pass: it is a fault of the pass, and nothing should be made from its result.
+    """
+    try:
+        program.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise RewriterError(f"{after}: it left a wiring that is not well formed: {error}") from error
+    for node in program.graph.nodes:
+        if node.op == "call_module" and str(node.target) not in program.modules:
+            raise RewriterError(f"{after}: {node.name} calls {node.target}, which the program does not have")
+
+
+def _disabled(disable: Collection[str], known: Sequence[str]) -> set[str]:
+    named = {*disable, *filter(None, (n.strip() for n in os.environ.get("REWRITER_DISABLE", "").split(",")))}
+    for name in sorted(named):
+        if name not in known:
+            raise RewriterError(f"disable: the recipe has no pass {name!r}. {did_you_mean(name, known, what='it has')}")
+    return named
+
+
+def _show(title: str, program: Program) -> None:
+    sys.stderr.write(f"--- {title}\n{program.text()}\n")
+
+
+def load_recipe(recipe: str | os.PathLike[str] | Recipe, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A Recipe from a shipped name, a file or a Recipe, with options replaced. Raises RewriterError for every fault."""
+    from rewriter.recipes import Recipe
+
+    loaded = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    return loaded.with_overrides(overrides) if overrides else loaded

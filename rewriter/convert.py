@@ -1,0 +1,380 @@
+"""From a checkpoint to a verified output directory: what `rewrite MODEL --recipe NAME` does."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rewriter.apply import apply_recipe, load_recipe
+from rewriter.emit import directory
+from rewriter.emit.card import model_card
+from rewriter.emit.manifest import (
+    Adapted,
+    CheckEntry,
+    DriftEntry,
+    Golden,
+    Manifest,
+    PassEntry,
+    Skipped,
+    SourceEntry,
+    Verified,
+    versions,
+)
+from rewriter.errors import RewriterError
+from rewriter.output import MANIFEST, OutputDirectory
+from rewriter.passes.base import single_device
+from rewriter.program import Program
+from rewriter.verify.compare import REAL_WEIGHTS, Verification
+from rewriter.verify.drift import (
+    Drift,
+    calibration_tokens,
+    drift,
+    golden_logits,
+    golden_tokens,
+    too_large,
+)
+from rewriter.verify.simulate import load_weights, simulate
+
+if TYPE_CHECKING:
+    from rewriter.recipes import Recipe
+
+Level = Literal["none", "shrunken", "full"]
+Progress = Callable[..., None]
+GOLDEN = "golden.safetensors"
+CARD = "README.md"
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+@dataclass
+class Report:
+    """What a conversion did, or with `dry_run` would do. `to_json()` is what `--json` prints."""
+
+    model: str
+    recipe: str
+    out: str
+    mesh: Mapping[str, int]
+    passes: list[dict[str, Any]]
+    verification: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+
+def convert(
+    model: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] | Recipe,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    tp: int = 1,
+    dtype: str | None = None,
+    verify: Level = "shrunken",
+    dry_run: bool = False,
+    resume: bool = False,
+    link: bool = False,
+    trust_remote_code: bool = False,
+    set: Mapping[str, Any] | None = None,
+    text: str | None = None,
+    progress: Progress = _silent,
+) -> Report:
+    """Convert a Hugging Face checkpoint by a recipe; see `rewrite MODEL --help` for the options.
+
+    `out` defaults to MODEL-RECIPE in the current directory; `text` replaces the packaged calibration text. Everything
+    that can be refused without work is refused first, then the rehearsal runs, then files are written beside their final
+    place and renamed. Raises RewriterError for bad input, VerificationError when the result does not compute what the
+    recipe says; nothing is left then.
+    """
+    loaded = load_recipe(recipe, set)
+    loaded.build()
+    check_options(dtype, verify, link)
+    place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}" + f"-tp{tp}" * (tp > 1))
+    if not resume:
+        check_free(place)
+
+    from rewriter.trace import trace
+
+    progress("tracing")
+    traced = trace(model, trust_remote_code=trust_remote_code)
+    program, skipped = apply_recipe(traced, loaded, tp)
+    return save(
+        program,
+        place,
+        name=os.fspath(model),
+        skipped=skipped,
+        dtype=dtype,
+        verify=verify,
+        dry_run=dry_run,
+        resume=resume,
+        link=link,
+        text=text,
+        progress=progress,
+    )
+
+
+def save(
+    program: Program,
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    skipped: Sequence[tuple[str, str]] = (),
+    dtype: str | None = None,
+    verify: Level = "shrunken",
+    dry_run: bool = False,
+    resume: bool = False,
+    link: bool = False,
+    text: str | None = None,
+    progress: Progress = _silent,
+) -> Report:
+    """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card.
+
+    Raises RewriterError and VerificationError as `convert` does.
+    """
+    check_options(dtype, verify, link)
+    if not program.history:
+        raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
+    layout = directory.plan(program, dtype)
+    report = Report(
+        model=directory.public_name(program.source.path, name),
+        recipe=str((program.recipe or {}).get("name", "passes")),
+        out=os.fspath(out),
+        mesh={"tp": program.mesh.get("tp", 1)},
+        passes=[{"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)} for e in program.history],
+        communication=communication(program),
+        files=sorted([*layout.names(), CARD, MANIFEST]),
+        bytes=layout.nbytes(),
+        notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped],
+    )
+    if dry_run:
+        check_free(Path(out))
+        return report
+    job = _job(program, layout, dtype, verify, text)
+    with OutputDirectory(out, resume, job) as output:
+        if output.complete:
+            report.notes.append("it was complete already; nothing was written")
+            report.verification = _finished_verification(output.final)
+            return report
+        output.require_space(layout.nbytes())
+        found, measured = Verification(), None
+        if verify != "none":
+            found = _rehearse(program, dtype, progress)
+        hashes = directory.write(layout, output, link, progress)
+        golden: Golden | None = None
+        if verify != "none":
+            if reason := too_large(single_device(program)):
+                found.notes.append(reason)
+            else:
+                measured = _on_real_weights(program, output, found, verify, text, progress)
+                golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
+        manifest = _manifest(program, layout, output, report, skipped, hashes, found, measured, verify)
+        manifest = manifest.model_copy(update={"golden": golden})
+        output.write(CARD, model_card(manifest, layout.checkpoint.directory))
+        manifest = manifest.model_copy(update={"files": {n: digest for n, (_, digest) in sorted(output.files.items())}})
+        output.manifest(manifest.table())
+        report.files = sorted([*output.files])
+    report.verification = verification_table(manifest.verification)
+    return report
+
+
+def check_options(dtype: str | None, verify: str, link: bool) -> None:
+    """Refuse options that do not exist or contradict each other."""
+    if dtype is not None and dtype not in directory.DTYPES:
+        raise RewriterError(f"dtype {dtype!r}: expected {', '.join(directory.DTYPES)}, or none to keep what is stored.")
+    if verify not in ("none", "shrunken", "full"):
+        raise RewriterError(f"verify {verify!r}: expected none, shrunken or full.")
+    if link and dtype is not None:
+        raise RewriterError("--link with --dtype: converted files differ from the source's, so they cannot be links.")
+
+
+def check_free(out: Path) -> None:
+    """Refuse a place that is taken, before any work is done. `OutputDirectory` decides; this only asks early."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if os.path.lexists(out) and not (out.is_symlink() and not out.exists()):
+        ours = (out / MANIFEST).is_file()
+        what = "already holds an output of rewriter" if ours else "exists, and is not an output of rewriter: it is not touched"
+        raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")
+
+
+def communication(program: Program) -> dict[str, Any]:
+    """All-reduces of the residual blocks per forward pass, exposed ones and those behind computation."""
+    from rewriter import ops
+
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    blocking, started = targets.count(ops.all_reduce), targets.count(ops.all_reduce_start)
+    if not blocking and not started:
+        return {}
+    return {"all-reduces": blocking + started, "started early": started}
+
+
+def verification_table(verified: Verified) -> dict[str, Any]:
+    """Names and values for the terminal and for `--json`."""
+    table: dict[str, Any] = {check.name: check.error for check in verified.checks}
+    if verified.drift is not None:
+        table["drift"] = verified.drift.model_dump()
+    for index, note in enumerate(verified.notes, start=1):
+        table[f"note {index}" if len(verified.notes) > 1 else "note"] = note
+    return table
+
+
+def _rehearse(program: Program, dtype: str | None, progress: Progress) -> Verification:
+    from rewriter.passes import available
+    from rewriter.trace.model import load_config
+    from rewriter.verify.rehearsal import rehearse
+
+    known = available()
+    passes = [known[entry.name](**entry.options) for entry in program.history]
+    assert program.source.path is not None
+    config = load_config(program.source.path, program.source.remote_code)
+
+    def write(small: Program, out: Path) -> None:
+        layout = directory.plan(small)
+        with OutputDirectory(out, job={"rehearsal": True}) as output:
+            hashes = directory.write(layout, output)
+            report = Report(directory.public_name(None), "rehearsal", str(out), {}, [])
+            manifest = _manifest(small, layout, output, report, (), hashes, Verification(), None, "none")
+            output.manifest(manifest.table())
+
+    return rehearse(
+        config,
+        passes,
+        program.mesh.get("tp", 1),
+        write=write,
+        trust_remote_code=program.source.remote_code,
+        progress=progress,
+    )
+
+
+def _on_real_weights(
+    program: Program, output: OutputDirectory, found: Verification, level: Level, text: str | None, progress: Progress
+) -> Drift | None:
+    """Golden logits, drift of approximating passes, and with `full` equality, all from the real weights."""
+    from safetensors.torch import save
+
+    single = single_device(program)
+    original = program.origin or program
+    progress("golden logits")
+    weights = load_weights(single, torch.float32)
+    golden = {"input_ids": golden_tokens(program), "logits": golden_logits(single, weights)}
+    output.write(GOLDEN, save(golden))
+    measured = None
+    if any(entry.kind == "approximating" for entry in program.history):
+        tokens, what = calibration_tokens(program, text)
+        progress(f"drift on {len(tokens)} tokens")
+        measured = drift(original, single, tokens, weights=weights, text=what)
+        if what.startswith("random"):
+            found.notes.append(f"drift was measured on {what}")
+    if level == "full":
+        _compare_real(program, single, output, found, weights, progress)
+    return measured
+
+
+def _compare_real(
+    program: Program,
+    single: Program,
+    output: OutputDirectory,
+    found: Verification,
+    weights: Mapping[str, torch.Tensor],
+    progress: Progress,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from rewriter.passes import available
+    from rewriter.verify.rehearsal import random_ids, reference_layers, reference_logits
+
+    known = available()
+    layers = reference_layers([known[e.name](**e.options) for e in program.history], program.source.num_layers)
+    assert program.source.path is not None
+    progress("comparing the real weights")
+    if reason := too_large(single, copies=2):
+        found.notes.append(f"--verify full: {reason} (two copies are needed at a time)")
+        return
+    model = AutoModelForCausalLM.from_pretrained(
+        program.source.path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=program.source.remote_code,
+    ).eval()
+    batches = [random_ids(model.config, length) for length in (1, 21, 100)]
+    expected = [reference_logits(model, layers, ids) for ids in batches]
+    del model
+    for ids, logits in zip(batches, expected, strict=True):
+        name = "real weights: rewritten = " + ("original model" if layers is None else "its reference")
+        with torch.no_grad():
+            found.require(name, simulate(single, ids, weights=weights), logits, REAL_WEIGHTS)
+
+
+def _manifest(
+    program: Program,
+    layout: directory.Layout,
+    output: OutputDirectory,
+    report: Report,
+    skipped: Sequence[tuple[str, str]],
+    hashes: Mapping[str, str],
+    found: Verification,
+    measured: Drift | None,
+    level: str,
+) -> Manifest:
+    recipe = program.recipe or {"name": "passes", "passes": [{"pass": e.name, **e.options} for e in program.history]}
+    return Manifest(
+        versions=versions(),
+        recipe=json.loads(json.dumps(dict(recipe), default=list)),
+        passes=[
+            PassEntry(name=e.name, kind=e.kind, options=_plain(e.options), summary=e.summary, notes=list(e.notes))
+            for e in program.history
+        ],
+        skipped=[Skipped(name=n, reason=reason) for n, reason in skipped],
+        mesh={"tp": program.mesh.get("tp", 1)},
+        runtime=dict(layout.runtime),
+        source=SourceEntry(
+            name=report.model,
+            model_type=program.source.model_type,
+            architecture=program.source.architecture,
+            files=dict(hashes),
+        ),
+        adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
+        verification=Verified(
+            level=level,
+            checks=[CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks],
+            drift=None if measured is None else DriftEntry.model_validate(asdict(measured)),
+            notes=list(found.notes),
+        ),
+        files={name: digest for name, (_, digest) in sorted(output.files.items())},
+    )
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(options), default=list))
+    return plain
+
+
+def _job(program: Program, layout: directory.Layout, dtype: str | None, verify: str, text: str | None) -> dict[str, Any]:
+    """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
+    return {
+        "checkpoint": layout.checkpoint.fingerprint(),
+        "program": program.fingerprint(),
+        "passes": [[e.name, _plain(e.options)] for e in program.history],
+        "tp": program.mesh.get("tp", 1),
+        "dtype": dtype,
+        "verify": verify,
+        "text": text,
+        "versions": versions(),
+    }
+
+
+def _finished_verification(final: Path) -> dict[str, Any]:
+    from rewriter.emit.manifest import read_manifest
+
+    return verification_table(read_manifest(final).verification)

@@ -1,0 +1,117 @@
+"""README.md of an output directory: the model card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from rewriter.emit.manifest import Manifest
+
+
+def model_card(manifest: Manifest, source: Path | None = None) -> str:
+    """The card: front matter with base_model, the recipe verbatim, what was verified, drift, how to load.
+
+    `source` is the directory of the original; the license in its card is taken over.
+    """
+    recipe = manifest.recipe
+    ranks = manifest.mesh.get("tp", 1)
+    parts = [
+        _front_matter(manifest, source),
+        f"# {_base(manifest.source.name)}, rewritten by `{recipe.get('name', 'passes')}`\n",
+        f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
+        "## Load\n",
+        _loading(ranks, manifest),
+        "## What was done\n",
+        _passes(manifest),
+        "## Verification\n",
+        _verification(manifest),
+        "## Recipe\n",
+        f"```yaml\n{yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100).strip()}\n```\n",
+    ]
+    made = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    return "\n".join(parts) + f"\nMade with {made}. `rewrite.json` holds the sha256 of every file.\n"
+
+
+def _front_matter(manifest: Manifest, source: Path | None) -> str:
+    data: dict[str, object] = {"base_model": manifest.source.name, "base_model_relation": "finetune"}
+    if license_name := _license(source):
+        data["license"] = license_name
+    data |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rewriter"]}
+    return f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def _license(source: Path | None) -> str | None:
+    if source is None or not (source / "README.md").is_file():
+        return None
+    text = (source / "README.md").read_text(encoding="utf-8", errors="replace")[:20_000]
+    front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    found = re.search(r"^license:\s*([\w.+-]+)\s*$", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _paper(recipe: Mapping[str, object]) -> str:
+    return f"See {recipe['paper']}." if recipe.get("paper") else ""
+
+
+def _loading(ranks: int, manifest: Manifest) -> str:
+    lines = [
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("THIS DIRECTORY", trust_remote_code=True)',
+        "```",
+        "",
+        f"`{manifest.adapted.modeling}` defines the model; it needs transformers only. Parameter names are those of the base",
+        "model, so adapters, quantisation and trainers find them.",
+    ]
+    if manifest.runtime:
+        lines += [
+            "",
+            f"Sharded, on {ranks} rank{'s' * (ranks > 1)}:",
+            "",
+            "```",
+            "rewrite generate THIS_DIRECTORY --prompt TEXT",
+            "```",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _passes(manifest: Manifest) -> str:
+    rows = ["| pass | kind | what it did |", "|---|---|---|"]
+    rows += [f"| {p.name} | {p.kind} | {_cell(p.summary)} |" for p in manifest.passes]
+    rows += [f"| {s.name} | not applied | {_cell(s.reason)} |" for s in manifest.skipped]
+    notes = [f"- {note}" for p in manifest.passes for note in p.notes]
+    return "\n".join([*rows, *([""] if notes else []), *notes]) + "\n"
+
+
+def _verification(manifest: Manifest) -> str:
+    verified = manifest.verification
+    if verified.level == "none":
+        return "Nothing was compared (`--verify none`).\n"
+    lines: list[str] = []
+    if verified.checks:
+        lines += ["| compared | largest relative error | limit |", "|---|---|---|"]
+        lines += [f"| {_cell(c.name)} | {c.error:.1e} | {c.limit:.0e} |" for c in verified.checks]
+    if drift := verified.drift:
+        lines += [
+            "",
+            f"Drift from the original before any fine-tuning, on {drift.tokens} tokens ({drift.text}):",
+            "",
+            "| KL divergence (nats) | top-1 agreement | perplexity before | perplexity after |",
+            "|---|---|---|---|",
+            f"| {drift.kl:.4g} | {drift.top1_agreement:.1%} | {drift.perplexity_before:.4g} | {drift.perplexity_after:.4g} |",
+        ]
+    if verified.notes:
+        lines += ["", *(f"- {note}" for note in verified.notes)]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

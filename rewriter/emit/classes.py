@@ -1,0 +1,162 @@
+"""Bodies as nn.Module classes of an emitted file: each distinct one once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rewriter import ops
+from rewriter.emit.statements import Names, body_lines
+from rewriter.errors import RewriterError
+from rewriter.program import Body, Leaf, Module
+
+_GROUP_OPS = frozenset({
+    ops.enter, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,
+})  # fmt: skip
+MAX_BUFFER = 65536  # elements; a constant printed into source stays readable and loads fast
+
+
+@dataclass(frozen=True)
+class Class:
+    """A printed class: `arguments` of its constructor in order, and whether its forward communicates."""
+
+    name: str
+    text: str
+    arguments: tuple[str, ...]
+    communicates: bool
+    attentions: int
+
+
+@dataclass
+class ClassTable:
+    """Prints bodies; equal texts share one class. Classes are in the order in which they must be defined."""
+
+    names: Names = field(default_factory=Names)
+    by_text: dict[str, Class] = field(default_factory=dict)
+    by_body: dict[int, Class] = field(default_factory=dict)
+    keep: list[Body] = field(default_factory=list)  # ids in `by_body` stay valid while their bodies live
+
+    def add(self, body: Body) -> Class:
+        if id(body) in self.by_body:
+            return self.by_body[id(body)]
+        self.keep.append(body)
+        for child in body.modules.values():
+            if isinstance(child, Body):
+                self.add(child)
+        inner = [self.by_body[id(m)] for m in body.modules.values() if isinstance(m, Body)]
+        own = any(n.target in _GROUP_OPS for n in body.graph.nodes) or bool(body.shared)
+        leaves = [m for m in body.modules.values() if isinstance(m, Leaf)]
+        needs_group = own or any("tp" in c.arguments for c in inner) or any(map(leaf_needs_group, leaves))
+        attentions = sum(n.target is ops.attention for n in body.graph.nodes)
+        communicates = any(c.communicates for c in inner) or any(n.target is ops.all_reduce for n in body.graph.nodes)
+        sizes = _size_arguments(body)
+        arguments = (*(["tp"] if needs_group else []), *(["slot"] if attentions else []), *sizes)
+        text = self._text(body, arguments, own, sizes)
+        if text not in self.by_text:
+            name = self.names.new(_title(body))
+            self.by_text[text] = Class(name, text, tuple(arguments), communicates, attentions)
+        self.by_body[id(body)] = self.by_text[text]
+        return self.by_text[text]
+
+    def construct(self, module: Module, path: str = "", slot: str = "slot") -> str:
+        """The expression that builds `module`, inside a constructor that has `tp`."""
+        if isinstance(module, Leaf):
+            return leaf_constructor(module)
+        cls = self.add(module)
+        given = {"tp": "tp", "slot": slot} | {n: str(s) for n, s in _size_arguments(module).items()}
+        return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"
+
+    def _text(self, body: Body, arguments: tuple[str, ...], own_group: bool, sizes: Mapping[str, int]) -> str:
+        lines = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
+        if own_group:
+            lines.append("        self.tp = tp")
+        if "slot" in arguments:
+            lines.append("        self.slot = slot")
+        lines += [f"        {line}" for line in containers([*body.modules, *body.parameters])]
+        for name, module in body.modules.items():
+            lines.append(f"        self.{name} = {self.construct(module)}")
+        for name, shape in body.parameters.items():
+            size = name if name in sizes else ", ".join(map(str, shape))
+            lines.append(f"        self.{name} = nn.Parameter(torch.empty({size}))")
+        for name, value in body.buffers.items():
+            lines.append(f'        self.register_buffer("{name}", {tensor_literal(name, value)}, persistent=False)')
+        for name, rows in body.shared.items():
+            lines.append(f"        self.{name}_shared = {shared_rows(*rows)}")
+
+        def attribute(name: str) -> str:
+            return f"shared_gradient(self.{name}, self.{name}_shared)" if name in body.shared else f"self.{name}"
+
+        parameters, forward = body_lines(body, lambda path: f"self.{path}", attribute, "self.tp")
+        lines += ["", f"    def forward({', '.join(['self', *parameters])}):", *(f"        {line}" for line in forward)]
+        return "\n".join(lines)
+
+    def source(self) -> str:
+        return "\n\n\n".join(f"class {c.name}(nn.Module):\n{c.text}" for c in self.by_text.values())
+
+
+def _size_arguments(body: Body) -> dict[str, int]:
+    """A norm of another width is the same class: its one-dimensional parameters are constructor arguments."""
+    if body.modules or any(len(shape) != 1 for shape in body.parameters.values()):
+        return {}
+    return {name: shape[0] for name, shape in body.parameters.items()}
+
+
+def _title(body: Body) -> str:
+    kinds = {n.kwargs["mask"].kind for n in body.graph.nodes if n.target is ops.attention}
+    kind = next(iter(kinds)) if len(kinds) == 1 else "causal"
+    return body.class_name + ("" if kind == "causal" else kind.capitalize())
+
+
+def containers(paths: list[str]) -> list[str]:
+    """Statements that make the modules through which dotted paths go."""
+    made: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")[:-1]
+        for i in range(len(parts)):
+            prefix = ".".join(parts[: i + 1])
+            if prefix not in paths:
+                made.setdefault(prefix)
+    return [f"self.{prefix} = nn.Module()" for prefix in made]
+
+
+def tensor_literal(name: str, value: torch.Tensor) -> str:
+    if value.numel() > MAX_BUFFER:
+        raise RewriterError(
+            f"constant {name} has {value.numel()} elements, more than {MAX_BUFFER}: it cannot be printed"
+        )
+    return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+
+
+def shared_rows(size: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> str:
+    """The `Shared` of this rank: which rows of the full parameter it holds."""
+    count, starts = ranges[0][0][1] - ranges[0][0][0], [r[0][0] for r in ranges]
+    if all(r == ((a, a + count),) for r, a in zip(ranges, starts, strict=True)):
+        return f"Shared.run({size}, {count}, {starts}, tp)"
+    return f"Shared.rows_of({size}, {ranges}, tp)"
+
+
+def leaf_needs_group(leaf: Leaf) -> bool:
+    return leaf.kind.startswith(("RowParallel", "VocabParallel")) or "shared" in leaf.options
+
+
+def leaf_constructor(leaf: Leaf) -> str:
+    """How an emitted file builds a leaf; the group is called `tp`."""
+    o = leaf.options
+    if leaf.kind.endswith("Linear") or leaf.kind.endswith("Conv1D"):
+        sizes = (o["in_features"], o["out_features"]) if leaf.kind.endswith("Linear") else (o["nx"], o["nf"])
+        extra = f", bias={'bias' in leaf.parameters}"
+        if leaf.kind.startswith("RowParallel"):
+            extra += ", group=tp"
+        if "shared" in o:
+            extra += f", shared={shared_rows(*o['shared'])}"
+        prefix = "nn." if leaf.kind == "Linear" else ""
+        return f"{prefix}{leaf.kind}({sizes[0]}, {sizes[1]}{extra})"
+    if leaf.kind == "VocabParallelEmbedding":
+        return f"VocabParallelEmbedding({o['num_embeddings']}, {o['embedding_dim']}, group=tp)"
+    if leaf.kind == "Embedding":
+        return f"nn.Embedding({o['num_embeddings']}, {o['embedding_dim']})"
+    if leaf.kind == "LayerNorm":
+        return f"nn.LayerNorm({o['normalized_shape']}, eps={o['eps']})"
+    raise RewriterError(f"no constructor for a module of kind {leaf.kind}")

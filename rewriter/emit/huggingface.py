@@ -1,0 +1,381 @@
+"""Program → the Hugging Face side of an output directory: config.json and, where the wiring changed, a modeling file.
+
+The generated file subclasses the source's decoder layer only: one class per kind of layer, whose `forward` is printed
+from the wiring. What crosses between layers besides the residual stream is packed beside it along the last dimension,
+so that the source's own `Model.forward` (masks, caches, final norm, losses, generation) is used as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import rewriter
+from rewriter.analysis.residual import residual_blocks
+from rewriter.emit.layers import PrintedLayer, print_layers
+from rewriter.emit.naming import camel, identifier
+from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
+from rewriter.emit.source import Argument, config_module, layer_arguments, require_importable
+from rewriter.passes.base import single_device
+from rewriter.program import LayerArgument, Program, Source
+
+STANDARD = "standard"  # the kind of a layer that keeps the source's class
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """`config` for config.json; `modeling` for the file `modeling_name`, both None where the source's code still serves."""
+
+    config: dict[str, Any]
+    modeling_name: str | None
+    modeling: str | None
+    model_type: str
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of decoder layer of the generated file: its name in the config, its class, and one layer that is of it."""
+
+    name: str
+    class_name: str
+    layer: PrintedLayer
+    example: int
+    touched: bool
+
+
+def emit_huggingface(program: Program) -> HuggingFaceFiles:
+    """The files that make `AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` compute `program`.
+
+    A sharded program is emitted as what one device computes: its model-level passes alone. When those leave every layer
+    as the source wrote it, the source's config is returned unchanged and there is no modeling file.
+
+    Raises RewriterError when the source's classes are not part of transformers, or when the wiring cannot be written
+    as layers (the message names the node).
+    """
+    single = single_device(program) if program.mesh else program
+    config = _source_config(single.source)
+    if single.source.module.startswith("transformers."):
+        arguments = layer_arguments(single.source)
+    else:
+        if not single.history:
+            return HuggingFaceFiles(config, None, None, single.source.model_type)
+        require_importable(single.source)
+    kinds, assignment = _kinds(single, arguments)
+    if set(assignment) == {STANDARD}:
+        return HuggingFaceFiles(config, None, None, single.source.model_type)
+    names = _Names(single.source)
+    config |= {
+        "architectures": [names.architecture],
+        "auto_map": {
+            "AutoConfig": f"{names.module}.{names.config}",
+            "AutoModel": f"{names.module}.{names.base}",
+            "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
+        },
+        "model_type": names.model_type,
+        "rewriter_layers": assignment,
+    }
+    modeling = _modeling(single, arguments, kinds, names)
+    return HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
+
+
+class _Names:
+    """What the generated classes are called: the source's names with a prefix."""
+
+    def __init__(self, source: Source) -> None:
+        self.model_type = f"rewriter_{source.model_type}"
+        self.module = f"modeling_{identifier(self.model_type)}"
+        self.config = f"Rewriter{source.config_class}"
+        self.base = f"Rewriter{source.base_class}"
+        self.architecture = f"Rewriter{source.architecture}"
+
+
+def _source_config(source: Source) -> dict[str, Any]:
+    """config.json as it lies on disk, completed by what its absence would leave to a default."""
+    file = Path(source.path) / "config.json" if source.path else None
+    config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
+    config.pop("_name_or_path", None)
+    if "tie_word_embeddings" in source.config:
+        config.setdefault("tie_word_embeddings", source.config["tie_word_embeddings"])
+    return config
+
+
+def _kinds(program: Program, arguments: list[Argument]) -> tuple[list[_Kind], list[str]]:
+    """(the kinds of layers in order of appearance, the kind's name of every layer)."""
+    signature = tuple(a.name for a in arguments)
+    originals = print_layers(program.origin or program, signature)
+    rewrite = "_".join(identifier(entry.name) for entry in program.history) or "rewired"
+    kinds: list[_Kind] = []
+    assignment = []
+    for index, (layer, original) in enumerate(zip(print_layers(program, signature), originals, strict=True)):
+        touched = not layer.same_computation(original)
+        if not touched and len(layer.takes) == len(layer.gives) == 1:
+            assignment.append(STANDARD)
+            continue
+        kind = next((k for k in kinds if k.layer.text() == layer.text()), None)
+        if kind is None:
+            wish = _kind_name(rewrite, touched, len(layer.takes), len(layer.gives))
+            taken = [k.name for k in kinds]
+            name = wish if wish not in taken else next(n for i in range(2, 10**6) if (n := f"{wish}_{i}") not in taken)
+            kind = _Kind(name, camel(name) + program.source.layer_class, layer, index, touched)
+            kinds.append(kind)
+        assignment.append(kind.name)
+    return kinds, assignment
+
+
+def _kind_name(rewrite: str, touched: bool, takes: int, gives: int) -> str:
+    if touched:
+        place = {(False, False): "_alone", (False, True): "_first", (True, False): "_last", (True, True): ""}
+        return rewrite + place[takes > 1, gives > 1]
+    ends = (STANDARD if takes == 1 else rewrite, STANDARD if gives == 1 else rewrite)
+    return f"{ends[0]}_to_{ends[1]}"
+
+
+# --- the modeling file -----------------------------------------------------------------------------------------------
+
+
+def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], names: _Names) -> str:
+    parts = [
+        _header(program, kinds, names),
+        f"{_imports(program.source)}\n\n{_source_check(program.source)}",
+        *(_layer_class(program, arguments, kind) for kind in kinds),
+        _table(program.source, kinds),
+        _rewire(program.source),
+        *_model_classes(program.source, names),
+        _conversions(program.source, names),
+    ]
+    header, *code = (part.strip("\n") for part in parts)
+    return header + "\n\n" + "\n\n\n".join(code) + "\n"
+
+
+def _wrapped(text: str, indent: int = 0, first: str = "") -> str:
+    pad = " " * indent
+    return textwrap.fill(text, LINE_LENGTH, initial_indent=pad + first, subsequent_indent=pad + " " * len(first))
+
+
+def _header(program: Program, kinds: list[_Kind], names: _Names) -> str:
+    source = program.source
+    recipe = (program.recipe or {}).get("name")
+    by = f"recipe {recipe}" if recipe else "passes " + (", ".join(r.name for r in program.history) or "by hand")
+    lines = [
+        f'"""{names.architecture}: {source.architecture} with some decoder layers rewired.',
+        "",
+        f"Generated by rewriter {rewriter.__version__} ({by}) from a {source.model_type} checkpoint, "
+        f"with transformers {transformers.__version__}.",
+    ]
+    for entry in program.history:
+        options = ", ".join(f"{k}={v!r}" for k, v in entry.options.items())
+        lines.append(_wrapped(f"{entry.name}({options}): {entry.summary}", 4))
+    about = (
+        "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
+        "names the kind of every layer:"
+    )
+    lines += ["", *_wrapped(about).splitlines(), ""]
+    listed = [(STANDARD, f"{source.layer_class}, unchanged.")]
+    listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
+    for name, text in listed:
+        lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
+    text = "\n".join(lines).replace("\\", "\\\\") + '\n"""'
+    return text
+
+
+def _what(program: Program, kind: _Kind) -> list[str]:
+    """What a kind of layer does, in a sentence or two."""
+    source = program.source
+    sentences = []
+    if not kind.touched:
+        sentences.append(f"Computes what {source.layer_class} computes.")
+    else:
+        late = []
+        for block in residual_blocks(program):
+            if block.layer == kind.example and block.reads and block.reads[-1] < block.index:
+                late.append(f"`{block.path.rpartition('.')[2]}`" if block.kind != "parallel" else "All of the layer")
+        sentences.append(
+            f"{' and '.join(late)} {'reads' if len(late) == 1 else 'read'} the residual stream as it was one block before."
+            if late
+            else f"Computes {source.layer_class} with another wiring."
+        )
+    takes, gives = len(kind.layer.takes), len(kind.layer.gives)
+    older = [f"what it was {_count(age)} before" for age in kind.layer.stream_given[1:] if age]
+    carried = " and ".join(older) if len(older) == gives - 1 and older else f"{gives - 1} earlier values"
+    if gives > 1:
+        sentences.append(f"It hands on the residual stream, and {carried}.")
+    elif takes > 1:
+        sentences.append("It hands on the residual stream alone.")
+    return sentences
+
+
+def _count(blocks: int) -> str:
+    return "one block" if blocks == 1 else f"{blocks} blocks"
+
+
+def _imports(source: Source) -> str:
+    classes = sorted({source.layer_class, source.architecture, source.base_class})
+    origin = [
+        f"from {config_module(source)} import {source.config_class}",
+        bracketed(f"from {source.module} import ", classes, "", 0),
+    ]
+    if "\n" in origin[1]:
+        origin[1] = f"from {source.module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
+    mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
+    mapping += "    register_checkpoint_conversion_mapping,\n)"
+    third_party = ["from transformers import __version__ as transformers_version", mapping, *origin]
+    return "\n".join(["import hashlib", "import inspect", "", "import torch", *third_party])
+
+
+def _source_check(source: Source) -> str:
+    return f'''\
+# The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
+SOURCE_SHA256 = "{source.layer_source_sha256}"
+if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
+    raise ImportError(
+        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated from "
+        "(transformers {transformers.__version__}). Use that version, or convert the model again with this one."
+    )
+'''
+
+
+def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> str:
+    source = program.source
+    parameters = [str(a) for a in arguments]
+    if source.layer_var_kwargs:
+        parameters.append("**kwargs")
+    lines = [f"class {kind.class_name}({source.layer_class}):"]
+    lines += _docstring(_what(program, kind), 4)
+    lines += ["", f"    takes = {len(kind.layer.takes)}", f"    gives = {len(kind.layer.gives)}", ""]
+    lines.append(bracketed("def forward(", ["self", *parameters], "):", 4))
+    for name in _untraced(program, arguments):
+        lines.append(f"        if {name} is not None:")
+        lines.append(f'            raise ValueError("{name}: {kind.class_name} was generated without it")')
+    lines.append(kind.layer.text())
+    return "\n".join(lines)
+
+
+def _docstring(sentences: list[str], indent: int) -> list[str]:
+    """Lines of a docstring: one line where it fits, else the first sentence, a blank line and the others."""
+    pad = " " * indent
+    whole = f'{pad}"""{" ".join(sentences)}"""'
+    if len(whole) <= LINE_LENGTH:
+        return [whole]
+    width = LINE_LENGTH - indent - 6
+    first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
+    body = [*first, *(["", *rest] if rest else [])]
+    return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
+
+
+def _untraced(program: Program, arguments: list[Argument]) -> list[str]:
+    """Arguments that the source's layer reads, though its wiring does not: it was traced with None for them."""
+    used: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, LayerArgument):
+            used.add(value.name.partition("[")[0])
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                walk(item)
+        elif isinstance(value, Mapping):
+            walk(list(value.values()))
+
+    for node in (program.origin or program).graph.nodes:
+        if call := node.meta.get("python"):
+            walk(call.args)
+            walk(call.kwargs)
+    return [a.name for a in arguments[1:] if a.read and a.name not in used]
+
+
+def _table(source: Source, kinds: list[_Kind]) -> str:
+    rows = [(STANDARD, source.layer_class), *((kind.name, kind.class_name) for kind in kinds)]
+    return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
+
+
+def _rewire(source: Source) -> str:
+    return f'''
+def rewire(model, layers):
+    """Give every decoder layer of `model`, a {source.base_class}, the class that its config names for it."""
+    kinds = model.config.rewriter_layers
+    if kinds is None or len(kinds) != len(layers):
+        raise ValueError(f"config.rewriter_layers names {{len(kinds or ())}} layers, the model has {{len(layers)}}")
+    width = 1
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        if kind not in LAYER_CLASSES:
+            raise ValueError(f"config.rewriter_layers[{{index}}] is {{kind!r}}; there are {{', '.join(LAYER_CLASSES)}}")
+        layer_class = LAYER_CLASSES[kind]
+        if getattr(layer_class, "takes", 1) != width:
+            raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} does not take what the layer before hands on")
+        width = getattr(layer_class, "gives", 1)
+        # The layer stays the module that the source built: its children, parameter names, initialisation and the
+        # order of random draws are the source's. Only its forward changes.
+        layer.__class__ = layer_class
+    if width != 1:
+        raise ValueError(f"config.rewriter_layers ends with {{kinds[-1]!r}}, but the final norm takes the stream alone")
+    model.register_forward_hook(narrow_hidden_states)
+
+
+def narrow_hidden_states(model, args, output):
+    """Cut recorded hidden states back to the residual stream, which stands first where values are packed."""
+    recorded = getattr(output, "hidden_states", None)
+    if recorded is not None:
+        width = output[0].shape[-1]
+        output.hidden_states = tuple(state if state is None else state[..., :width] for state in recorded)
+    return output
+'''
+
+
+def _model_classes(source: Source, names: _Names) -> list[str]:
+    config = f'''
+class {names.config}({source.config_class}):
+    """{source.config_class} that also names the kind of every decoder layer.
+
+    The model type is not the source's: under that name, loading without trust_remote_code would silently build the
+    original wiring.
+    """
+
+    model_type = "{names.model_type}"
+
+    rewriter_layers: list[str] | None = None
+'''
+    inner = source.layers.partition(".")[2]
+    base = _model_class(names.base, source.base_class, names.config, f"rewire(self, self.{inner})")
+    root = f"self.{source.layers.partition('.')[0]}"
+    causal = _model_class(
+        names.architecture, source.architecture, names.config, f"rewire({root}, self.{source.layers})"
+    )
+    return [config, base, causal]
+
+
+def _model_class(name: str, parent: str, config: str, rewire: str) -> str:
+    return f"""
+class {name}({parent}):
+    config_class = {config}
+    _no_split_modules = (*({parent}._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
+
+    def __init__(self, config):
+        super().__init__(config)
+        {rewire}
+"""
+
+
+def _conversions(source: Source, names: _Names) -> str:
+    pairs = [
+        (source.model_type, names.model_type),
+        (source.base_class, names.base),
+        (source.architecture, names.architecture),
+    ]
+    rows = [f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs]
+    return "\n".join(
+        [
+            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how they become parameters by",
+            "# model type or class name, so the source's conversions, where it has any, are registered under ours too.",
+            "for source_name, own_name in [",
+            *rows,
+            "]:",
+            "    conversion = get_checkpoint_conversion_mapping(source_name)",
+            "    if conversion is not None:",
+            "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
+        ]
+    )

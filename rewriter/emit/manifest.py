@@ -1,0 +1,156 @@
+"""rewrite.json: what an output directory is, what made it from what, and what was compared."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import rewriter
+from rewriter.errors import RewriterError
+
+MANIFEST = "rewrite.json"
+SCHEMA = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class PassEntry(_Part):
+    """One pass as it was applied."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    summary: str
+    notes: list[str] = []
+
+
+class Skipped(_Part):
+    """A pass that was not applied: optional and without effect, or disabled by name."""
+
+    name: str
+    reason: str
+
+
+class Runtime(_Part):
+    """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    module: str
+    class_name: str = Field(alias="class")
+    ranks: list[str]
+
+
+class SourceEntry(_Part):
+    """The model that was rewritten. `files` are the sha256 of its weight files; `name` is a hub id or a bare name."""
+
+    name: str
+    model_type: str
+    architecture: str
+    files: dict[str, str]
+
+
+class Adapted(_Part):
+    """The adapted checkpoint: its own model type and the generated file that defines it."""
+
+    model_type: str
+    modeling: str
+
+
+class CheckEntry(_Part):
+    """One comparison that held: relative error and its limit."""
+
+    name: str
+    error: float
+    limit: float
+
+
+class DriftEntry(_Part):
+    """How far the rewritten model is from the original, on real weights."""
+
+    kl: float
+    top1_agreement: float
+    perplexity_before: float
+    perplexity_after: float
+    tokens: int
+    text: str
+
+
+class Verified(_Part):
+    """What was compared, and in words what was not and why. `level` is none, shrunken or full."""
+
+    level: str
+    checks: list[CheckEntry] = []
+    drift: DriftEntry | None = None
+    notes: list[str] = []
+
+
+class Golden(_Part):
+    """Where the golden logits lie, computed in fp32 from the real weights on one device."""
+
+    file: str
+    tokens: int
+
+
+class Manifest(_Part):
+    """The whole file. `files` are the sha256 of every other file of the directory."""
+
+    schema_version: int = Field(SCHEMA, alias="schema")
+    versions: dict[str, str]
+    recipe: dict[str, Any]
+    passes: list[PassEntry]
+    skipped: list[Skipped] = []
+    mesh: dict[str, int]
+    runtime: dict[str, Runtime]
+    source: SourceEntry
+    adapted: Adapted
+    verification: Verified
+    golden: Golden | None = None
+    files: dict[str, str]
+    job: dict[str, Any] | None = None
+
+    def table(self) -> dict[str, Any]:
+        """Plain JSON data, without the job, which the output directory adds itself."""
+        return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
+
+
+def versions() -> dict[str, str]:
+    """What the output was made with."""
+    import torch
+    import transformers
+
+    return {
+        "rewriter": rewriter.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema."""
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.") from None
+    except (OSError, ValueError) as error:
+        raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again.") from error
+    if isinstance(data, Mapping) and data.get("schema") != SCHEMA:
+        raise RewriterError(
+            f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Rewrite the model again."
+        )
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RewriterError(f"{path}: {where}: {first['msg']}. It is not as `rewrite` wrote it.") from error

@@ -1,0 +1,193 @@
+"""A graph as the lines of a function: short single-use expressions are inlined, everything else gets a name."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.emit.expressions import Printer, is_infix
+from rewriter.program import Body
+
+aten = torch.ops.aten
+
+
+class Names:
+    """Unique Python names."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = set(taken)
+
+    def new(self, wanted: str) -> str:
+        """`wanted` made an identifier, with a number where it is taken."""
+        base = identifier(wanted)
+        name, number = base, 2
+        while name in self.taken:
+            name, number = f"{base}_{number}", number + 1
+        self.taken.add(name)
+        return name
+
+
+def identifier(wanted: str) -> str:
+    base = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted).strip("_") or "x"
+    return f"x_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
+
+
+_NEVER_INLINED = frozenset({
+    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.enter,
+})  # fmt: skip
+
+
+class Lines:
+    """Prints nodes in order into `text`.
+
+    `env` names values; it holds the inputs at first and every printed node afterwards. A name is used again when the value
+    that had it is not needed any more. `keep` are nodes whose names must survive to the end, with the names they must have
+    (None: any). `role` proposes a name.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        env: dict[fx.Node, str],
+        keep: dict[fx.Node, str | None],
+        role: Callable[[fx.Node], str],
+        module: Callable[[str], str],
+        attribute: Callable[[str], str],
+        group: str,
+        inline: bool = True,
+    ) -> None:
+        self.nodes, self.env, self.keep, self.role, self.inline = nodes, env, keep, role, inline
+        self.text: list[str] = []
+        self.printer = Printer(self._read, module, attribute, group)
+        self.members = set(nodes)
+        self.position = {n: i for i, n in enumerate(nodes)}
+        self.inlined: dict[fx.Node, str] = {}
+        self.last_use = {n: self._last_use(n) for n in (*env, *nodes)}
+        self.owner: dict[str, fx.Node] = {name: node for node, name in env.items()}
+
+    def _last_use(self, node: fx.Node) -> int:
+        if node in self.keep:
+            return len(self.nodes)
+        return max((self.position[u] for u in node.users if u in self.members), default=-1)
+
+    def _read(self, node: fx.Node) -> str:
+        return self.inlined[node] if node in self.inlined else self.env[node]
+
+    def run(self) -> None:
+        """Print all nodes."""
+        for node in self.nodes:
+            if node in self.env or node in self.inlined:
+                continue
+            self.one(node)
+
+    def one(self, node: fx.Node) -> None:
+        """Print one node."""
+        text = self.printer.expression(node)
+        if node.op == "get_attr" or (self.inline and node not in self.keep and may_inline(node, text)):
+            self.inlined[node] = text
+            # an inlined expression reads its inputs where it stands, so they live until then
+            user = next(iter(node.users), None)
+            if user in self.position:
+                for source in node.all_input_nodes:
+                    self._extend(source, self.position[user])  # type: ignore[index]
+            return
+        if (pieces := _unpacked(node)) is not None:
+            names = [self._bind(p, node) if p else "_" for p in pieces]
+            self.text.append(f"{', '.join(names)} = {text}")
+            return
+        self.text.append(f"{self._bind(node, node)} = {text}")
+
+    def _extend(self, node: fx.Node, position: int) -> None:
+        self.last_use[node] = max(self.last_use.get(node, -1), position)
+        if node in self.inlined:
+            for source in node.all_input_nodes:
+                self._extend(source, position)
+
+    def _bind(self, node: fx.Node, at: fx.Node) -> str:
+        """Give `node` a name: the one demanded, or its role's, reused where the old value is dead."""
+        wanted = identifier(self.keep.get(node) or self.role(node))
+        name, number = wanted, 2
+        while not self._free(name, self.position[at]):
+            name, number = f"{wanted}_{number}", number + 1
+        self.env[node], self.owner[name] = name, node
+        return name
+
+    def _free(self, name: str, position: int) -> bool:
+        if name in _RESERVED:
+            return False
+        owner = self.owner.get(name)
+        return owner is None or self.last_use.get(owner, -1) <= position
+
+
+_RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep"})
+
+
+def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
+    """The getitems of a multi-output node by index, when it has no other users."""
+    users = list(node.users)
+    if not users or not all(u.target is operator.getitem and isinstance(u.args[1], int) for u in users):
+        return None
+    value = node.meta.get("val")
+    count = len(value) if isinstance(value, (tuple, list)) else max(u.args[1] for u in users) + 1  # type: ignore[operator]
+    pieces: list[fx.Node | None] = [None] * count
+    for user in users:
+        index = user.args[1]
+        if not isinstance(index, int) or pieces[index] is not None:
+            return None
+        pieces[index] = user
+    return pieces
+
+
+def body_lines(
+    body: Body, module: Callable[[str], str], attribute: Callable[[str], str], group: str
+) -> tuple[list[str], list[str]]:
+    """(parameter names, lines of forward) of a body's graph."""
+    names = Names(_RESERVED)
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    env = {node: names.new(str(node.target)) for node in inputs}
+    parameters = list(env.values())
+    nodes = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+    output = body.graph.output_node()
+    results = output.all_input_nodes
+    lines = Lines(nodes, env, dict.fromkeys(results), _role, module, attribute, group)
+    lines.run()
+    value = output.args[0]
+    if isinstance(value, fx.Node):
+        last = f"{lines.env[value]} = "
+        if lines.text and lines.text[-1].startswith(last):  # the last line is the result
+            return parameters, [*lines.text[:-1], f"return {lines.text[-1].removeprefix(last)}"]
+        return parameters, [*lines.text, f"return {lines.printer.value(value)}"]
+    return parameters, [*lines.text, f"return {', '.join(map(lines.printer.value, value))}"]  # type: ignore[arg-type]
+
+
+def _role(node: fx.Node) -> str:
+    """A projection's name without its suffix; glue is called as what it transforms."""
+    if node.op == "call_module":
+        return str(node.target).rpartition(".")[2].removesuffix("_proj")
+    if node.op in ("placeholder", "get_attr"):
+        return str(node.target).rpartition(".")[2]
+    if node.target is aten.sym_size.int:
+        return {0: "batch", 1: "length"}.get(node.args[1], "size")  # type: ignore[call-overload]
+    if node.target is ops.attention:
+        return "attended"
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return _role(node.args[0])
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return _role(tensors[0]) if tensors else "size"
+
+
+def may_inline(node: fx.Node, text: str) -> bool:
+    """Whether a node's expression may stand where its one use is, without changing the order of module calls."""
+    if node.op not in ("call_function", "call_method") or node.target in _NEVER_INLINED or len(node.users) != 1:
+        return False
+    user = next(iter(node.users))
+    if user.op == "output" or user.target is operator.getitem:
+        return False
+    uses: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: uses.append(n) or n)  # type: ignore[func-returns-value]
+    return uses.count(node) == 1 and len(text) < (48 if is_infix(node) else 60)

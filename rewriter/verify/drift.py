@@ -1,0 +1,171 @@
+"""How far a rewritten model is from the original, on real weights and text; and golden logits from the same weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rewriter.errors import RewriterError
+from rewriter.program import Program
+from rewriter.verify.simulate import load_weights, simulate
+
+CALIBRATION = Path(__file__).with_name("calibration.txt")
+GOLDEN_TOKENS = 16
+WINDOW = 256
+# Multiply-adds that a measurement may take: about a minute on two cores.
+_BUDGET = 1.5e12
+_FEWEST, _MOST = 64, 2048
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Of next-token predictions, over `tokens` positions: mean KL(original ‖ rewritten) in nats, how often the likeliest
+    token is the same, and both perplexities of the text itself. `text` says what was read."""
+
+    kl: float
+    top1_agreement: float
+    perplexity_before: float
+    perplexity_after: float
+    tokens: int
+    text: str
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def drift(
+    original: Program,
+    rewritten: Program,
+    tokens: torch.Tensor,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    text: str = "given tokens",
+) -> Drift:
+    """Compare two single-device programs over one checkpoint on `tokens`, int64 [T].
+
+    The tokens are read in windows of 256 without overlap. `weights` are full fp32 tensors by runtime name; by default the
+    original's checkpoint is read. Raises RewriterError for fewer than two tokens or a program without weights.
+    """
+    if tokens.ndim != 1 or len(tokens) < 2:
+        raise RewriterError(f"drift: {list(tokens.shape)} tokens; at least two in one row are needed")
+    if weights is None:
+        weights = load_weights(original, torch.float32)
+    divergence = agreement = before = after = 0.0
+    count = predicted = 0
+    for window in tokens.split(WINDOW):
+        ids = window[None]
+        logits = [simulate(p, ids, weights=weights)[0].float().log_softmax(-1) for p in (original, rewritten)]
+        old, new = logits
+        divergence += float((old.exp() * (old - new)).sum())
+        agreement += int((old.argmax(-1) == new.argmax(-1)).sum())
+        count += len(window)
+        following = window[1:, None]
+        before -= float(old[:-1].gather(-1, following).sum())
+        after -= float(new[:-1].gather(-1, following).sum())
+        predicted += len(window) - 1
+    predicted = max(predicted, 1)
+    return Drift(
+        kl=max(divergence / count, 0.0),  # rounding may leave a negative zero
+        top1_agreement=agreement / count,
+        perplexity_before=math.exp(before / predicted),
+        perplexity_after=math.exp(after / predicted),
+        tokens=count,
+        text=text,
+    )
+
+
+def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch.Tensor, str]:
+    """(token ids int64 [T], what they are): of `text`, by default the packaged one, by the checkpoint's tokenizer.
+
+    Without a tokenizer the tokens are random, and the description says so. T is bounded by the size of the model.
+    """
+    most = _token_budget(program)
+    vocabulary = _vocabulary(program)
+    ids: list[int] = []
+    described = "a given text" if text is not None else "the packaged calibration text"
+    tokenizer = load_tokenizer(program.source.path, program.source.remote_code)
+    if tokenizer is not None:
+        ids = tokenizer(text if text is not None else CALIBRATION.read_text(encoding="utf-8")).input_ids
+        ids = [i for i in ids if i < vocabulary]
+    if len(ids) >= 2:
+        return torch.tensor(ids[:most]), described
+    generator = torch.Generator().manual_seed(0)
+    why = "the checkpoint has no tokenizer" if tokenizer is None else "the tokenizer gives too few tokens"
+    return torch.randint(vocabulary, (min(most, 512),), generator=generator), f"random tokens, since {why}"
+
+
+def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> object | None:
+    """The checkpoint's tokenizer, or None where it has none that loads."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if path is None or not any((Path(path) / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception:  # tokenizers come in many forms, and fail in as many ways
+        return None
+
+
+def golden_tokens(program: Program) -> torch.Tensor:
+    """The fixed short sequence of golden logits: int64 [1, 16], spread over the vocabulary."""
+    vocabulary = _vocabulary(program)
+    steps = torch.arange(1, GOLDEN_TOKENS + 1)
+    return ((steps * 7919 + steps * steps * 104729) % vocabulary)[None]
+
+
+@torch.no_grad()
+def golden_logits(program: Program, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [vocabulary], fp32, of a single-device program after the golden tokens: they depend on all of them."""
+    return simulate(program, golden_tokens(program), weights=weights)[0, -1].float().contiguous()
+
+
+def parameter_count(program: Program) -> int:
+    """Elements of all parameters of the whole model."""
+    return sum(math.prod(spec.full_shape or spec.shape) for spec in program.parameters.values())
+
+
+def too_large(program: Program, copies: int = 1) -> str | None:
+    """Why the real weights cannot be computed with here, in words; None when they fit into half of the free memory."""
+    needed, free = copies * 4 * parameter_count(program), available_memory()
+    if needed <= free / 2:
+        return None
+    return (
+        f"the real weights were not run: in fp32 they take {needed / 1e9:.1f} GB, and half of the free memory is "
+        f"{free / 2e9:.1f} GB"
+    )
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be used without swapping, within the limit of this process's control group."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit.isdigit():
+            free = min(free, int(limit) - used)
+    except (OSError, ValueError):
+        pass  # no Linux, or no control group: the first answer stands
+    return max(free, 0)
+
+
+def _vocabulary(program: Program) -> int:
+    config = program.source.config
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise RewriterError(f"model type {program.source.model_type!r}: its config names no vocab_size")
+    return size
+
+
+def _token_budget(program: Program) -> int:
+    affordable = int(_BUDGET / (2 * max(parameter_count(program), 1)))
+    return max(_FEWEST, min(_MOST, affordable))

@@ -1,0 +1,40 @@
+"""A script, not a module: `python -P load_huggingface.py REQUEST RESULT`, started by `outside.huggingface_logits`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+# The generated file has to work where this package is not installed.
+sys.modules["rewriter"] = None  # type: ignore[assignment]
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+
+def main(request_path: str, result_path: str) -> None:
+    with open(request_path, encoding="utf-8") as file:
+        request = json.load(file)
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        request["directory"],
+        trust_remote_code=True,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names: list[Any] = sorted(map(str, loaded.get(what) or ()))
+        if names:
+            raise RuntimeError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    model.eval()
+    logits = {}
+    with torch.no_grad():
+        for index, batch in enumerate(request["batches"]):
+            logits[str(index)] = model(input_ids=torch.tensor(batch), use_cache=False).logits.float().contiguous()
+    save_file(logits, result_path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,239 @@
+"""The rehearsal: the whole conversion of a shrunken copy of the model, everything it gives compared.
+
+It runs before anything is written, in seconds, on a model of the same kind that is small enough to be compared
+everywhere (see `shrink`). Its weights are random and large, so that a block that reads the wrong value shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rewriter.errors import RewriterError, VerificationError
+from rewriter.passes.base import Pass, single_device
+from rewriter.program import Program
+from rewriter.selection import resolve
+from rewriter.trace import trace
+from rewriter.verify import outside
+from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
+from rewriter.verify.reference import decoder_layers, ladder_reference
+from rewriter.verify.shrink import depth, representatives, shrink
+from rewriter.verify.simulate import simulate
+
+LENGTHS = (1, 21, 100)
+# Starting this many ranks of a tiny model takes about half a minute on two cores; beyond it `simulate` has to do.
+MOST_RANKS = 8
+
+Write = Callable[[Program, Path], None]
+"""Writes the output directory of a program, unverified: what the rehearsal loads and compares."""
+
+
+@torch.no_grad()
+def rehearse(
+    config: PreTrainedConfig,
+    passes: Sequence[Pass],
+    ranks: int = 1,
+    *,
+    write: Write | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Verification:
+    """Convert a shrunken copy of the model of `config` by `passes` for `ranks` ranks and compare everything.
+
+    Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; the passes on one device
+    with that model (exact ones) or an independent reference (ladder), which itself must differ from the original; the
+    simulated ranks with one device; and, given `write`, the emitted checkpoint and the sharded module on real ranks.
+    Raises VerificationError for the first that differs, RewriterError when the model cannot be rehearsed. Nothing stays.
+    """
+    result = Verification()
+    selections = [set(resolve(p.layers, depth(config))) for p in passes if hasattr(p, "layers")]
+    kept = representatives(config, selections)
+    mapped = [_on(kept, p, depth(config)) for p in passes]
+    small = shrink(config, kept, ranks)
+    with tempfile.TemporaryDirectory(prefix="rewriter-rehearsal-") as scratch:
+        directory = Path(scratch, "model")
+        progress("rehearsal: building")
+        model, reference = _telling_model(small, mapped, trust_remote_code)
+        model.save_pretrained(directory)
+        progress("rehearsal: tracing")
+        traced = trace(directory, trust_remote_code=trust_remote_code)
+        for length in LENGTHS:
+            ids = random_ids(small, length)
+            result.require("trace = original model", simulate(traced, ids), model(ids, use_cache=False).logits, EXACT)
+        program = _apply(traced, mapped, ranks)
+        single = single_device(program)
+        batches = [random_ids(small, length) for length in LENGTHS]
+        expected = [simulate(single, ids) for ids in batches]
+        name = "original model" if reference is None else "its reference"
+        for ids, logits in zip(batches, expected, strict=True):
+            result.require(f"rewritten = {name}", logits, reference_logits(model, reference, ids), EXACT)
+        if ranks > 1:
+            progress(f"rehearsal: simulating {ranks} ranks")
+            for ids, logits in zip(batches, expected, strict=True):
+                result.require(f"{ranks} simulated ranks = 1 device", simulate(program, ids), logits, RANKS)
+        if write is not None:
+            progress("rehearsal: emitting")
+            out = Path(scratch, "out")
+            write(program, out)
+            compare_emitted(result, out, ranks, batches, expected, progress=progress)
+    return result
+
+
+def compare_emitted(
+    result: Verification,
+    out: Path,
+    ranks: int,
+    batches: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    limit: float = EXACT,
+    progress: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises."""
+    progress("loading the adapted checkpoint")
+    for logits, wanted in zip(outside.huggingface_logits(out, batches), expected, strict=True):
+        result.require("adapted checkpoint = rewritten", logits, wanted, limit)
+    if not (out / "runtime" / f"tp{ranks}" / "module.py").is_file():
+        return
+    if ranks > MOST_RANKS:
+        result.notes.append(f"{ranks} ranks are simulated only: more than {MOST_RANKS} processes are not started here")
+        return
+    progress(f"running {ranks} ranks")
+    for logits, wanted in zip(outside.rank_logits(out, ranks, batches), expected, strict=True):
+        result.require(f"sharded module on {ranks} rank{'s' * (ranks > 1)} = rewritten", logits, wanted, max(limit, RANKS))
+
+
+def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
+    """int64 [rows, length], the same for the same length; tokens that stand for padding do not occur."""
+    text = config.get_text_config()
+    ids = torch.randint(2, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(length))
+    padding = getattr(text, "pad_token_id", None)
+    return ids if padding is None else ids.masked_fill(ids == padding, 1 if padding != 1 else 0)
+
+
+def reference_layers(passes: Sequence[Pass], count: int) -> set[int] | None:
+    """The layers that the ladder passes select; None when every pass is exact.
+
+    Raises RewriterError for an approximating pass that has no independent reference.
+    """
+    layers: set[int] = set()
+    approximating = [p for p in passes if p.kind == "approximating"]
+    for p in approximating:
+        if p.name != "ladder":
+            raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
+        layers |= set(resolve(p.layers, count))  # type: ignore[attr-defined]
+    return layers if approximating else None
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, layers: set[int] | None, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, vocabulary] of the unmodified model, or of its ladder on `layers`."""
+    if layers is None:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+    with ladder_reference(model, layers):
+        logits = model(input_ids=ids, use_cache=False).logits
+        return logits
+
+
+def _on(kept: Sequence[int], rewrite: Pass, count: int) -> Pass:
+    """The same pass on the kept layers: it selects the places of the layers that it selects in the real model."""
+    if not hasattr(rewrite, "layers"):
+        return rewrite
+    chosen = set(resolve(rewrite.layers, count))
+    places = [place for place, layer in enumerate(kept) if layer in chosen]
+    return dataclasses.replace(rewrite, layers=places)  # type: ignore[type-var]
+
+
+def _apply(program: Program, passes: Sequence[Pass], ranks: int) -> Program:
+    if ranks > 1:
+        program = program.with_(mesh={"tp": ranks}, origin=program)
+    for rewrite in passes:
+        program = rewrite.apply(program)
+    return program
+
+
+def _telling_model(
+    config: PreTrainedConfig, passes: Sequence[Pass], trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[int] | None]:
+    """(a random model whose reference differs visibly from it, the layers of that reference)."""
+    for strength in (1.0, 2.0, 4.0):
+        model = random_model(config, strength, trust_remote_code)
+        layers = reference_layers(passes, len(decoder_layers(model)))
+        if layers is None:
+            return model, None
+        ids = random_ids(config, 21)
+        difference = relative_error(reference_logits(model, layers, ids), reference_logits(model, None, ids))
+        if difference >= DIFFERENT:
+            return model, layers
+    raise VerificationError(
+        f"the rehearsal of model type {config.model_type!r} shows nothing: its rewritten form differs from the original "
+        f"by {difference:.1e} only, {DIFFERENT:.0e} is needed to tell them apart. Use --verify full or none"
+    )
+
+
+def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_code: bool = False) -> PreTrainedModel:
+    """An eager fp32 model in eval mode with large random weights: a stream of about 1, blocks that write as much.
+
+    Norms and biases are random too, so that one that is skipped, doubled or exchanged shows.
+    """
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", dtype=torch.float32, **kwargs
+            )
+        except Exception as error:  # constructors of models raise whatever they like
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RewriterError(
+                f"model type {config.model_type!r} cannot be rehearsed: its shrunken copy cannot be built ({text}). "
+                "Use --verify full or none"
+            ) from error
+        for name, parameter in model.named_parameters():
+            _randomize(model, name, parameter, strength)
+    model.eval()
+    _calibrate(model, config)
+    return model
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, strength: float) -> None:
+    noise = torch.randn(parameter.shape)
+    if parameter.ndim < 2:
+        # Around what initialisation gave: norms that multiply by the weight hold 1, by 1 + weight 0.
+        parameter.add_(noise * (0.15 if name.endswith("bias") else 0.3))
+        return
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, torch.nn.Embedding) or owner is model.get_output_embeddings():
+        parameter.copy_(noise)
+        return
+    inputs = parameter.shape[0] if type(owner).__name__ == "Conv1D" else parameter.shape[-1]
+    parameter.copy_(noise * strength / math.sqrt(inputs))
+
+
+@torch.no_grad()
+def _calibrate(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Scale the embeddings until the first layer is given a stream of about 1, whatever the model multiplies them by."""
+    seen: list[float] = []
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen.append(float(hidden.pow(2).mean().sqrt()))
+
+    with_hook = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        model(input_ids=random_ids(config, 21), use_cache=False)
+    finally:
+        with_hook.remove()
+    if seen and math.isfinite(seen[0]) and seen[0] > 0:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.mul_(1 / seen[0])

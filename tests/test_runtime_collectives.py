@@ -1,0 +1,262 @@
+"""Collectives, layers and experts one by one, on real ranks: values, gradients, dtypes and what may not be done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from rewriter import RewriterError, ops
+from rewriter.runtime import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    Conv1D,
+    Pending,
+    RowParallelConv1D,
+    RowParallelLinear,
+    RuntimeModel,
+    Shared,
+    VocabParallelEmbedding,
+    all_gather,
+    all_reduce,
+    all_reduce_start,
+    all_reduce_wait,
+    enter,
+    experts,
+    once,
+    shared_gradient,
+)
+
+
+def each_once(group):
+    rank, size = group.rank(), group.size()
+    found = {}
+    for name, function in {
+        "all_reduce": lambda x: all_reduce(x * 1, group),
+        "pair": lambda x: all_reduce_wait(all_reduce_start(x * 1, group)),
+        "enter": lambda x: enter(x, group),
+        "once": lambda x: once(x, group),
+        "all_gather": lambda x: all_gather(x, group, -1),
+        "shared": lambda x: shared_gradient(x, Shared(2, ((0, 1), (0, 2)) if rank else ((1, 2), (0, 2)), group)),
+    }.items():
+        x = torch.arange(6.0).reshape(3, 2).add(10 * rank).requires_grad_()
+        y = function(x)
+        gradient = torch.arange(y.numel()).reshape(y.shape) + (100.0 * rank if name in ("enter", "shared") else 0)
+        y.backward(gradient)
+        found[name] = (y.detach(), x.grad)
+    found["size"] = size
+    return found
+
+
+def test_values_and_gradients_of_every_collective():
+    x = torch.arange(6.0).reshape(3, 2)
+    g = torch.arange(6.0).reshape(3, 2)
+    for rank, found in enumerate(run_ranks(each_once, 2)):
+        for name in ("all_reduce", "pair"):
+            torch.testing.assert_close(found[name], (x + x + 10, g))
+        torch.testing.assert_close(found["enter"], (x + 10 * rank, g + g + 100))
+        torch.testing.assert_close(found["once"], (x if rank == 0 else torch.zeros_like(x), g))
+        wide = torch.arange(12.0).reshape(3, 4)
+        torch.testing.assert_close(found["all_gather"], (torch.cat([x, x + 10], 1), wide[:, 2 * rank : 2 * rank + 2]))
+        # Rows held: rank 0 has rows 1, 0, 1 and rank 1 has rows 0, 0, 1 of a parameter of two rows.
+        g0, g1 = g, g + 100
+        row0, row1 = g0[1] + g1[0] + g1[1], g0[0] + g0[2] + g1[2]
+        expected = torch.stack([row1, row0, row1] if rank == 0 else [row0, row0, row1])
+        torch.testing.assert_close(found["shared"], (x + 10 * rank, expected))
+
+
+def dtypes(group):
+    sums = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.full((4, 3), 1.5 + group.rank(), dtype=dtype)
+        own = x.data_ptr()
+        total = all_reduce_wait(all_reduce_start(x, group))
+        strided = all_reduce(torch.full((3, 4), 1.0, dtype=dtype).t(), group)
+        sums.append((total.dtype, total, total.data_ptr() == own, strided))
+    return sums
+
+
+def test_the_sum_is_in_place_in_every_dtype():
+    for sums in run_ranks(dtypes, 2):
+        for dtype, (got, total, in_place, strided) in zip((torch.float32, torch.bfloat16, torch.float16), sums,
+        strict=True):
+            assert got == dtype
+            assert in_place
+            torch.testing.assert_close(total, torch.full((4, 3), 4.0, dtype=dtype))
+            torch.testing.assert_close(strided, torch.full((4, 3), 2.0, dtype=dtype))
+
+
+def saved_output(group):
+    x = torch.ones(3, requires_grad=True)
+    y = all_reduce(x.exp(), group)  # exp keeps its output for backward: overwritten by the sum, it must not be used
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    return True
+
+
+def test_an_overwritten_saved_tensor_is_an_error_instead_of_a_wrong_gradient():
+    assert run_ranks(saved_output, 2) == [True, True]
+
+
+class Block(nn.Module):
+    """Starts one reduction and finishes the one before, as a ladder layer does."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.linear, self.group = RowParallelLinear(4, 4, bias=True, group=group), group
+
+    def forward(self, x, pending):
+        x = x + all_reduce_wait(pending)
+        return x, all_reduce_start(self.linear(enter(x, self.group)), self.group)
+
+
+def through_modules(group, mode):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(group) for _ in range(3))
+    if mode == "hooks":  # what FSDP2 does: take inputs and outputs apart, and put them together again
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, args: pytree.tree_map(lambda t: t.view_as(t), args))
+            block.register_forward_hook(lambda _, __, out: pytree.tree_map(lambda t: t.view_as(t), out))
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.set_grad_enabled(mode != "no_grad"):
+        h, pending = x * 1, Pending(torch.zeros(2, 4))
+        for block in blocks:
+            if mode == "checkpoint":
+                h, pending = checkpoint(block, h, pending, use_reentrant=False)
+            else:
+                h, pending = block(h, pending)
+        out = h + all_reduce_wait(pending)
+    if mode == "no_grad":
+        assert not out.requires_grad
+        return out, None
+    out.square().sum().backward()
+    return out.detach(), [x.grad, *(p.grad for p in blocks.parameters())]
+
+
+@pytest.mark.parametrize("mode", ["plain", "hooks", "checkpoint", "no_grad"])
+def test_a_pending_sum_crosses_modules(mode):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    x = torch.ones(2, 4, requires_grad=True)
+    h, p = x * 1, torch.zeros(2, 4)
+    for layer in layers:  # two ranks with equal weights: twice the product, once the bias
+        h = h + p
+        p = 2 * (h @ layer.weight.T) + layer.bias
+    out = h + p
+    out.square().sum().backward()
+    for got, gradients in run_ranks(through_modules, 2, mode):
+        torch.testing.assert_close(got, out.detach())
+        if mode == "no_grad":
+            continue
+        torch.testing.assert_close(gradients[0], x.grad)
+        for layer, weight, bias in zip(layers, gradients[1::2], gradients[2::2], strict=True):
+            torch.testing.assert_close(weight, layer.weight.grad / 2)  # the reference counted both ranks' weights as
+            one torch.testing.assert_close(bias, layer.bias.grad)
+
+
+def conv_and_vocabulary(group, weights):
+    rank, size = group.rank(), group.size()
+    up = ColumnParallelConv1D(6, 8 // size)
+    down = RowParallelConv1D(8 // size, 6, group=group)
+    table = VocabParallelEmbedding(10 // size, 6, group=group)
+    head = ColumnParallelLinear(6, 10 // size, bias=False)
+    head.weight = table.weight  # tied and vocabulary-parallel: one parameter, two users
+    with torch.no_grad():
+        up.weight.copy_(weights["up"].chunk(size, 1)[rank])
+        up.bias.copy_(weights["up_bias"].chunk(size)[rank])
+        down.weight.copy_(weights["down"].chunk(size, 0)[rank])
+        down.bias.copy_(weights["down_bias"])
+        table.weight.copy_(weights["table"].chunk(size)[rank])
+    x = all_reduce(table(weights["ids"]), group)
+    h = all_reduce(down(up(enter(x, group)).relu()), group)
+    logits = all_gather(head(enter(h, group)), group, -1)
+    logits.square().sum().backward()
+    return logits.detach(), [p.grad for p in (up.weight, up.bias, down.weight, down.bias, table.weight)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_conv1d_and_the_vocabulary_split_over_ranks(size):
+    random = torch.Generator().manual_seed(0)
+    shapes = {"up": (6, 8), "up_bias": (8,), "down": (8, 6), "down_bias": (6,), "table": (10, 6)}
+    w = {name: torch.randn(shape, generator=random).requires_grad_() for name, shape in shapes.items()}
+    ids = torch.tensor([[0, 4, 5, 9], [3, 3, 8, 1]])
+    logits = ((w["table"][ids] @ w["up"] + w["up_bias"]).relu() @ w["down"] + w["down_bias"]) @ w["table"].T
+    logits.square().sum().backward()
+    sent = {name: value.detach() for name, value in w.items()} | {"ids": ids}
+    cut = {"up": 1, "up_bias": 0, "down": 0, "down_bias": None, "table": 0}
+    for rank, (got, gradients) in enumerate(run_ranks(conv_and_vocabulary, size, sent)):
+        torch.testing.assert_close(got, logits.detach())
+        for (name, dim), gradient in zip(cut.items(), gradients, strict=True):
+            expected = w[name].grad if dim is None else w[name].grad.chunk(size, dim)[rank]
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tools_find_the_layers_by_class():
+    assert isinstance(ColumnParallelLinear(4, 2), nn.Linear)
+    assert isinstance(RowParallelLinear(2, 4), nn.Linear)
+    assert isinstance(VocabParallelEmbedding(4, 2), nn.Embedding)
+    assert dict(Conv1D(3, 5).named_parameters())["weight"].shape == (3, 5)
+    with pytest.raises(RewriterError, match="hold 3 rows, expected 4"):
+        ColumnParallelLinear(4, 4, shared=Shared(8, ((0, 2), (1, 2)), None))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", torch.tanh])
+def test_experts_equal_their_specification(act):
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 6, generator=random), torch.rand(9, 2, generator=random)
+    gate_up, down = torch.randn(5, 8, 6, generator=random), torch.randn(5, 6, 4, generator=random)
+    index = torch.randint(0, 4, (9, 2), generator=random)  # nobody chooses expert 4
+    index[3, 0], index[5, 1] = 5, 99  # dropped tokens
+    act_function = act if callable(act) else ops.ACTIVATIONS[act]
+
+    def naive(x, weight, gate_up, down):
+        rows = []
+        for n in range(9):
+            row = torch.zeros(6)
+            for k in range(2):
+                if (e := int(index[n, k])) < 5:
+                    h = gate_up[e] @ x[n]
+                    row = row + weight[n, k] * (down[e] @ (act_function(h[:4]) * h[4:]))
+            rows.append(row)
+        return torch.stack(rows)
+
+    alternating = gate_up.view(5, 2, 4, 6).transpose(1, 2).reshape(5, 8, 6)
+    ours, theirs = ([t.clone().requires_grad_() for t in (x, weight, gate_up, down)] for _ in range(2))
+    out = experts(ours[0], index, *ours[1:], act)
+    expected = naive(*theirs)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(experts(x, index, weight, alternating, down, act, "interleaved"), out.detach())
+    for y in (out, expected):
+        y.square().sum().backward()
+    torch.testing.assert_close([t.grad for t in ours], [t.grad for t in theirs], rtol=1e-4, atol=1e-4)
+    assert not ours[2].grad[4].any()
+
+
+def test_experts_name_an_unknown_activation():
+    with pytest.raises(RewriterError, match="'swish' is unknown, expected one of gelu"):
+        experts(torch.ones(1, 2), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), torch.ones(1, 2, 2),
+        torch.ones(1, 2, 1), "swish")
+
+
+def test_a_model_with_dropout_refuses_to_train():
+    class WithDropout(RuntimeModel):
+        dropout_probability = 0.1
+
+    assert not WithDropout().eval().training
+    with pytest.raises(RewriterError, match=r"WithDropout.train\(\): the model has dropout probability 0.1"):
+        WithDropout().train()
+    assert RuntimeModel().train().training
+
+
+def fails_on_one(group):
+    if group.rank() == 1:
+        raise ValueError("the reason")
+    all_reduce(torch.ones(1), group)
+
+
+def test_a_failing_rank_fails_the_test_with_its_traceback():
+    with pytest.raises(RankError, match="ValueError: the reason"):
+        run_ranks(fails_on_one, 2)
