@@ -164,7 +164,7 @@ def blockwise_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention, one block of queries after the other, against the keys that it can see.
 
-    About twice as fast on a CPU, backward included, as scaled_dot_product_attention: half of the scores are never formed.
+    On a CPU about twice as fast as scaled_dot_product_attention, backward included: the other scores are never formed.
     `query` is (B, H, S, D), `key` and `value` are (B, K, S, D), H a multiple of K; returns (B, S, H, D). No padding.
     """
     batch, heads, length, width = query.shape
@@ -322,8 +322,8 @@ def model_card(args: argparse.Namespace, config: LlamaConfig, history: History, 
     late = [value for step, value in history.losses if step >= 0.8 * history.steps]
     facts = {
         "parameters": stored.num_parameters(),
-        "shape": f"{config.num_hidden_layers} layers, width {config.hidden_size}, {config.num_attention_heads} heads of "
-        f"{config.head_dim}, {config.num_key_value_heads} key/value heads, MLP {config.intermediate_size}, tied "
+        "shape": f"{config.num_hidden_layers} layers, width {config.hidden_size}, {config.num_attention_heads} heads "
+        f"of {config.head_dim}, {config.num_key_value_heads} key/value heads, MLP {config.intermediate_size}, tied "
         f"embeddings, {config.max_position_embeddings} positions, stored in bf16",
         "python": ".".join(map(str, sys.version_info[:3])),
         "rule": corpus.CORPUS_RULE,

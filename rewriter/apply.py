@@ -21,9 +21,9 @@ def apply_recipe(
 ) -> tuple[Program, list[tuple[str, str]]]:
     """(the rewritten program, (name, reason) of every pass that was not applied).
 
-    An optional pass without effect is left out, with its reason; `disable` and the environment's REWRITER_DISABLE (names
-    separated by commas) leave out passes by name. With REWRITER_DEBUG the IR before and after each pass and its time go
-    to stderr. Raises RewriterError, naming the pass, when one cannot be applied.
+    An optional pass without effect is left out, with its reason; `disable` and the environment's REWRITER_DISABLE
+    (names separated by commas) leave out passes by name. With REWRITER_DEBUG the IR before and after each pass and its
+    time go to stderr. Raises RewriterError, naming the pass, when one cannot be applied.
     """
     if program.history:
         raise RewriterError(f"{program!r} is rewritten already: start from the program as traced")

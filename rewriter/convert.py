@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from rewriter.apply import apply_recipe, load_recipe
 from rewriter.emit import directory
@@ -30,16 +29,9 @@ from rewriter.errors import RewriterError
 from rewriter.output import MANIFEST, OutputDirectory
 from rewriter.passes.base import single_device
 from rewriter.program import Program
-from rewriter.verify.compare import REAL_WEIGHTS, Verification
-from rewriter.verify.drift import (
-    Drift,
-    calibration_tokens,
-    drift,
-    golden_logits,
-    golden_tokens,
-    too_large,
-)
-from rewriter.verify.simulate import load_weights, simulate
+from rewriter.verify.compare import Verification
+from rewriter.verify.drift import Drift, golden_tokens, too_large
+from rewriter.verify.real import RealWeights
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
@@ -93,14 +85,16 @@ def convert(
     """Convert a Hugging Face checkpoint by a recipe; see `rewrite MODEL --help` for the options.
 
     `out` defaults to MODEL-RECIPE in the current directory; `text` replaces the packaged calibration text. Everything
-    that can be refused without work is refused first, then the rehearsal runs, then files are written beside their final
-    place and renamed. Raises RewriterError for bad input, VerificationError when the result does not compute what the
-    recipe says; nothing is left then.
+    that can be refused without work is refused first, then the rehearsal runs, then files are written beside their
+    final place and renamed. Raises RewriterError for bad input, VerificationError when the result does not compute what
+    the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
     loaded.build()
     check_options(dtype, verify, link)
-    place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}" + f"-tp{tp}" * (tp > 1))
+    place = (
+        Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}" + f"-tp{tp}" * (tp > 1))
+    )
     if not resume:
         check_free(place)
 
@@ -151,7 +145,9 @@ def save(
         recipe=str((program.recipe or {}).get("name", "passes")),
         out=os.fspath(out),
         mesh={"tp": program.mesh.get("tp", 1)},
-        passes=[{"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)} for e in program.history],
+        passes=[
+            {"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)} for e in program.history
+        ],
         communication=communication(program),
         files=sorted([*layout.names(), CARD, MANIFEST]),
         bytes=layout.nbytes(),
@@ -167,21 +163,32 @@ def save(
             report.verification = _finished_verification(output.final)
             return report
         output.require_space(layout.nbytes())
-        found, measured = Verification(), None
+        found = Verification()
+        measured: Drift | None = None
         if verify != "none":
             found = _rehearse(program, dtype, progress)
         hashes = directory.write(layout, output, link, progress)
         golden: Golden | None = None
+        real: RealWeights | None = None
         if verify != "none":
-            if reason := too_large(single_device(program)):
+            if reason := too_large(single_device(program), copies=2 if dtype is not None else 1):
                 found.notes.append(reason)
             else:
-                measured = _on_real_weights(program, output, found, verify, text, progress)
+                real = RealWeights(program, dtype, progress)
+                if verify == "full":
+                    real.compare(found)
+                measured = real.drift(found, text)
+                output.write(GOLDEN, real.golden())
                 golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
-        manifest = _manifest(program, layout, output, report, skipped, hashes, found, measured, verify)
-        manifest = manifest.model_copy(update={"golden": golden})
-        output.write(CARD, model_card(manifest, layout.checkpoint.directory))
-        manifest = manifest.model_copy(update={"files": {n: digest for n, (_, digest) in sorted(output.files.items())}})
+
+        def manifest_now() -> Manifest:
+            return _manifest(program, layout, output, report, skipped, hashes, found, measured, verify, golden)
+
+        if verify == "full" and real is not None:
+            output.manifest(manifest_now().table())  # the sharded module is found through it
+            real.compare_emitted(found, output.staging)
+        output.write(CARD, model_card(manifest_now(), layout.checkpoint.directory))
+        manifest = manifest_now()
         output.manifest(manifest.table())
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
@@ -204,7 +211,11 @@ def check_free(out: Path) -> None:
         return
     if os.path.lexists(out) and not (out.is_symlink() and not out.exists()):
         ours = (out / MANIFEST).is_file()
-        what = "already holds an output of rewriter" if ours else "exists, and is not an output of rewriter: it is not touched"
+        what = (
+            "already holds an output of rewriter"
+            if ours
+            else "exists, and is not an output of rewriter: it is not touched"
+        )
         raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")
 
 
@@ -257,65 +268,6 @@ def _rehearse(program: Program, dtype: str | None, progress: Progress) -> Verifi
     )
 
 
-def _on_real_weights(
-    program: Program, output: OutputDirectory, found: Verification, level: Level, text: str | None, progress: Progress
-) -> Drift | None:
-    """Golden logits, drift of approximating passes, and with `full` equality, all from the real weights."""
-    from safetensors.torch import save
-
-    single = single_device(program)
-    original = program.origin or program
-    progress("golden logits")
-    weights = load_weights(single, torch.float32)
-    golden = {"input_ids": golden_tokens(program), "logits": golden_logits(single, weights)}
-    output.write(GOLDEN, save(golden))
-    measured = None
-    if any(entry.kind == "approximating" for entry in program.history):
-        tokens, what = calibration_tokens(program, text)
-        progress(f"drift on {len(tokens)} tokens")
-        measured = drift(original, single, tokens, weights=weights, text=what)
-        if what.startswith("random"):
-            found.notes.append(f"drift was measured on {what}")
-    if level == "full":
-        _compare_real(program, single, output, found, weights, progress)
-    return measured
-
-
-def _compare_real(
-    program: Program,
-    single: Program,
-    output: OutputDirectory,
-    found: Verification,
-    weights: Mapping[str, torch.Tensor],
-    progress: Progress,
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from rewriter.passes import available
-    from rewriter.verify.rehearsal import random_ids, reference_layers, reference_logits
-
-    known = available()
-    layers = reference_layers([known[e.name](**e.options) for e in program.history], program.source.num_layers)
-    assert program.source.path is not None
-    progress("comparing the real weights")
-    if reason := too_large(single, copies=2):
-        found.notes.append(f"--verify full: {reason} (two copies are needed at a time)")
-        return
-    model = AutoModelForCausalLM.from_pretrained(
-        program.source.path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        trust_remote_code=program.source.remote_code,
-    ).eval()
-    batches = [random_ids(model.config, length) for length in (1, 21, 100)]
-    expected = [reference_logits(model, layers, ids) for ids in batches]
-    del model
-    for ids, logits in zip(batches, expected, strict=True):
-        name = "real weights: rewritten = " + ("original model" if layers is None else "its reference")
-        with torch.no_grad():
-            found.require(name, simulate(single, ids, weights=weights), logits, REAL_WEIGHTS)
-
-
 def _manifest(
     program: Program,
     layout: directory.Layout,
@@ -326,6 +278,7 @@ def _manifest(
     found: Verification,
     measured: Drift | None,
     level: str,
+    golden: Golden | None = None,
 ) -> Manifest:
     recipe = program.recipe or {"name": "passes", "passes": [{"pass": e.name, **e.options} for e in program.history]}
     return Manifest(
@@ -351,7 +304,8 @@ def _manifest(
             drift=None if measured is None else DriftEntry.model_validate(asdict(measured)),
             notes=list(found.notes),
         ),
-        files={name: digest for name, (_, digest) in sorted(output.files.items())},
+        golden=golden,
+        files={name: digest for name, (_, digest) in sorted(output.files.items()) if name != MANIFEST},
     )
 
 
@@ -360,11 +314,13 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _job(program: Program, layout: directory.Layout, dtype: str | None, verify: str, text: str | None) -> dict[str, Any]:
+def _job(
+    program: Program, layout: directory.Layout, dtype: str | None, verify: str, text: str | None
+) -> dict[str, Any]:
     """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
     return {
         "checkpoint": layout.checkpoint.fingerprint(),
-        "program": program.fingerprint(),
+        "emitted": hashlib.sha256(json.dumps(dict(layout.texts)).encode()).hexdigest(),
         "passes": [[e.name, _plain(e.options)] for e in program.history],
         "tp": program.mesh.get("tp", 1),
         "dtype": dtype,

@@ -81,8 +81,9 @@ def dtypes(group):
 
 def test_the_sum_is_in_place_in_every_dtype():
     for sums in run_ranks(dtypes, 2):
-        for dtype, (got, total, in_place, strided) in zip((torch.float32, torch.bfloat16, torch.float16), sums,
-        strict=True):
+        for dtype, (got, total, in_place, strided) in zip(
+            (torch.float32, torch.bfloat16, torch.float16), sums, strict=True
+        ):
             assert got == dtype
             assert in_place
             torch.testing.assert_close(total, torch.full((4, 3), 4.0, dtype=dtype))
@@ -153,8 +154,9 @@ def test_a_pending_sum_crosses_modules(mode):
             continue
         torch.testing.assert_close(gradients[0], x.grad)
         for layer, weight, bias in zip(layers, gradients[1::2], gradients[2::2], strict=True):
-            torch.testing.assert_close(weight, layer.weight.grad / 2)  # the reference counted both ranks' weights as
-            one torch.testing.assert_close(bias, layer.bias.grad)
+            # The reference counted the equal weights of both ranks as one parameter.
+            torch.testing.assert_close(weight, layer.weight.grad / 2)
+            torch.testing.assert_close(bias, layer.bias.grad)
 
 
 def conv_and_vocabulary(group, weights):
@@ -237,8 +239,14 @@ def test_experts_equal_their_specification(act):
 
 def test_experts_name_an_unknown_activation():
     with pytest.raises(RewriterError, match="'swish' is unknown, expected one of gelu"):
-        experts(torch.ones(1, 2), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), torch.ones(1, 2, 2),
-        torch.ones(1, 2, 1), "swish")
+        experts(
+            torch.ones(1, 2),
+            torch.zeros(1, 1, dtype=torch.long),
+            torch.ones(1, 1),
+            torch.ones(1, 2, 2),
+            torch.ones(1, 2, 1),
+            "swish",
+        )
 
 
 def test_a_model_with_dropout_refuses_to_train():

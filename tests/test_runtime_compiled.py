@@ -49,26 +49,34 @@ def test_layers_of_a_class_share_their_graphs_and_tokens_add_none():
     assert not counters["graph_break"]
 
 
-def train_layer(group, backend, compiled):
-    """One ladder layer's segments: output, gradients of its input and of every parameter, and what dynamo counted."""
-    torch.manual_seed(group.rank() if group.size() == 1 else 7)
+def train_layer(group, compiled, backend):
+    """One ladder layer's segments: output, and gradients of the input and of every parameter."""
+    torch.manual_seed(7)
     layer = runtime_qwen.LadderLayer(group, 0)
     if compiled:
         compile_segments(layer, backend=backend)
-    x = torch.randn(2, 9, reference.HIDDEN, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    x = torch.randn(2, 9, reference.HIDDEN).requires_grad_()
     angles = torch.arange(9.0).expand(2, 9)[..., None] * torch.ones(reference.HEAD)
     h, partial = layer.segment_0(x, x * 0.5, angles.cos(), angles.sin(), Context())
     _, out = layer.segment_1(h, all_reduce(partial, group))
     out = all_reduce(out, group)
     out.square().sum().backward()
-    breaks = dict(counters["graph_break"])
-    return out.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}, graphs(), breaks
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.mark.parametrize(("size", "backend"), [(2, "aot_eager"), (1, "inductor")])
-def test_compiled_segments_train_like_eager_ones(size, backend):
-    plain = run_ranks(train_layer, size, backend, False)
-    compiled = run_ranks(train_layer, size, backend, True, timeout=120)
-    for ours, theirs in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(ours[:3], theirs[:3], rtol=1e-4, atol=1e-4)
-        assert ours[3:] == (2, {}), "one graph per segment, without breaks"
+def train_both_ways(group, backend):
+    eager, compiled = train_layer(group, False, backend), train_layer(group, True, backend)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+    return graphs(), dict(counters["graph_break"])
+
+
+@pytest.mark.slow
+def test_compiled_segments_train_on_real_ranks():
+    # Inside are `enter` and shared KV heads: their backward passes hold collectives.
+    for found in run_ranks(train_both_ways, 2, "aot_eager", timeout=120):
+        assert found == (2, {}), "one graph per segment, without breaks"
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_training_step():
+    assert train_both_ways(None, "inductor") == (2, {})

@@ -61,16 +61,21 @@ def _paper(recipe: Mapping[str, object]) -> str:
 
 
 def _loading(ranks: int, manifest: Manifest) -> str:
+    modeling = manifest.adapted.modeling
+    trust = "" if modeling is None else ", trust_remote_code=True"
     lines = [
         "```python",
         "from transformers import AutoModelForCausalLM",
         "",
-        'model = AutoModelForCausalLM.from_pretrained("THIS DIRECTORY", trust_remote_code=True)',
+        f'model = AutoModelForCausalLM.from_pretrained("THIS DIRECTORY"{trust})',
         "```",
-        "",
-        f"`{manifest.adapted.modeling}` defines the model; it needs transformers only. Parameter names are those of the base",
-        "model, so adapters, quantisation and trainers find them.",
     ]
+    if modeling is not None:
+        lines += [
+            "",
+            f"`{modeling}` defines the model and needs transformers only. Parameter names are those of the base model,",
+            "so adapters, quantisation and trainers find them.",
+        ]
     if manifest.runtime:
         lines += [
             "",
@@ -106,7 +111,8 @@ def _verification(manifest: Manifest) -> str:
             "",
             "| KL divergence (nats) | top-1 agreement | perplexity before | perplexity after |",
             "|---|---|---|---|",
-            f"| {drift.kl:.4g} | {drift.top1_agreement:.1%} | {drift.perplexity_before:.4g} | {drift.perplexity_after:.4g} |",
+            f"| {drift.kl:.4g} | {drift.top1_agreement:.1%} "
+            f"| {drift.perplexity_before:.4g} | {drift.perplexity_after:.4g} |",
         ]
     if verified.notes:
         lines += ["", *(f"- {note}" for note in verified.notes)]

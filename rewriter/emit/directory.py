@@ -39,7 +39,7 @@ class Layout:
     shards: Mapping[str, Mapping[str, tuple[Expression, torch.dtype | None]]]
     metadata: Mapping[str, Mapping[str, str]]
     texts: Mapping[str, str]
-    modeling: str
+    modeling: str | None
     model_type: str
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
 
@@ -78,7 +78,9 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     config = dict(emitted.config)
     if target is not None:
         config["dtype"] = str(target).removeprefix("torch.")
-    texts = {"config.json": _json(config), emitted.modeling_name: emitted.modeling}
+    texts = {"config.json": _json(config)}
+    if emitted.modeling_name is not None and emitted.modeling is not None:
+        texts[emitted.modeling_name] = emitted.modeling
     copies: list[tuple[Path, str]] = []
     shards: dict[str, dict[str, tuple[Expression, torch.dtype | None]]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
@@ -142,7 +144,7 @@ def write(
     progress("weights", 0, total)
     convert_files(layout.checkpoint, copies, plans, link=link, finished=finished)
     hashes: dict[str, str] = {}
-    copied = {source: name for source, name in layout.copies}
+    copied = dict(layout.copies)
     for file in layout.checkpoint.files:
         name = file.relative_to(layout.checkpoint.directory).as_posix()
         known = output.finished(copied[file]) if file in copied else None

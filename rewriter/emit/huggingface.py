@@ -30,7 +30,11 @@ STANDARD = "standard"  # the kind of a layer that keeps the source's class
 
 @dataclass(frozen=True)
 class HuggingFaceFiles:
-    """`config` for config.json; `modeling` for the file `modeling_name`, both None where the source's code still serves."""
+    """What goes beside the weights.
+
+    `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
+    own code still computes the program.
+    """
 
     config: dict[str, Any]
     modeling_name: str | None
@@ -180,8 +184,7 @@ def _header(program: Program, kinds: list[_Kind], names: _Names) -> str:
     listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
     for name, text in listed:
         lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
-    text = "\n".join(lines).replace("\\", "\\\\") + '\n"""'
-    return text
+    return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
 def _what(program: Program, kind: _Kind) -> list[str]:
@@ -195,8 +198,9 @@ def _what(program: Program, kind: _Kind) -> list[str]:
         for block in residual_blocks(program):
             if block.layer == kind.example and block.reads and block.reads[-1] < block.index:
                 late.append(f"`{block.path.rpartition('.')[2]}`" if block.kind != "parallel" else "All of the layer")
+        verb = "reads" if len(late) == 1 else "read"
         sentences.append(
-            f"{' and '.join(late)} {'reads' if len(late) == 1 else 'read'} the residual stream as it was one block before."
+            f"{' and '.join(late)} {verb} the residual stream as it was one block before."
             if late
             else f"Computes {source.layer_class} with another wiring."
         )
@@ -234,8 +238,8 @@ def _source_check(source: Source) -> str:
 SOURCE_SHA256 = "{source.layer_source_sha256}"
 if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
     raise ImportError(
-        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated from "
-        "(transformers {transformers.__version__}). Use that version, or convert the model again with this one."
+        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated "
+        "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
     )
 '''
 
@@ -306,7 +310,7 @@ def rewire(model, layers):
             raise ValueError(f"config.rewriter_layers[{{index}}] is {{kind!r}}; there are {{', '.join(LAYER_CLASSES)}}")
         layer_class = LAYER_CLASSES[kind]
         if getattr(layer_class, "takes", 1) != width:
-            raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} does not take what the layer before hands on")
+            raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} cannot stand after {{kinds[:index][-1:]}}")
         width = getattr(layer_class, "gives", 1)
         # The layer stays the module that the source built: its children, parameter names, initialisation and the
         # order of random draws are the source's. Only its forward changes.
@@ -369,8 +373,8 @@ def _conversions(source: Source, names: _Names) -> str:
     rows = [f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs]
     return "\n".join(
         [
-            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how they become parameters by",
-            "# model type or class name, so the source's conversions, where it has any, are registered under ours too.",
+            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert",
+            "# them by model type or class name, so the source's conversions, if any, are registered under ours too.",
             "for source_name, own_name in [",
             *rows,
             "]:",

@@ -57,10 +57,10 @@ class SourceEntry(_Part):
 
 
 class Adapted(_Part):
-    """The adapted checkpoint: its own model type and the generated file that defines it."""
+    """The adapted checkpoint: its model type and the generated file that defines it (None: transformers' own does)."""
 
     model_type: str
-    modeling: str
+    modeling: str | None
 
 
 class CheckEntry(_Part):

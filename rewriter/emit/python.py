@@ -85,13 +85,19 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
     def note(value: Any) -> str | None:
         if isinstance(value, Input):
-            found.append(node.args[value.index])
+            found.append(_argument(node, value))
             return ""
         return "" if isinstance(value, LayerArgument) else None
 
     tree(call.args, note)
     tree(call.kwargs, note)
     return found
+
+
+def _argument(node: fx.Node, place: Input) -> fx.Node:
+    argument = node.args[place.index]
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def call_parts(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> tuple[str, list[str], str]:
@@ -122,7 +128,7 @@ def _child_call(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) ->
 
     def leaf(value: Any) -> str | None:
         if isinstance(value, Input):
-            return names[node.args[value.index]]
+            return names[_argument(node, value)]
         if isinstance(value, LayerArgument):
             return "kwargs" + value.name.removeprefix(SPLAT) if value.name.startswith(SPLAT) else value.name
         return None

@@ -63,7 +63,7 @@ class _Emitter:
         bodies = self.table.source()
         layer_text = "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in self.layer_classes.items())
         parts = [p for p in (bodies, layer_text, model) if p]
-        code = "\n\n\n".join(parts) + "\n"
+        code = wrapped("\n\n\n".join(parts)) + "\n"
         return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
     def _header(self) -> str:
@@ -142,6 +142,8 @@ class _Emitter:
         """What distinguishes layers is how much crosses their boundaries: one value and its add, or a ladder's two."""
         base = self.source_info.layer_class
         before = sum(n not in self.context for n in region.inputs)
+        if before == 1 and self._narrow > 1:
+            return f"First{base}"
         ladder_in = before > self._narrow
         ladder_out = len(region.outputs) > self._narrow
         if ladder_out:
@@ -189,8 +191,6 @@ class _Emitter:
             name, number = wanted, 2
             while name in owner and (owner[name] in outputs or last_use[owner[name]] > at):
                 name, number = f"{wanted}_{number}", number + 1
-            if node in outputs and name != wanted and owner[wanted] not in outputs:
-                raise RewriterError(f"the name {wanted} is needed for two values of a layer")
             names[node], owner[name] = name, node
 
         for piece in pieces:
@@ -352,6 +352,33 @@ class _Emitter:
         return role_of(node)
 
 
+def wrapped(code: str, width: int = 120) -> str:
+    """Break the calls of lines that are too long, one argument a line."""
+    lines: list[str] = []
+    for line in code.split("\n"):
+        if len(line) <= width or "(" not in line:
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        opening, arguments, closing = _outer_call(line.lstrip())
+        lines += [f"{indent}{opening}", *(f"{indent}    {a}," for a in arguments), f"{indent}{closing}"]
+    return "\n".join(lines)
+
+
+def _outer_call(line: str) -> tuple[str, list[str], str]:
+    """(text up to the first parenthesis, arguments, rest) of the first call in `line`."""
+    start = line.index("(") + 1
+    depth, begin, arguments = 1, start, []
+    for i in range(start, len(line)):
+        depth += (line[i] in "([{") - (line[i] in ")]}")
+        if depth == 0 or (depth == 1 and line[i] == ","):
+            arguments.append(line[begin:i].strip())
+            begin = i + 1
+        if depth == 0:
+            return line[:start], [a for a in arguments if a], line[i:]
+    return line, [], ""
+
+
 def role_of(node: fx.Node) -> str:
     """A name for a wiring value that does not depend on the layer's number."""
     if node.op == "placeholder":
@@ -405,7 +432,7 @@ _RUNTIME_NAMES = (
 
 def imports(code: str) -> str:
     """The import block of an emitted module: what its code names, no more."""
-    used = [n for n in _RUNTIME_NAMES if re.search(rf"(?<![\w.]){n}[(.]", code)]
+    used = [n for n in _RUNTIME_NAMES if re.search(rf"(?<![\w.]){n}\b", code)]
     lines = ["import torch"] if re.search(r"(?<![\w.])torch\.", code) else []
     if "F." in code and re.search(r"(?<![\w.])F\.", code):
         lines.append("import torch.nn.functional as F")

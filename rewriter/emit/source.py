@@ -1,4 +1,4 @@
-"""What the source's own classes say about themselves: the signature of its decoder layer, and where its config lives."""
+"""What the source's own classes say: the signature of the decoder layer, and where the config is defined."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def require_importable(source: Source) -> None:
     """Raise RewriterError unless the source's classes come with transformers, where an emitted file can import them."""
     if not source.module.startswith("transformers."):
         raise RewriterError(
-            f"{source.architecture} comes from the model's own code ({source.module}), which an emitted file cannot import. "
-            "Convert a model whose classes are part of transformers."
+            f"{source.architecture} comes from the model's own code ({source.module}), which an emitted file cannot "
+            "import. Convert a model whose classes are part of transformers."
         )
 
 

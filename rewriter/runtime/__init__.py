@@ -13,9 +13,11 @@ from rewriter.runtime.collectives import (
     all_reduce_start,
     all_reduce_wait,
     enter,
+    group_rank,
     mark,
     once,
     record_events,
+    repeat_shard,
     shared_gradient,
 )
 from rewriter.runtime.compiled import compile_segments
@@ -31,6 +33,7 @@ from rewriter.runtime.parallel import (
     RowParallelConv1D,
     RowParallelLinear,
     VocabParallelEmbedding,
+    vocab_embedding,
 )
 
 __all__ = [
@@ -57,9 +60,12 @@ __all__ = [
     "enter",
     "experts",
     "generate",
+    "group_rank",
     "load",
     "mark",
     "once",
     "record_events",
+    "repeat_shard",
     "shared_gradient",
+    "vocab_embedding",
 ]

@@ -213,6 +213,11 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") 
     return gathered
 
 
+def repeat_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """`x` in place of every rank's shard: the shape of `all_gather` without its communication, for timing only."""
+    return torch.cat([x] * group_size(group), dim=dim)
+
+
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
@@ -258,9 +263,7 @@ class Shared:
         return cls(size, ((start, start + rows),), group)
 
     @classmethod
-    def rows_of(
-        cls, size: int, ranges: Sequence[tuple[tuple[int, int], ...]], group: ProcessGroup | None
-    ) -> Shared:
+    def rows_of(cls, size: int, ranges: Sequence[tuple[tuple[int, int], ...]], group: ProcessGroup | None) -> Shared:
         """Rank r of `group` holds `ranges[r]`."""
         return cls(size, ranges[group_rank(group)], group)
 

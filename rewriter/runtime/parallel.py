@@ -116,10 +116,18 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_index = group_rank(group) * num_embeddings if first_index is None else first_index
 
     def forward(self, input: Tensor) -> Tensor:
-        local = input - self.first_index
-        elsewhere = (local < 0) | (local >= self.num_embeddings)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return rows.masked_fill(elsewhere[..., None], 0)
+        return _rows(input, self.weight, self.first_index)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, first_index={self.first_index}"
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`VocabParallelEmbedding` as a function, for embeddings that do more than look up (Gemma's scaled ones)."""
+    return _rows(ids, weight, group_rank(group) * weight.shape[0])
+
+
+def _rows(ids: Tensor, weight: Tensor, first_index: int) -> Tensor:
+    local = ids - first_index
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)

@@ -20,7 +20,7 @@ DIFFERENT = 1e-2
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `error` is the largest difference over the largest expected magnitude, `limit` what is allowed."""
+    """One comparison: `error` is the largest difference over the largest expected magnitude, `limit` what may be."""
 
     name: str
     error: float
@@ -40,7 +40,7 @@ class Verification:
     notes: list[str] = field(default_factory=list)
 
     def require(self, name: str, actual: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
-        """Compare two tensors and keep the figure. Raises VerificationError, with the worst position, beyond `limit`."""
+        """Compare two tensors and keep the figure. Raises VerificationError with the worst position beyond `limit`."""
         check = compare(name, actual, expected, limit)
         if not check.passed:
             raise VerificationError(f"{name}: {check.worst}; relative error {check.error:.2e}, limit {limit:.0e}")
@@ -80,6 +80,10 @@ def _worst(actual: torch.Tensor, expected: torch.Tensor) -> str:
     difference = (actual.double() - expected.double()).abs()
     flat = int(difference.argmax())
     place = [int(i) for i in torch.unravel_index(torch.tensor(flat), actual.shape)]
-    labels = ("row", "token", "vocabulary entry")[-len(place) :] if len(place) <= 3 else [f"axis {i}" for i in range(len(place))]
+    labels = (
+        ("row", "token", "vocabulary entry")[-len(place) :]
+        if len(place) <= 3
+        else [f"axis {i}" for i in range(len(place))]
+    )
     where = ", ".join(f"{label} {index}" for label, index in zip(labels, place, strict=True))
     return f"worst at {where}: {float(actual.flatten()[flat]):.6g}, expected {float(expected.flatten()[flat]):.6g}"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,8 +25,11 @@ _FEWEST, _MOST = 64, 2048
 
 @dataclass(frozen=True)
 class Drift:
-    """Of next-token predictions, over `tokens` positions: mean KL(original ‖ rewritten) in nats, how often the likeliest
-    token is the same, and both perplexities of the text itself. `text` says what was read."""
+    """How far next-token predictions are apart, over `tokens` positions.
+
+    `kl` is the mean of KL(original ‖ rewritten) in nats, `top1_agreement` how often the likeliest token is the same;
+    the perplexities are those of the text itself. `text` says what was read.
+    """
 
     kl: float
     top1_agreement: float
@@ -49,8 +53,8 @@ def drift(
 ) -> Drift:
     """Compare two single-device programs over one checkpoint on `tokens`, int64 [T].
 
-    The tokens are read in windows of 256 without overlap. `weights` are full fp32 tensors by runtime name; by default the
-    original's checkpoint is read. Raises RewriterError for fewer than two tokens or a program without weights.
+    The tokens are read in windows of 256 without overlap. `weights` are full fp32 tensors by runtime name; by default
+    the original's checkpoint is read. Raises RewriterError for fewer than two tokens or a program without weights.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
         raise RewriterError(f"drift: {list(tokens.shape)} tokens; at least two in one row are needed")
@@ -100,7 +104,7 @@ def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch
     return torch.randint(vocabulary, (min(most, 512),), generator=generator), f"random tokens, since {why}"
 
 
-def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> object | None:
+def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | None:
     """The checkpoint's tokenizer, or None where it has none that loads."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if path is None or not any((Path(path) / name).is_file() for name in names):

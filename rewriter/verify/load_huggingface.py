@@ -9,9 +9,9 @@ from typing import Any
 # The generated file has to work where this package is not installed.
 sys.modules["rewriter"] = None  # type: ignore[assignment]
 
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 def main(request_path: str, result_path: str) -> None:

@@ -1,4 +1,4 @@
-"""A script, not a module: `torchrun … load_ranks.py REQUEST RESULT`, started by `outside.rank_logits`.
+"""`torchrun -m rewriter.verify.load_ranks REQUEST RESULT`, started by `outside.rank_logits`.
 
 It runs in processes of its own, so it may import the runtime, which the rest of this room does not.
 """

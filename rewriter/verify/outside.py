@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,6 +23,16 @@ from rewriter.errors import VerificationError
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 900.0
+
+
+def emitted_logits(
+    directory: Path, ranks: int | None, batches: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Both at once, since most of the time goes to imports: (huggingface_logits, rank_logits or nothing)."""
+    with ThreadPoolExecutor(2) as pool:
+        single = pool.submit(huggingface_logits, directory, batches)
+        parallel = None if ranks is None else pool.submit(rank_logits, directory, ranks, batches)
+        return single.result(), [] if parallel is None else parallel.result()
 
 
 def huggingface_logits(directory: Path, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -40,12 +52,16 @@ def rank_logits(directory: Path, ranks: int, batches: Sequence[torch.Tensor]) ->
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
-    environment = {"PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    }
     if any(name == "lo" for _, name in socket.if_nameindex()):
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one machine need no name that resolves to it
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    return _run([*torchrun, str(HERE / "load_ranks.py")], directory, batches, f"the module on {ranks} ranks", environment)
+    return _run(
+        [*torchrun, "-m", "rewriter.verify.load_ranks"], directory, batches, f"the module on {ranks} ranks", environment
+    )
 
 
 def _run(
@@ -55,8 +71,12 @@ def _run(
 
     with tempfile.TemporaryDirectory(prefix="rewriter-verify-") as scratch:
         request, result = Path(scratch, "request.json"), Path(scratch, "logits.safetensors")
-        request.write_text(json.dumps({"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches]}))
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+        request.write_text(
+            json.dumps({"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches]})
+        )
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+        }
         # Generated files are imported from a cache of their own, so that nothing of a failed run stays behind.
         own = {"HF_MODULES_CACHE": str(Path(scratch, "modules")), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         log = Path(scratch, "log")
@@ -95,7 +115,7 @@ def _reason(output: str) -> str:
     """The line that says why: of a traceback the first exception that was raised in a rank, not torchrun's own."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     plain = [line.split("]: ", 1)[-1] if line.startswith("[rank") else line for line in lines]
-    errors = [l for l in plain if l.split(":")[0].rsplit(".", 1)[-1].endswith(("Error", "Exception")) and " " in l]
+    errors = [line for line in plain if re.match(r"[\w.]*(Error|Exception): ", line)]
     if os.environ.get("REWRITER_DEBUG", "0") not in ("", "0"):
         sys.stderr.write(output)
     return (errors or plain or ["it printed nothing"])[0 if errors else -1][:600]

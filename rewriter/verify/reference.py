@@ -1,7 +1,7 @@
 """An independent reference for ladder: the unmodified eager Hugging Face model, whose blocks are handed other inputs.
 
 Nothing here knows the IR, the analyses or the passes; they are what it checks. A ladder changes only what each block
-*reads*. Number the blocks of a model in order, let X_0 be the stream before the first and X_{j+1} = X_j + block_j(read_j).
+*reads*. Number the blocks of a model in order; let X_0 be the stream before the first, X_{j+1} = X_j + block_j(read_j).
 Standard: read_j = X_j. In a ladder layer: read_j = X_{j-1}, with X_{-1} := X_0. Both transitions follow from that.
 
 Where blocks begin is found by watching one forward pass: a child of a decoder layer that is given a tensor which no
@@ -73,13 +73,13 @@ def ladder_reference(model: PreTrainedModel, layers: Collection[int]) -> Iterato
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers: the longest ModuleList that is inside no other one."""
-    lists: dict[str, nn.ModuleList] = {}
+    lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
-            lists[name] = module
+            lists[name] = list(module)
     if not lists:
         raise RewriterError(f"{type(model).__name__}: no list of decoder layers")
-    return list(max(lists.values(), key=len))
+    return max(lists.values(), key=lambda layers: len(layers))
 
 
 @torch.no_grad()
@@ -103,7 +103,9 @@ def find_entries(model: PreTrainedModel) -> list[Entry]:
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     for number, layer in enumerate(layers):
         if not any(entry.layer == number for entry in watch.entries):
-            raise RewriterError(f"ladder reference: no child of layer {number} ({type(layer).__name__}) reads the stream")
+            raise RewriterError(
+                f"ladder reference: no child of layer {number} ({type(layer).__name__}) reads the stream"
+            )
     return watch.entries
 
 
@@ -130,7 +132,8 @@ class _Watch:
     def child_begins(self, number: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             assert self._hidden is not None
-            for place, value in [*enumerate(args), *kwargs.items()]:
+            places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            for place, value in places:
                 if not isinstance(value, torch.Tensor) or value.shape != self._hidden.shape:
                     continue
                 moment = (id(value), value._version)

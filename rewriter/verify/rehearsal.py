@@ -6,6 +6,7 @@ everywhere (see `shrink`). Its weights are random and large, so that a block tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -47,10 +48,11 @@ def rehearse(
 ) -> Verification:
     """Convert a shrunken copy of the model of `config` by `passes` for `ranks` ranks and compare everything.
 
-    Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; the passes on one device
-    with that model (exact ones) or an independent reference (ladder), which itself must differ from the original; the
-    simulated ranks with one device; and, given `write`, the emitted checkpoint and the sharded module on real ranks.
-    Raises VerificationError for the first that differs, RewriterError when the model cannot be rehearsed. Nothing stays.
+    Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; the passes on one
+    device with that model (exact ones) or an independent reference (ladder), which itself must differ from the
+    original; the simulated ranks with one device; and, given `write`, the emitted checkpoint and the sharded module on
+    real ranks. Raises VerificationError for the first that differs, RewriterError when the model cannot be rehearsed.
+    Nothing stays behind.
     """
     result = Verification()
     selections = [set(resolve(p.layers, depth(config))) for p in passes if hasattr(p, "layers")]
@@ -94,20 +96,21 @@ def compare_emitted(
     expected: Sequence[torch.Tensor],
     *,
     limit: float = EXACT,
+    prefix: str = "",
     progress: Callable[..., None] = lambda *_: None,
 ) -> None:
     """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises."""
-    progress("loading the adapted checkpoint")
-    for logits, wanted in zip(outside.huggingface_logits(out, batches), expected, strict=True):
-        result.require("adapted checkpoint = rewritten", logits, wanted, limit)
-    if not (out / "runtime" / f"tp{ranks}" / "module.py").is_file():
-        return
-    if ranks > MOST_RANKS:
+    sharded = (out / "runtime" / f"tp{ranks}" / "module.py").is_file()
+    if sharded and ranks > MOST_RANKS:
         result.notes.append(f"{ranks} ranks are simulated only: more than {MOST_RANKS} processes are not started here")
-        return
-    progress(f"running {ranks} ranks")
-    for logits, wanted in zip(outside.rank_logits(out, ranks, batches), expected, strict=True):
-        result.require(f"sharded module on {ranks} rank{'s' * (ranks > 1)} = rewritten", logits, wanted, max(limit, RANKS))
+        sharded = False
+    progress("loading what was emitted")
+    single, parallel = outside.emitted_logits(out, ranks if sharded else None, batches)
+    for logits, wanted in zip(single, expected, strict=True):
+        result.require(f"{prefix}adapted checkpoint = rewritten", logits, wanted, limit)
+    for logits, wanted in zip(parallel, expected, strict=False):
+        name = f"{prefix}sharded module on {ranks} rank{'s' * (ranks > 1)} = rewritten"
+        result.require(name, logits, wanted, max(limit, RANKS))
 
 
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
@@ -135,12 +138,9 @@ def reference_layers(passes: Sequence[Pass], count: int) -> set[int] | None:
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, layers: set[int] | None, ids: torch.Tensor) -> torch.Tensor:
     """Logits [B, S, vocabulary] of the unmodified model, or of its ladder on `layers`."""
-    if layers is None:
+    with contextlib.nullcontext() if layers is None else ladder_reference(model, layers):
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-        return logits
-    with ladder_reference(model, layers):
-        logits = model(input_ids=ids, use_cache=False).logits
-        return logits
+    return logits
 
 
 def _on(kept: Sequence[int], rewrite: Pass, count: int) -> Pass:
@@ -174,8 +174,8 @@ def _telling_model(
         if difference >= DIFFERENT:
             return model, layers
     raise VerificationError(
-        f"the rehearsal of model type {config.model_type!r} shows nothing: its rewritten form differs from the original "
-        f"by {difference:.1e} only, {DIFFERENT:.0e} is needed to tell them apart. Use --verify full or none"
+        f"the rehearsal of model type {config.model_type!r} shows nothing: its rewritten form differs from the "
+        f"original by {difference:.1e} only, {DIFFERENT:.0e} is needed to tell them apart. Use --verify full or none"
     )
 
 
@@ -221,7 +221,7 @@ def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, stren
 
 @torch.no_grad()
 def _calibrate(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Scale the embeddings until the first layer is given a stream of about 1, whatever the model multiplies them by."""
+    """Scale the embeddings so that the first layer is given a stream of about 1, whatever factors they meet before."""
     seen: list[float] = []
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

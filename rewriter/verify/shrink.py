@@ -60,7 +60,9 @@ def depth(config: PreTrainedConfig) -> int:
     table = text_table(config)
     found = next((table[name] for name in _LAYERS if isinstance(table.get(name), int)), None)
     if found is None:
-        raise RewriterError(f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken")
+        raise RewriterError(
+            f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken"
+        )
     return int(found)
 
 
@@ -72,8 +74,8 @@ def representatives(config: PreTrainedConfig, selections: Sequence[Collection[in
         for name, value in table.items()
         if isinstance(value, (list, tuple)) and len(value) == count > 4 and name not in _LISTS_OF_LAYERS
     ]
-    kinds = [
-        (tuple(i in chosen for chosen in selections), tuple(repr(values[i]) for values in per_layer), *_listed(table, i))
+    kinds: list[tuple[Any, ...]] = [
+        (*(i in chosen for chosen in selections), *(repr(values[i]) for values in per_layer), *_listed(table, i))
         for i in range(count)
     ]
     kept = {0, 1, count - 2, count - 1}
@@ -129,7 +131,7 @@ def _shrink_table(data: dict[str, Any], layers: Sequence[int], count: int, ranks
     old_head_size = data["head_dim"] if isinstance(data.get("head_dim"), int) else hidden // heads
     width = new_heads * head_size
     if old_head_size * heads != hidden:
-        width = 64 if 64 != width else 80
+        width = 64 if width != 64 else 80
     new = dict(data)
     new |= dict.fromkeys([n for n in _HEADS if isinstance(data.get(n), int)], new_heads)
     new |= dict.fromkeys([n for n in _KV_HEADS if isinstance(data.get(n), int)], new_kv)
@@ -213,7 +215,8 @@ def _rope(rope: Mapping[str, Any], head_size: int, partial: float | None) -> dic
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             new[name] = value[:frequencies]
         elif name == "mrope_section" and isinstance(value, list):
-            new[name] = [frequencies - frequencies // len(value) * (len(value) - 1), *[frequencies // len(value)] * (len(value) - 1)]
+            others = [frequencies // len(value)] * (len(value) - 1)
+            new[name] = [frequencies - sum(others), *others]
         else:
             new[name] = value
     return new

@@ -1,0 +1,151 @@
+"""The public functions behind `import rewriter` and the command `rewrite`. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewriter.errors import RewriterError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rewriter.convert import Report
+    from rewriter.program import Program
+    from rewriter.recipes import Recipe
+
+
+def rewrite(
+    program: Program,
+    recipe: str | os.PathLike[str] | Recipe,
+    tp: int = 1,
+    set: Mapping[str, Any] | None = None,
+    disable: Collection[str] = (),
+) -> Program:
+    """Apply a recipe (a shipped name, a .yaml file, or a Recipe) to a traced program for `tp` ranks; a new Program.
+
+    `set` replaces options, as in `{"ladder.layers": "last:20"}`; `disable` leaves out passes by name. Raises
+    RewriterError for an unknown recipe, pass or option (with the nearest name), and when a pass cannot be applied.
+    """
+    from rewriter.apply import apply_recipe, load_recipe
+
+    return apply_recipe(program, load_recipe(recipe, set), tp, disable)[0]
+
+
+def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:
+    """Convert a checkpoint into a verified output directory: `rewriter.convert.convert`, which lists the options."""
+    from rewriter.convert import convert
+
+    return convert(model, recipe, **options)
+
+
+def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Report:
+    """Verify a rewritten program and write its output directory: `rewriter.convert.save`, which lists the options."""
+    from rewriter.convert import save
+
+    return save(program, out, **options)
+
+
+def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
+    """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs."""
+    from rewriter.checking import verify
+
+    return verify(directory, progress=progress)
+
+
+def inspect(
+    model: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+    tp: int = 1,
+    trust_remote_code: bool = False,
+) -> Any:
+    """What a model reads, writes and communicates, and what a recipe would change, from its config alone."""
+    from rewriter.analysis.report import inspect
+
+    return inspect(model, recipe, tp, trust_remote_code=trust_remote_code)
+
+
+def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
+    """The model in an output directory: this rank's module under torchrun, else the single-device Hugging Face model.
+
+    `options` go to `rewriter.runtime.load` (device, dtype, compile) or to `from_pretrained`. The generated file runs
+    only if it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
+    VerificationError for a generated file that was changed.
+    """
+    root = Path(directory)
+    from rewriter.checking import check_files
+    from rewriter.emit.manifest import read_manifest
+
+    manifest = read_manifest(root)
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
+        from rewriter.runtime import load as load_rank
+
+        return load_rank(root, **options)
+    modeling = manifest.adapted.modeling
+    generated = [name for name in manifest.files if name.endswith(".py") and "/" not in name]
+    stray = sorted(p.name for p in root.glob("*.py") if p.name not in generated)
+    if stray:
+        raise RewriterError(f"{root / stray[0]}: not written by `rewrite`, and it could be run. Move it away.")
+    check_files(root, manifest, [*generated, "config.json"])
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(root, trust_remote_code=modeling is not None, **options)
+    return model
+
+
+def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int = 64) -> str:
+    """Continue `prompt` greedily on as many ranks as the manifest names; returns the prompt and what follows.
+
+    Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
+    """
+    from rewriter.checking import check_files, config_of
+    from rewriter.emit.manifest import read_manifest
+    from rewriter.runtime.launch import launch
+
+    root = Path(directory)
+    manifest = read_manifest(root)
+    if not manifest.runtime:
+        raise RewriterError(f"{root}: it has no runtime module. Rewrite the model again.")
+    check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
+    tokenizer = _tokenizer(root)
+    ids = tokenizer(prompt).input_ids
+    if not ids:
+        raise RewriterError("--prompt: it gives no tokens. Write at least one character.")
+    defaults = _generation_defaults(root, config_of(root))
+    request = {"prompts": [ids], "max_new_tokens": max_new_tokens, **defaults}
+    answer = launch(root, manifest.mesh.get("tp", 1), request)
+    return str(tokenizer.decode([*ids, *answer["tokens"][0]], skip_special_tokens=True))
+
+
+def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Write the single-device model of an output directory as ONNX, with positions and without cache."""
+    from rewriter.emit.onnx import export_onnx
+
+    load_checked = Path(directory)
+    export_onnx(load_checked, Path(file))
+
+
+def _tokenizer(root: Path) -> Any:
+    from rewriter.verify.drift import load_tokenizer
+
+    tokenizer = load_tokenizer(str(root))
+    if tokenizer is None:
+        raise RewriterError(
+            f"{root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into it, or "
+            "call rewriter.runtime.generate with token ids"
+        )
+    return tokenizer
+
+
+def _generation_defaults(root: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """End and padding tokens, as transformers would use them: generation_config.json before config.json."""
+    path = root / "generation_config.json"
+    settings = {**config, **(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})}
+    ends = settings.get("eos_token_id")
+    ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    padding = settings.get("pad_token_id")
+    return {"eos_token_ids": ids, "pad_token_id": padding if isinstance(padding, int) else (ids or [0])[0]}

@@ -1,0 +1,88 @@
+"""Computed from the real weights, never from a shrunken copy: equality (`--verify full`), drift, golden logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rewriter.passes import available
+from rewriter.passes.base import single_device
+from rewriter.program import Program
+from rewriter.verify.compare import REAL_WEIGHTS, Verification
+from rewriter.verify.drift import Drift, calibration_tokens, drift, golden_logits, golden_tokens, too_large
+from rewriter.verify.rehearsal import LENGTHS, compare_emitted, random_ids, reference_layers, reference_logits
+from rewriter.verify.simulate import load_weights, simulate
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class RealWeights:
+    """A rewritten program with its weights in memory, fp32; the caller has asked `too_large` before.
+
+    `dtype` (bf16, fp16, fp32 or None) is what the output holds them in: golden logits and drift are of weights rounded
+    to it, equality with the original is of the weights as they were.
+    """
+
+    def __init__(self, program: Program, dtype: str | None, progress: Callable[..., None]) -> None:
+        self.program, self.single = program, single_device(program)
+        self.progress = progress
+        progress("reading the weights")
+        self.stored = load_weights(self.single, torch.float32)
+        self.written = self.stored
+        if dtype not in (None, "fp32"):
+            target = DTYPES[str(dtype)]
+            rounded = {n: t.to(target).to(t.dtype) if t.is_floating_point() else t for n, t in self.stored.items()}
+            self.written = rounded
+
+    def golden(self) -> bytes:
+        """A safetensors file: the golden tokens and the logits after them, of one device."""
+        from safetensors.torch import save
+
+        self.progress("golden logits")
+        logits = golden_logits(self.single, self.written)
+        data: bytes = save({"input_ids": golden_tokens(self.program), "logits": logits})
+        return data
+
+    def drift(self, found: Verification, text: str | None) -> Drift | None:
+        """Drift from the original on the calibration text; None when every pass is exact."""
+        if all(entry.kind != "approximating" for entry in self.program.history):
+            return None
+        tokens, what = calibration_tokens(self.program, text)
+        self.progress(f"drift on {len(tokens)} tokens")
+        if what.startswith("random"):
+            found.notes.append(f"drift was measured on {what}")
+        original = self.program.origin or self.program
+        return drift(original, self.single, tokens, weights=self.written, text=what)
+
+    @torch.no_grad()
+    def compare(self, found: Verification) -> None:
+        """Compare the rewritten model with the unmodified one, or with the independent reference. Adds or raises."""
+        from transformers import AutoModelForCausalLM
+
+        source = self.program.source
+        if reason := too_large(self.single):
+            found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
+            return
+        passes = [available()[entry.name](**entry.options) for entry in self.program.history]
+        layers = reference_layers(passes, source.num_layers)
+        self.progress("comparing the real weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
+        ).eval()
+        name = "real weights: rewritten = " + ("original model" if layers is None else "its reference")
+        for length in LENGTHS:
+            ids = random_ids(model.config, length, rows=1)
+            actual = simulate(self.single, ids, weights=self.stored)
+            found.require(name, actual, reference_logits(model, layers, ids), REAL_WEIGHTS)
+
+    @torch.no_grad()
+    def compare_emitted(self, found: Verification, directory: Path) -> None:
+        """Compare what a written directory computes in processes of its own. Adds or raises."""
+        ids = [golden_tokens(self.program)]
+        expected = [simulate(self.single, ids[0], weights=self.written)]
+        ranks = self.program.mesh.get("tp", 1)
+        compare_emitted(
+            found, directory, ranks, ids, expected, limit=REAL_WEIGHTS, prefix="real weights: ", progress=self.progress
+        )

@@ -1,0 +1,119 @@
+"""The emitted module on real ranks computes what the oracle says: logits, gradients, greedy tokens with its cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from oracles import greedy_oracle, ladder_logits, ladder_oracle, relative_error
+from programs import program, shards, weights
+from ranks import run_ranks
+
+from rewriter.emit.runtime_module import emit_runtime_module
+
+TOLERANCE = 1e-4  # logits, relative to the largest
+PAD = 0
+
+
+def import_source(source: str):
+    """The emitted file as a module, from a real file so that tracebacks show it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "module.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location("emitted", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["emitted"] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+def build(source, tensors, group):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = None
+    if group is not None and group.size() > 1:
+        mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("tp",))
+    model = import_source(source).Model(mesh)
+    parameters = {n: torch.nn.Parameter(t.clone()) for n, t in tensors.items()}
+    missing, surplus = model.load_state_dict(parameters, strict=False, assign=True)
+    known = {id(p) for p in model.parameters()}
+    assert not surplus and len(known) == len(parameters), (missing, surplus)
+    return model.eval()
+
+
+def on_rank(group, cases, ids, prompts, new_tokens):
+    """Per case: logits, gradients by name, greedy tokens with cache."""
+    from rewriter.runtime import Context, generate
+
+    results = []
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    for source, tensors in cases:
+        model = build(source, tensors[group.rank()], group)
+        logits = model(ids, positions, Context())
+        logits.square().mean().backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        tokens = generate(model, prompts, new_tokens, pad_token_id=PAD) if new_tokens else None
+        results.append((logits.detach(), grads, tokens))
+    return results
+
+
+def check(name: str, ranks: int, selections: dict[str, set[int]], new_tokens: int) -> None:
+    model = zoo.build(name)
+    ids = zoo.batch(2, 21, model.config.vocab_size)
+    prompts = zoo.prompts(8, model.config.vocab_size)
+    programs = {label: program(name, layers, ranks) for label, layers in selections.items()}
+    cases = [(emit_runtime_module(p), shards(p, weights(name))) for p in programs.values()]
+    by_rank = run_ranks(on_rank, ranks, cases, ids, prompts, new_tokens, timeout=240)
+    for index, (label, layers) in enumerate(selections.items()):
+        expected = ladder_logits(model, layers, ids)
+        results = [rank[index] for rank in by_rank]
+        for logits, _, _ in results:
+            assert relative_error(logits, expected) <= TOLERANCE, label
+        with ladder_oracle(model, layers) as oracle:
+            oracle.zero_grad()
+            oracle(ids).logits.square().mean().backward()
+        compare_gradients(programs[label], [grads for _, grads, _ in results], model)
+        if new_tokens:
+            with ladder_oracle(model, layers) as oracle:
+                wanted = greedy_oracle(lambda x, m=oracle: m(x).logits, prompts, new_tokens)
+            assert all(tokens == wanted for _, _, tokens in results), label
+
+
+def compare_gradients(sharded, by_rank, model) -> None:
+    """Every parameter's gradient: shards are the parts of the single-device gradient, replicas equal it."""
+    for name, parameter in sharded.parameters.items():
+        expected = model.get_parameter(name).grad
+        for rank, grads in enumerate(by_rank):
+            part = expected
+            if parameter.ranges is not None:
+                part = torch.cat([expected.narrow(parameter.dim, a, b - a) for a, b in parameter.ranges[rank]], parameter.dim)
+            scale = expected.abs().max()
+            error = (grads[name] - part).abs().max() / scale
+            assert error <= 1e-4, f"{name} on rank {rank}: {error:.1e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+def test_emitted_modules_on_real_ranks_equal_the_oracle(name, ranks):
+    depth = zoo.shared(name).config.num_hidden_layers
+    check(name, ranks, zoo.selections(depth), new_tokens=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "qwen3_moe"])
+def test_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, ranks):
+    depth = zoo.shared(name).config.num_hidden_layers
+    check(name, ranks, {"upper-half": zoo.selections(depth)["upper-half"]}, new_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+def test_64_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, ranks):
+    depth = zoo.shared(name).config.num_hidden_layers
+    check(name, ranks, zoo.selections(depth), new_tokens=64)

@@ -1,0 +1,274 @@
+"""The emitted files themselves: readable, formatted, independent of rewriter, and loud where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import emitted
+import oracles
+import pytest
+import torch
+import zoo
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.errors import RewriterError
+from rewriter.passes.ladder import Ladder
+
+# What a reader of the generated Llama file sees of a ladder layer.
+LADDER_FORWARD = '''
+class LadderLlamaDecoderLayer(LlamaDecoderLayer):
+    """`self_attn` and `mlp` read the residual stream as it was one block before.
+
+    It hands on the residual stream, and what it was one block before.
+    """
+
+    takes = 2
+    gives = 2
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ):
+        hidden_states, earlier_states = hidden_states.chunk(2, dim=-1)
+        input_layernorm = self.input_layernorm(earlier_states)
+        self_attn = self.self_attn(
+            hidden_states=input_layernorm,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )[0]
+        after_self_attn = hidden_states + self_attn
+        post_attention_layernorm = self.post_attention_layernorm(hidden_states)
+        mlp = self.mlp(post_attention_layernorm)
+        after_mlp = after_self_attn + mlp
+        return torch.cat((after_mlp, after_self_attn), dim=-1)
+'''
+
+
+def modeling(family: str, selection: str) -> str:
+    text = emit_huggingface(emitted.ladder(family, selection)).modeling
+    assert text is not None
+    return text
+
+
+def test_a_ladder_layer_reads_like_the_source() -> None:
+    assert LADDER_FORWARD in modeling("llama", "all")
+
+
+def test_the_header_says_what_made_the_file_from_what() -> None:
+    program = emitted.ladder("llama", "upper-half").with_(recipe={"name": "ladder-upper-half"})
+    text = str(emit_huggingface(program).modeling)
+    assert "(recipe ladder-upper-half) from a llama checkpoint" in text
+    assert "ladder(layers=[2, 3]): 4 of 8 blocks read the stream one block earlier" in text
+
+
+@pytest.mark.parametrize("selection", emitted.SELECTIONS)
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_file_is_formatted_and_clean(family: str, selection: str, tmp_path: Path) -> None:
+    file = tmp_path / "modeling.py"
+    file.write_text(modeling(family, selection))
+    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    for command in (["format", "--diff"], ["check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", str(pyproject), str(file)]
+        result = subprocess.run(ruff, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_config_keeps_everything_of_the_source(family: str) -> None:
+    source = json.loads((emitted.source(family) / "config.json").read_text())
+    config = emit_huggingface(emitted.ladder(family, "upper-half")).config
+    ours = {"architectures", "auto_map", "model_type", "rewriter_layers"}
+    assert {k: v for k, v in config.items() if k in source and k not in ours} == {
+        k: v for k, v in source.items() if k not in ours
+    }
+    assert config["tie_word_embeddings"] == zoo.config(family).tie_word_embeddings
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert config["model_type"] == "rewriter_" + source["model_type"]
+    assert len(config["rewriter_layers"]) == emitted.program(family).source.num_layers
+
+
+def test_kinds_of_layers() -> None:
+    def kinds(family: str, selection: str) -> list[str]:
+        return list(emit_huggingface(emitted.ladder(family, selection)).config["rewriter_layers"])
+
+    assert kinds("llama", "all") == ["ladder_first", "ladder", "ladder", "ladder_last"]
+    assert kinds("llama", "upper-half") == ["standard", "standard_to_ladder", "ladder", "ladder_last"]
+    assert kinds("qwen3", "scattered") == ["standard_to_ladder", "ladder_last"] * 2 + ["standard"]
+    assert kinds("gemma3_text", "all") == ["ladder_first", *["ladder"] * 4, "ladder_last"]
+    # A parallel layer is one block: the first has nothing to skip and is the source's.
+    assert kinds("gpt_neox", "all") == ["standard_to_ladder", "ladder", "ladder", "ladder_last"]
+
+
+def test_a_program_that_was_not_rewired_keeps_config_and_code() -> None:
+    files = emit_huggingface(emitted.program("mixtral"))
+    assert files.modeling is None
+    assert files.modeling_name is None
+    assert files.model_type == "mixtral"
+    assert files.config == json.loads((emitted.source("mixtral") / "config.json").read_text())
+
+
+def test_foreign_code_is_refused() -> None:
+    program = emitted.ladder("llama", "all")
+    source = dataclasses.replace(program.source, module="transformers_modules.mine.modeling_mine")
+    with pytest.raises(RewriterError, match="cannot import"):
+        emit_huggingface(program.with_(source=source))
+
+
+# Loading
+
+
+def test_without_trust_remote_code_it_fails_instead_of_loading_the_original() -> None:
+    path = emitted.emitted("llama", "all")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def test_without_its_code_the_model_type_is_unknown(tmp_path: Path) -> None:
+    """Someone who strips auto_map does not get the original wiring either."""
+    config = json.loads((emitted.emitted("llama", "all") / "config.json").read_text())
+    del config["auto_map"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ValueError, KeyError), match="rewriter_llama"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_changed_source_layer_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "changed-source")
+    original = inspect.getsource
+
+    def getsource(thing: Any) -> str:
+        text = original(thing)
+        return (
+            text.replace("residual +", "residual -") if getattr(thing, "__name__", "") == "Qwen2DecoderLayer" else text
+        )
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    with pytest.raises(ImportError, match=r"Qwen2DecoderLayer of transformers .* is not the one"):
+        emitted.load(tmp_path / "changed-source")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (None, "names 0 layers, the model has 4"),
+        (["ladder_first", "ladder", "ladder_last"], "names 3 layers, the model has 4"),
+        (["ladder_first", "ladder", "ladder", "laddder"], "'laddder'; there are standard, ladder_first"),
+        (["ladder", "ladder", "ladder", "ladder_last"], r"rewriter_layers\[0\]: 'ladder' cannot stand"),
+        (["ladder_first", "standard", "standard", "standard"], r"rewriter_layers\[1\]: 'standard' cannot stand"),
+        (["ladder_first", "ladder", "ladder", "ladder"], "ends with 'ladder'"),
+    ],
+)
+def test_a_config_that_was_edited_wrongly_is_refused(kinds: list[str] | None, message: str) -> None:
+    config = AutoConfig.from_pretrained(emitted.emitted("llama", "all"), trust_remote_code=True)
+    config.rewriter_layers = kinds
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+
+
+def test_layers_can_be_chosen_in_the_config(tmp_path: Path) -> None:
+    """The same file serves other selections of its kinds: here all but the first two layers become standard again."""
+    shutil.copytree(emitted.emitted("llama", "all"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["rewriter_layers"] = ["ladder_first", "ladder_last", "standard", "standard"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    ids = zoo.batch()
+    with torch.no_grad():
+        logits = emitted.load(tmp_path / "out")(input_ids=ids).logits
+    assert oracles.relative_error(logits, oracles.ladder_logits(zoo.shared("llama"), {0, 1}, ids)) <= 1e-5
+
+
+def test_cross_attention_that_was_not_traced_is_refused() -> None:
+    layer = oracles.layers_of(emitted.shared("gpt2", "all"))[1]
+    hidden = torch.zeros(1, 3, 2 * zoo.HIDDEN)
+    with pytest.raises(ValueError, match="encoder_hidden_states: LadderGPT2Block was generated without it"):
+        layer(hidden, encoder_hidden_states=hidden)
+
+
+def test_layers_are_kept_whole_when_a_model_is_spread_over_devices() -> None:
+    model = emitted.shared("llama", "all")
+    used = {type(layer).__name__ for layer in oracles.layers_of(model)}
+    assert used == {"LadderFirstLlamaDecoderLayer", "LadderLlamaDecoderLayer", "LadderLastLlamaDecoderLayer"}
+    assert used <= set(model._no_split_modules)
+
+
+def test_initialisation_draws_what_the_source_draws() -> None:
+    config = AutoConfig.from_pretrained(emitted.emitted("llama", "all"), trust_remote_code=True)
+    torch.manual_seed(3)
+    ours = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(zoo.config("llama"))
+    expected = dict(theirs.named_parameters())
+    assert [n for n, _ in ours.named_parameters()] == list(expected)
+    assert all(torch.equal(p, expected[n]) for n, p in ours.named_parameters())
+
+
+ISOLATED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "rewriter":
+            raise ModuleNotFoundError("rewriter is not installed here")
+sys.meta_path.insert(0, Absent())
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, attn_implementation="eager")
+with torch.no_grad():
+    torch.save(model.eval()(input_ids=torch.load(sys.argv[2])).logits, sys.argv[3])
+assert "rewriter" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_it_loads_where_rewriter_is_not_installed(family: str, tmp_path: Path) -> None:
+    ids = zoo.batch()
+    torch.save(ids, tmp_path / "ids")
+    command = [sys.executable, "-I", "-c", ISOLATED, emitted.emitted(family, "scattered"), tmp_path / "ids"]
+    result = subprocess.run(
+        [*map(str, command), str(tmp_path / "logits")],
+        cwd=tmp_path,
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    expected = oracles.ladder_logits(zoo.shared(family), emitted.layers(family, "scattered"), ids)
+    assert oracles.relative_error(torch.load(tmp_path / "logits"), expected) <= 1e-5
+
+
+def test_two_checkpoints_of_one_type_live_in_one_process() -> None:
+    """Registering the conversions twice is harmless, and each model keeps its own wiring."""
+    ids = zoo.batch()
+    for selection in ("all", "scattered", "all"):
+        with torch.no_grad():
+            logits = emitted.load(emitted.emitted("mixtral", selection))(input_ids=ids).logits
+        expected = oracles.ladder_logits(zoo.shared("mixtral"), emitted.layers("mixtral", selection), ids)
+        assert oracles.relative_error(logits, expected) <= 1e-5
+
+
+def test_ladder_of_a_selection_by_name() -> None:
+    named = emit_huggingface(Ladder("upper-half").apply(emitted.program("llama")))
+    listed = emit_huggingface(emitted.ladder("llama", "upper-half"))
+    assert named.config == listed.config

@@ -1,0 +1,202 @@
+"""From a directory to running ranks: loading, its refusals, and generation under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import runtime_qwen
+import runtime_reference as reference
+import torch
+from ranks import RankError, run_ranks
+from safetensors.torch import load_file, save_file
+
+from rewriter import RewriterError
+from rewriter.runtime import Context, load
+from rewriter.runtime.launch import launch
+
+PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
+
+
+def write(root, ranks, class_name="Model", source=None):
+    """An output directory as the emitter lays it out, for tests/runtime_qwen.py."""
+    part = root / "runtime" / f"tp{ranks}"
+    part.mkdir(parents=True)
+    if source is None:
+        shutil.copy(runtime_qwen.__file__, part / "module.py")
+    else:
+        (part / "module.py").write_text(source)
+    files = [f"runtime/tp{ranks}/rank-{rank}.safetensors" for rank in range(ranks)]
+    for rank, name in enumerate(files):
+        own = {key: reference.shard(key, value, rank, ranks).contiguous() for key, value in reference.weights().items()}
+        save_file(own, root / name)
+    entry = {"module": f"runtime/tp{ranks}/module.py", "class": class_name, "ranks": files}
+    manifest = {"mesh": {"tp": ranks}, "runtime": {f"tp{ranks}": entry}}
+    (root / "rewrite.json").write_text(json.dumps(manifest))
+    return root
+
+
+def edit(root, change):
+    """Apply `change` to the tensors of rank 0."""
+    path = root / "runtime/tp1/rank-0.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_loads_every_tensor_and_keeps_constants(tmp_path):
+    model = load(write(tmp_path, 1))
+    assert not model.training
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(state, reference.weights(), rtol=0, atol=0)
+    torch.testing.assert_close(model.model.inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    ids = torch.tensor([PROMPTS[1]])
+    expected = reference.logits(reference.weights(), ids, runtime_qwen.LADDER_FROM)
+    torch.testing.assert_close(model(ids, torch.arange(5)[None], Context()), expected, rtol=1e-4, atol=1e-4)
+    assert not list(tmp_path.rglob("__pycache__"))
+
+
+def test_dtype_applies_to_weights_and_not_to_constants(tmp_path):
+    model = load(write(tmp_path, 1), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.model.inv_freq.dtype == torch.float32
+
+
+TIED = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(2))
+"""
+
+
+@pytest.mark.parametrize("stored", [["embed.weight"], ["head.weight"]])
+def test_tied_weights_stay_one_parameter_under_either_name(tmp_path, stored):
+    write(tmp_path, 1, source=TIED)
+    tensors = {name: torch.arange(32.0).reshape(8, 4) for name in stored} | {"seen": torch.ones(2)}
+    save_file(tensors, tmp_path / "runtime/tp1/rank-0.safetensors")
+    model = load(tmp_path)
+    assert model.head.weight is model.embed.weight
+    torch.testing.assert_close(model.head.weight.detach(), torch.arange(32.0).reshape(8, 4))
+    torch.testing.assert_close(model.seen, torch.ones(2))
+
+
+def test_names_and_shapes_are_checked_both_ways(tmp_path):
+    write(tmp_path, 1)
+    edit(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(
+        RewriterError, match=r"rank-0.safetensors: it does not fit its module: missing model.norm.weight"
+    ):
+        load(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31), "extra": torch.ones(1)}))
+    with pytest.raises(
+        RewriterError, match=r"unknown extra; model.norm.weight has shape \[31\], the module expects \[32\]"
+    ):
+        load(tmp_path)
+
+
+def manifest(root, change):
+    content = json.loads((root / "rewrite.json").read_text())
+    change(content)
+    (root / "rewrite.json").write_text(json.dumps(content))
+
+
+BREAKAGES = {
+    "no manifest": (lambda root: (root / "rewrite.json").unlink(), "no rewrite.json in it"),
+    "half a manifest": (lambda root: (root / "rewrite.json").write_text('{"mesh"'), "cannot be read as JSON"),
+    "a manifest without runtime": (
+        lambda root: manifest(root, lambda m: m.pop("runtime")),
+        "describes no runtime module",
+    ),
+    "a manifest of lists": (lambda root: (root / "rewrite.json").write_text("[]"), "describes no runtime module"),
+    "too few files": (
+        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update(ranks=[])),
+        "lists 0 rank files for 1 ranks",
+    ),
+    "a path outside": (
+        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update(module="../module.py")),
+        "'../module.py' points outside the directory",
+    ),
+    "no module": (lambda root: (root / "runtime/tp1/module.py").unlink(), "module.py: no such file"),
+    "another class": (
+        lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update({"class": "Other"})),
+        "no class 'Other' in it",
+    ),
+    "a cut file": (
+        lambda root: os.truncate(root / "runtime/tp1/rank-0.safetensors", 1000),
+        "cannot be read as safetensors",
+    ),
+    "another number of ranks": (
+        lambda root: (shutil.rmtree(root), root.mkdir(), write(root, 2)),
+        "for 2 ranks, but 1 runs. Start it with torchrun --nproc-per-node 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKAGES)
+def test_a_broken_directory_is_refused_with_its_reason(tmp_path, what):
+    root = tmp_path / "out"
+    write(root, 1)
+    breakage, reason = BREAKAGES[what]
+    breakage(root)
+    with pytest.raises(RewriterError, match=reason):
+        load(root)
+
+
+def load_here(group, directory):
+    return load(directory)
+
+
+def test_the_wrong_number_of_processes_names_both(tmp_path):
+    with pytest.raises(RankError, match=r"for 4 ranks, but 2 run. Start it with torchrun --nproc-per-node 4"):
+        run_ranks(load_here, 2, str(write(tmp_path, 4)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_launch_generates_on_real_ranks(tmp_path, ranks):
+    w = {name: value.double() for name, value in reference.weights().items()}
+    expected = [reference.greedy(w, prompt, 12, runtime_qwen.LADDER_FROM) for prompt in PROMPTS]
+    request = {"prompts": PROMPTS, "max_new_tokens": 12}
+    assert launch(write(tmp_path, ranks), ranks, request, timeout=60) == {"tokens": expected}
+
+
+def alive(directory):
+    """Processes whose command line names `directory`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path.parent.name] if os.fsencode(directory) in path.read_bytes() else []
+        except OSError:
+            continue
+    return found
+
+
+HANGS = "import time\nfrom torch import nn\nclass Model(nn.Module):\n    def __init__(self, mesh):\n        {body}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_that_hang_are_stopped(tmp_path):
+    write(tmp_path, 2, source=HANGS.format(body="time.sleep(3600)"))
+    with pytest.raises(RewriterError, match="2 ranks gave no result in 8 s, and were stopped"):
+        launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=8)
+    deadline = time.monotonic() + 10
+    while alive(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(tmp_path)
+
+
+def test_a_failing_rank_is_reported_with_its_traceback_and_stops_the_others(tmp_path):
+    body = 'if mesh.get_rank() == 1: raise ValueError("the reason")\n        time.sleep(3600)'
+    write(tmp_path, 2, source=HANGS.format(body=body))
+    with pytest.raises(RewriterError, match=r"rank 1 failed:\n(.|\n)*ValueError: the reason"):
+        launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=60)
