@@ -125,8 +125,7 @@ def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str])
     """Write the single-device model of an output directory as ONNX, with positions and without cache."""
     from rewriter.emit.onnx import export_onnx
 
-    load_checked = Path(directory)
-    export_onnx(load_checked, Path(file))
+    export_onnx(Path(directory), Path(file))
 
 
 def _tokenizer(root: Path) -> Any:

@@ -320,13 +320,13 @@ def _job(
     """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
     return {
         "checkpoint": layout.checkpoint.fingerprint(),
-        "emitted": hashlib.sha256(json.dumps(dict(layout.texts)).encode()).hexdigest(),
         "passes": [[e.name, _plain(e.options)] for e in program.history],
         "tp": program.mesh.get("tp", 1),
         "dtype": dtype,
         "verify": verify,
         "text": text,
         "versions": versions(),
+        "emitted code": hashlib.sha256(json.dumps(dict(layout.texts)).encode()).hexdigest(),
     }
 
 

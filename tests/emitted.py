@@ -86,6 +86,11 @@ def shared(family: str, selection: str, attention: str = "eager") -> PreTrainedM
     return load(emitted(family, selection), attn_implementation=attention)
 
 
+def layers_of(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers of an emitted causal LM, whose model type the oracles do not know."""
+    return model.base_model.h if "gpt2" in model.config.model_type else model.base_model.layers
+
+
 def left_padded(prompts: list[list[int]], padding: int = 0) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask, int64 (batch, longest), of prompts filled up on the left."""
     length = max(map(len, prompts))

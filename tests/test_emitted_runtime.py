@@ -32,7 +32,7 @@ def import_source(source: str):
         return module
 
 
-def build(source, tensors, group):
+def build(source, tensors, ties, group):
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = None
@@ -40,9 +40,8 @@ def build(source, tensors, group):
         mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("tp",))
     model = import_source(source).Model(mesh)
     parameters = {n: torch.nn.Parameter(t.clone()) for n, t in tensors.items()}
-    missing, surplus = model.load_state_dict(parameters, strict=False, assign=True)
-    known = {id(p) for p in model.parameters()}
-    assert not surplus and len(known) == len(parameters), (missing, surplus)
+    tied = {alias: parameters[canonical] for alias, canonical in ties.items()}
+    model.load_state_dict(parameters | tied, strict=True, assign=True)
     return model.eval()
 
 
@@ -52,8 +51,8 @@ def on_rank(group, cases, ids, prompts, new_tokens):
 
     results = []
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
-    for source, tensors in cases:
-        model = build(source, tensors[group.rank()], group)
+    for source, tensors, ties in cases:
+        model = build(source, tensors[group.rank()], ties, group)
         logits = model(ids, positions, Context())
         logits.square().mean().backward()
         grads = {n: p.grad for n, p in model.named_parameters()}
@@ -67,7 +66,7 @@ def check(name: str, ranks: int, selections: dict[str, set[int]], new_tokens: in
     ids = zoo.batch(2, 21, model.config.vocab_size)
     prompts = zoo.prompts(8, model.config.vocab_size)
     programs = {label: program(name, layers, ranks) for label, layers in selections.items()}
-    cases = [(emit_runtime_module(p), shards(p, weights(name))) for p in programs.values()]
+    cases = [(emit_runtime_module(p), shards(p, weights(name)), dict(p.ties)) for p in programs.values()]
     by_rank = run_ranks(on_rank, ranks, cases, ids, prompts, new_tokens, timeout=240)
     for index, (label, layers) in enumerate(selections.items()):
         expected = ladder_logits(model, layers, ids)

@@ -53,7 +53,7 @@ def test_gradient_checkpointing_changes_nothing(family: str, reentrant: bool) ->
     plain = step(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     calls = []
-    child = next(oracles.layers_of(model)[1].children())
+    child = next(emitted.layers_of(model)[1].children())
     child.register_forward_pre_hook(lambda module, args: calls.append(module))
     assert_same_step(step(model, ids), plain)
     assert len(calls) == 2  # it was recomputed

@@ -410,7 +410,7 @@ def _local_bounds(args: list[Any], size: int, ranges: tuple[Ranges, ...]) -> lis
 
 
 def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int) -> None:
-    """A sum or mean over the split dimension, completed by an all-reduce whose result is entered again."""
+    """A sum or mean over the split dimension, completed by an all-reduce; the result is replicated."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if source not in sharded:
@@ -425,9 +425,7 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int)
     if node.target is aten.mean.dim:
         with graph.inserting_after(last):
             last = graph.call_function(aten.mul.Tensor, (last, 1.0 / ranks))
-    with graph.inserting_after(last):
-        last = graph.call_function(ops.enter, (last, AXIS))
-    for new in (total, last, *([last.args[0]] if last.args[0] is not total else [])):
+    for new in (total, last):
         new.meta["val"] = value_of(node)
     for user in users:
         user.replace_input_with(node, last)
@@ -436,7 +434,7 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int)
 def differentiable(node: fx.Node, body: Body) -> bool:
     """Whether a gradient can reach `node`: a floating value that depends on a parameter or on a differentiated input."""
     value = value_of(node)
-    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+    if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
         return False
     if node.op == "get_attr":
         return str(node.target) in body.parameters

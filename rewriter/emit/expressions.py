@@ -27,11 +27,11 @@ _METHODS = {
     aten.view.default: "view", aten.reshape.default: "reshape", aten._unsafe_view.default: "view",
     aten.transpose.int: "transpose", aten.permute.default: "permute", aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze", aten.expand.default: "expand", aten.contiguous.default: "contiguous",
-    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow", aten.cos.default: "cos", aten.sin.default: "sin",
+    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow", aten.type_as.default: "type_as", aten.cos.default: "cos", aten.sin.default: "sin",
     aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.exp.default: "exp", aten.sqrt.default: "sqrt",
     aten.rsqrt.default: "rsqrt", aten.abs.default: "abs", aten.flatten.using_ints: "flatten", aten.clamp.default: "clamp",
     aten.masked_fill.Scalar: "masked_fill", aten.gather.default: "gather", aten.scatter.src: "scatter",
-    aten.index_select.default: "index_select", aten.select.int: "select", aten.type_as.default: "type_as",
+    aten.index_select.default: "index_select", aten.select.int: "select",
 }  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
@@ -67,7 +67,7 @@ class Printer:
             return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
         if isinstance(x, torch.dtype):
             return str(x)
-        return repr(x)
+        return f'"{x}"' if isinstance(x, str) else repr(x)
 
     def arguments(self, args: Any, kwargs: Mapping[str, Any]) -> str:
         return ", ".join([*map(self.value, args), *(f"{k}={self.value(v)}" for k, v in kwargs.items())])

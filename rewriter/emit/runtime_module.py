@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from rewriter import ops
@@ -18,7 +19,7 @@ from rewriter.emit.expressions import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments
 from rewriter.emit.statements import Lines, Names
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Module, Program
+from rewriter.program import Body, Leaf, Module, Program
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,11 @@ class _Emitter:
 
     def _layer(self, index: int, region: Region) -> _Layer:
         path = self.program.layer_path(index)
-        children = {p.removeprefix(f"{path}."): m for p, m in self.program.modules.items() if p.startswith(f"{path}.")}
+        children = {
+            p.removeprefix(f"{path}."): m
+            for p, m in self.program.modules.items()
+            if p.startswith(f"{path}.") and not _is_dropout(m)
+        }
         takes, names = self._interface(region)
         previous = False
 
@@ -239,9 +244,10 @@ class _Emitter:
     # --- the model -------------------------------------------------------------------------------------------------------------
 
     def _model(self, layers: list[_Layer]) -> str:
-        outside = {p: m for p, m in self.program.modules.items() if not p.startswith(f"{self.source_info.layers}.")}
+        inside = f"{self.source_info.layers}."
+        outside = {p: m for p, m in self.program.modules.items() if not p.startswith(inside) and not _is_dropout(m)}
         paths = {p: p.replace("#", "_variant_") for p in outside}
-        dropout = max((m.dropout for m in self.program.modules.values() if isinstance(m, Body)), default=0.0)
+        dropout = max(m.dropout if isinstance(m, Body) else m.options.get("p", 0.0) for m in self.program.modules.values())
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
@@ -293,8 +299,11 @@ class _Emitter:
         before = self.outline.before
         keep: dict[fx.Node, str | None] = {n: None for n in before if n in used_later}
 
+        crossing = {name for layer in layers for name in self._roles(layer.gives).values()}
+
         def role(node: fx.Node) -> str:
-            return "x" if "stream" in node.meta else self._context_name(node)
+            name = "x" if "stream" in node.meta else self._context_name(node)
+            return f"outer_{name}" if name in crossing and "stream" not in node.meta else name
 
         first = Lines(before, env, keep, role, module, lambda a: f"self.{a}", "self.tp")
         first.run()
@@ -352,6 +361,10 @@ class _Emitter:
         return role_of(node)
 
 
+def _is_dropout(module: Module) -> bool:
+    return isinstance(module, Leaf) and module.kind == "Dropout"
+
+
 def wrapped(code: str, width: int = 120) -> str:
     """Break the calls of lines that are too long, one argument a line."""
     lines: list[str] = []
@@ -389,6 +402,8 @@ def role_of(node: fx.Node) -> str:
         return role_of(node.args[0]).removesuffix("_pending")  # type: ignore[arg-type]
     if node.op == "call_module":
         return str(node.target).partition("#")[0].rpartition(".")[2]
+    if node.target is torch.ops.aten.sym_size.int:
+        return {0: "batch", 1: "length"}.get(node.args[1], "size")  # type: ignore[call-overload]
     return "x" if "stream" in node.meta or node.meta.get("layer") is None else "total"
 
 

@@ -37,10 +37,10 @@ class TensorParallel:
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
         if ranks == 1:
-            return record(program, self, "one rank: nothing to split")
+            return record(program, self, "one rank: nothing to split", graph=_without_dropout(program))
         check_heads(program, ranks)
         program = program.with_(modules=with_constant_inputs(program))
-        graph, _ = program.edit()
+        graph = _without_dropout(program)
         sharder = _Sharder(program, graph, ranks)
         sharder.layers()
         sharder.vocabulary()
@@ -68,6 +68,18 @@ def check_heads(program: Program, ranks: int) -> None:
             below = max(d for d in valid if d < ranks)
             near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
             raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
+
+
+def _without_dropout(program: Program) -> fx.Graph:
+    """The wiring without dropout modules: a runtime module computes in eval mode, and between a partial sum and its
+    all-reduce they would only be in the way."""
+    graph, _ = program.edit()
+    for node in list(graph.nodes):
+        if node.op == "call_module" and (module := program.modules[str(node.target)]) and isinstance(module, Leaf):
+            if module.kind == "Dropout":
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+    return graph
 
 
 class _Sharder:

@@ -149,6 +149,8 @@ class BodyTracer:
         leaf = as_leaf(module)
         if leaf is not None:
             return leaf
+        if type(module) is nn.Dropout:
+            return Leaf("Dropout", {"p": module.p}, {})
         lifted = {name: m for name, m in module.named_modules() if name and is_lifted(m)}
         tensors, rebuild = tensors_of(recorded)
         calls = record_calls(lambda: module(*recorded.args, **recorded.kwargs), lifted)
@@ -320,10 +322,24 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             kwargs.pop("pin_memory", None)
             if kwargs.pop("device", None) is not None and model_dtype:
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
-            env[node] = emit(node, target, args, kwargs)
+            env[node] = emit(node, _functional(target), args, kwargs)
+            if target is not env[node].target:  # later readers of what was overwritten read the result
+                env[node.args[0]] = env[node]
     drop_dead_nodes(graph)
     live = {n.target for n in graph.nodes if n.op == "get_attr"}
     return graph, {name: value for name, value in used.items() if name in live}
+
+
+def _functional(target: Any) -> Any:
+    """The out-of-place twin of an in-place ATen operator; other operators as they are."""
+    schema = target._schema
+    if not schema.is_mutable:
+        return target
+    name = schema.name.removeprefix("aten::")
+    twin = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+    if not name.endswith("_") or twin is None:
+        raise RewriterError(f"{target} overwrites its input and has no out-of-place form")
+    return twin
 
 
 def input_names(module: nn.Module, recorded: Recorded) -> list[str]:

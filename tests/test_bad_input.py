@@ -1,0 +1,369 @@
+"""Bad input gets one clear message and a non-zero exit, and nothing half-written.
+
+Everything here goes through the command line as a user would, in this process. After each refusal the working
+directory is what it was before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rewriter.cli import main
+from rewriter.errors import RewriterError
+from rewriter.output import OutputDirectory
+from rewriter.weights import space
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("good") / "m"
+    zoo.save("llama", root)
+    return root
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a good model to be spoilt; the working directory is beside it."""
+    shutil.copytree(good, tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
+    return tmp_path / "m"
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def listing(root: Path) -> dict[str, bytes | None]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+def refused(capsys: Capture, *words: str, code: int = 2) -> str:
+    """The one message of a refused command that left everything as it was."""
+    before = listing(Path.cwd())
+    assert main(list(words)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    assert listing(Path.cwd()) == before
+    return err.removeprefix("error: ").strip()
+
+
+def convert(capsys: Capture, model: Path | str = "m", *more: str) -> str:
+    return refused(capsys, str(model), "--recipe", "ladder-upper-half", "--out", "out", *more)
+
+
+# The model
+
+
+def test_no_such_model(model: Path, capsys: Capture) -> None:
+    assert "no such model: ./absent" in convert(capsys, "./absent")
+    assert "no such model: org/absent" in convert(capsys, "org/absent")
+
+
+def test_a_directory_that_is_no_model(model: Path, capsys: Capture) -> None:
+    (model / "config.json").unlink()
+    assert "holds no config.json" in convert(capsys)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "{}", '{"model_type": "lllama"}', "\x00\xff"])
+def test_a_config_that_is_none(model: Path, capsys: Capture, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert "m" in convert(capsys)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "consolidated.pth"])
+def test_pickled_weights_are_refused_by_name_and_not_opened(model: Path, capsys: Capture, name: str) -> None:
+    (model / "model.safetensors").unlink()
+
+    class Trap:
+        def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+            return (os.mkdir, (str(model / "trapped"),))
+
+    (model / name).write_bytes(pickle.dumps(Trap()))
+    message = convert(capsys)
+    assert name in message
+    assert "pickled" in message
+    assert not (model / "trapped").exists()
+
+
+def test_no_weights_at_all(model: Path, capsys: Capture) -> None:
+    (model / "model.safetensors").unlink()
+    assert "no weights: neither model.safetensors nor model.safetensors.index.json" in convert(capsys)
+
+
+# Tensors, known from headers before anything is written
+
+
+def test_a_missing_tensor(model: Path, capsys: Capture) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors")
+    assert "lacks model.layers.1.mlp.up_proj.weight" in convert(capsys)
+
+
+def test_a_surplus_tensor(model: Path, capsys: Capture) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.4.mlp.up_proj.weight"] = torch.zeros(3)
+    save_file(tensors, model / "model.safetensors")
+    assert "model.layers.4.mlp.up_proj.weight" in convert(capsys)
+
+
+def test_a_surplus_tensor_that_transformers_ignores_is_none(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert main(["m", "--recipe", "ladder-upper-half", "--out", "out", "--verify", "none"]) == 0
+
+
+def test_a_tensor_of_another_shape(model: Path, capsys: Capture) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(63)
+    save_file(tensors, model / "model.safetensors")
+    assert "model.norm.weight: the checkpoint holds 63, its config says 64" in convert(capsys)
+
+
+# Headers and indices that lie
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def test_a_truncated_file(model: Path, capsys: Capture) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "model.safetensors: not a valid safetensors file" in convert(capsys)
+    path.write_bytes(b"")
+    assert "model.safetensors: not a valid safetensors file" in convert(capsys)
+    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    assert "its header claims" in convert(capsys)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"shape": [1 << 40, 1 << 40]},
+        {"shape": [-1]},
+        {"data_offsets": [0, 1 << 50]},
+        {"data_offsets": [8, 0]},
+        {"dtype": "F1"},
+        {"dtype": "BF16"},
+    ],
+    ids=str,
+)
+def test_a_header_that_lies(model: Path, capsys: Capture, lie: dict[str, object]) -> None:
+    rewrite_header(model / "model.safetensors", lambda header: header["model.norm.weight"].update(lie))
+    message = convert(capsys)
+    assert "not a valid safetensors file" in message
+    assert "model.norm.weight" in message or "data of" in message
+
+
+def split(model: Path) -> dict[str, str]:
+    """Split the weights into two files with an index, as large checkpoints are; returns the weight map."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, model / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index(model, weight_map)
+    return weight_map
+
+
+def index(model: Path, weight_map: dict[str, str]) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "a/../../secret.safetensors"])
+def test_an_index_that_points_outside(model: Path, capsys: Capture, name: str) -> None:
+    weight_map = split(model)
+    shutil.copy(model / "model-00001-of-00002.safetensors", model.parent / "secret.safetensors")
+    index(model, {n: name if f.startswith("model-00001") else f for n, f in weight_map.items()})
+    message = convert(capsys)
+    assert repr(name) in message
+    assert "is not followed" in message
+
+
+def test_symlinks_as_in_the_hub_cache_are_fine(model: Path) -> None:
+    split(model)
+    blobs = model.parent / "blobs"
+    blobs.mkdir()
+    for path in list(model.glob("*.safetensors")):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../blobs/{path.name}")
+    assert main(["m", "--recipe", "ladder-upper-half", "--out", "out", "--verify", "none", "--tp", "2"]) == 0
+    copied = model.parent / "out/model-00001-of-00002.safetensors"
+    assert not copied.is_symlink()
+    assert copied.read_bytes() == (blobs / copied.name).read_bytes()
+
+
+def test_an_index_and_files_that_disagree(model: Path, capsys: Capture) -> None:
+    weight_map = split(model)
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors: missing" in convert(capsys)
+    index(model, weight_map | {"extra": "model-00001-of-00002.safetensors"})
+    assert "extra" in convert(capsys) or "missing" in convert(capsys)
+    (model / "model.safetensors.index.json").write_text("[1]")
+    assert "it has no weight_map" in convert(capsys)
+
+
+# The recipe and the options
+
+
+def test_an_unknown_recipe_pass_or_option_names_the_nearest(model: Path, capsys: Capture) -> None:
+    assert "Did you mean 'ladder'?" in refused(capsys, "m", "--recipe", "lader", "--out", "out")
+    assert "no pass 'lader'. Did you mean 'ladder'?" in convert(capsys, "m", "--set", "lader.layers=all")
+    assert "Did you mean 'layers'?" in convert(capsys, "m", "--set", "ladder.layer=all")
+    assert "ladder.layers=upper-hlf" in convert(capsys, "m", "--set", "ladder.layers=upper-hlf")
+    assert "the model has 4" in convert(capsys, "m", "--set", "ladder.layers=last:20")
+
+
+def test_a_hostile_recipe_constructs_nothing(model: Path, capsys: Capture) -> None:
+    recipe = Path("evil.yaml")
+    recipe.write_text(f"name: x\nsummary: !!python/object/apply:os.mkdir ['{Path.cwd()}/trap']\npaper: p\npasses: []\n")
+    message = refused_lines(capsys, "m", "--recipe", "evil.yaml", "--out", "out")
+    assert "tag !!python/object/apply:os.mkdir" in message
+    assert not Path("trap").exists()
+
+
+def refused_lines(capsys: Capture, *words: str) -> str:
+    """As `refused`, for a recipe file: all its faults are told, one per line."""
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def test_a_degree_that_does_not_divide(model: Path, capsys: Capture) -> None:
+    assert convert(capsys, "m", "--tp", "3") == "--tp 3: 8 query heads do not divide by 3. Nearest: 2, 4."
+
+
+def test_options_that_contradict(model: Path, capsys: Capture) -> None:
+    assert "--link with --dtype" in convert(capsys, "m", "--link", "--dtype", "bf16")
+
+
+def test_what_is_for_timing_is_not_written(model: Path, capsys: Capture) -> None:
+    assert "timing only" in refused(capsys, "m", "--recipe", "upper-bound", "--tp", "2", "--out", "out")
+
+
+# The architecture
+
+
+def test_a_model_without_a_residual_stream(model: Path, capsys: Capture) -> None:
+    shutil.rmtree(model)
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=112, vocab_size=128)
+    config = AutoConfig.for_model("roberta", **sizes, is_decoder=True)  # normalises after each addition
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    message = convert(capsys)
+    assert "no residual stream" in message
+    assert "nothing to rewire" in message
+
+
+def test_a_model_that_is_no_causal_lm(model: Path, capsys: Capture) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTModel"]}))
+    assert "'vit' cannot be built as a causal LM" in convert(capsys)
+    assert config["model_type"] == "llama"
+
+
+def test_remote_code_never_runs_without_permission(model: Path, capsys: Capture) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "trap", "auto_map": {"AutoConfig": "trap.C", "AutoModelForCausalLM": "trap.M"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "trap.py").write_text(f"open({str(model.parent / 'ran')!r}, 'w')\n")
+    for command in (["--verify", "none"], ["--dry-run"]):
+        assert "--trust-remote-code" in convert(capsys, "m", *command)
+    assert "--trust-remote-code" in refused(capsys, "inspect", "m")
+    assert not (model.parent / "ran").exists()
+
+
+# The place
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_an_output_that_is_not_ours(model: Path, capsys: Capture, resume: list[str]) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("mine")
+    assert "not an output of rewriter" in convert(capsys, "m", "--verify", "none", *resume)
+    shutil.rmtree("out")
+    Path("out").write_text("mine")
+    assert "out" in convert(capsys, "m", "--verify", "none", *resume)
+
+
+def test_an_output_that_is_ours_is_not_overwritten_either(model: Path, capsys: Capture) -> None:
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    assert "already holds an output of rewriter" in convert(capsys, "m", "--verify", "none")
+    assert "Choose another --out" in convert(capsys, "m", "--verify", "none", "--dry-run")
+
+
+def test_the_source_itself_is_no_place(model: Path, capsys: Capture) -> None:
+    assert "not an output of rewriter" in refused(capsys, "m", "--recipe", "ladder", "--out", "m", "--verify", "none")
+
+
+def test_a_disk_that_is_too_small_is_known_before_writing(
+    model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "available", lambda path: 100_000)
+    message = convert(capsys, "m", "--tp", "2")
+    assert "are needed there and 100000 bytes are free" in message
+
+
+def test_a_disk_that_runs_full_leaves_nothing(model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: OutputDirectory, path: Path, data: bytes) -> str:
+        if path.name == "README.md":  # after the weights
+            raise OSError(28, "No space left on device", str(path))
+        return kept(self, path, data)
+
+    kept = OutputDirectory._write
+    monkeypatch.setattr(OutputDirectory, "_write", write)
+    assert "the disk is full" in convert(capsys, "m", "--verify", "none")
+
+
+def test_a_place_that_cannot_be_written(model: Path, capsys: Capture) -> None:
+    Path("file").write_text("")
+    assert "file" in refused(capsys, "m", "--recipe", "ladder", "--out", "file/out", "--verify", "none")
+
+
+# Outputs as input
+
+
+@pytest.mark.parametrize("words", [["verify", "m"], ["generate", "m", "--prompt", "x"], ["verify", "absent"]])
+def test_a_directory_that_rewrite_did_not_write(model: Path, capsys: Capture, words: list[str]) -> None:
+    message = refused(capsys, *words)
+    assert "rewrite" in message
+    assert "no " in message
+
+
+def test_an_output_without_tokenizer_cannot_read_text(model: Path, capsys: Capture) -> None:
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    assert "out: it has no tokenizer" in refused(capsys, "generate", "out", "--prompt", "x")
+
+
+def test_a_config_cannot_be_saved(model: Path) -> None:
+    import rewriter as rw
+
+    program = rw.rewrite(rw.trace(model / "config.json"), "ladder")
+    with pytest.raises(RewriterError, match="has no weights"):
+        program.save("out")
+    assert not Path("out").exists()
