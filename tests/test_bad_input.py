@@ -85,7 +85,9 @@ def test_a_config_that_is_none(model: Path, capsys: Capture, text: str) -> None:
     assert "m" in convert(capsys)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "consolidated.pth"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "consolidated.pth"]
+)
 def test_pickled_weights_are_refused_by_name_and_not_opened(model: Path, capsys: Capture, name: str) -> None:
     (model / "model.safetensors").unlink()
 

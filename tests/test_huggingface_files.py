@@ -20,8 +20,11 @@ import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.layers import PrintedLayer
+from rewriter.emit.source import returned_values
 from rewriter.errors import RewriterError
 from rewriter.passes.ladder import Ladder
+from rewriter.passes.tensor_parallel import TensorParallel
 
 # What a reader of the generated Llama file sees of a ladder layer.
 LADDER_FORWARD = '''
@@ -123,6 +126,34 @@ def test_a_program_that_was_not_rewired_keeps_config_and_code() -> None:
     assert files.modeling_name is None
     assert files.model_type == "mixtral"
     assert files.config == json.loads((emitted.source("mixtral") / "config.json").read_text())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_do_not_show_in_the_checkpoint(ranks: int) -> None:
+    """Splitting over ranks changes nothing of what one device computes; the name of the recipe is kept."""
+    sharded = TensorParallel().apply(emitted.program("gpt_neox").with_(mesh={"tp": ranks}))
+    assert emit_huggingface(sharded) == emit_huggingface(emitted.program("gpt_neox"))
+    ladder = Ladder([1, 3]).apply(sharded).with_(recipe={"name": "mine"})
+    expected = emit_huggingface(emitted.ladder("gpt_neox", "scattered").with_(recipe={"name": "mine"}))
+    assert emit_huggingface(ladder) == expected
+    assert "recipe mine" in str(expected.modeling)
+    assert "self.post_attention_dropout(attention)" in str(expected.modeling)
+
+
+def test_layers_that_return_tuples_keep_doing_so() -> None:
+    """GPT-J's model reads element 0 of what its layer returns, Llama's reads the tensor itself."""
+    llama = emitted.program("llama").source
+    gptj = dataclasses.replace(llama, module="transformers.models.gptj.modeling_gptj", layer_class="GPTJBlock")
+    assert (returned_values(llama), returned_values(gptj)) == (None, 2)
+    layer = PrintedLayer(("hidden_states",), ("total",), (("total", "        total = hidden_states + attn"),))
+    assert layer.text(None) == "        return hidden_states + attn"
+    assert layer.text(2) == "        total = hidden_states + attn\n        return (total, None)"
+    assert layer.text(1).endswith("return (total,)")
+    assert (
+        dataclasses.replace(layer, gives=("total", "hidden_states"))
+        .text(2)
+        .endswith("return (torch.cat((total, hidden_states), dim=-1), None)")
+    )
 
 
 def test_foreign_code_is_refused() -> None:

@@ -38,7 +38,9 @@ def test_the_worst_position_and_figures_are_named() -> None:
     expected = torch.ones(2, 3, 5)
     actual = expected.clone()
     actual[1, 2, 4] = 1.5
-    with pytest.raises(VerificationError, match=r"a = b: worst at row 1, token 2, vocabulary entry 4: 1.5, expected 1;"):
+    with pytest.raises(
+        VerificationError, match=r"a = b: worst at row 1, token 2, vocabulary entry 4: 1.5, expected 1;"
+    ):
         Verification().require("a = b", actual, expected, 1e-5)
     assert VerificationError.exit_code == 3
 
@@ -82,7 +84,9 @@ def test_parallel_blocks_are_one_block_and_sequential_ones_two() -> None:
     assert names == {"Olmo2Attention", "Olmo2MLP"}
 
 
-@pytest.mark.parametrize("model_type", ["phi", "cohere", "gptj", "starcoder2", "granite", "stablelm", "falcon", "bloom"])
+@pytest.mark.parametrize(
+    "model_type", ["phi", "cohere", "gptj", "starcoder2", "granite", "stablelm", "falcon", "bloom"]
+)
 def test_the_reference_reads_families_that_no_table_lists(model_type: str) -> None:
     config = shrink(AutoConfig.for_model(model_type), [0, 1, 2, 3])
     model = random_model(config)
@@ -104,8 +108,9 @@ def test_the_reference_reads_families_that_no_table_lists(model_type: str) -> No
 
 
 def test_a_layer_that_the_model_lacks_is_refused() -> None:
-    with pytest.raises(RewriterError, match=r"layers \[4, 9\], the model has 0 to 3"), ladder_reference(
-        zoo.shared("llama"), [1, 4, 9]
+    with (
+        pytest.raises(RewriterError, match=r"layers \[4, 9\], the model has 0 to 3"),
+        ladder_reference(zoo.shared("llama"), [1, 4, 9]),
     ):
         pass
 
@@ -306,6 +311,13 @@ def test_a_model_does_not_drift_from_itself(traced: tuple[Program, Any]) -> None
     measured = drift(program, program, zoo.batch(1, 40)[0])
     assert (measured.kl, measured.top1_agreement) == (0.0, 1.0)
     assert measured.perplexity_before == measured.perplexity_after > 1
+
+
+def test_no_window_is_longer_than_the_model_has_positions(tmp_path: Path) -> None:
+    model = zoo.save("gpt2", tmp_path)
+    program = trace(tmp_path)
+    assert model.config.n_positions < drift_module.WINDOW
+    assert drift(program, Ladder("all").apply(program), zoo.batch(1, 300)[0]).tokens == 300
 
 
 def test_one_token_is_no_text(traced: tuple[Program, Any]) -> None:

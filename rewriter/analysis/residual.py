@@ -114,8 +114,9 @@ def residual_blocks(program: Program) -> tuple[Block, ...]:
         writes = tuple(t for t in _terms(add) if t is not skip)
         branch, reads = _branch(writes)
         calls = [n for n in branch if n.op == "call_module"]
-        kind, path = _kind(program, calls)
-        layer = next((n.meta["layer"] for n in calls if n.target == path), add.meta["layer"])
+        kind, main = _kind(program, calls)
+        path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
+        layer = main.meta["layer"]
         blocks.append(Block(index, layer, kind, path, add, skip, writes, reads, branch))
     return tuple(blocks)
 
@@ -137,22 +138,25 @@ def _branch(writes: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], tuple[int
     return tuple(sorted(found, key=order.__getitem__)), tuple(sorted(reads))
 
 
-def _kind(program: Program, calls: list[fx.Node]) -> tuple[BlockKind, str]:
-    kinds: dict[str, str] = {}
+def _kind(program: Program, calls: list[fx.Node]) -> tuple[BlockKind, fx.Node]:
+    """(kind, call of the main module) of a branch."""
+    if not calls:
+        raise RewriterError("a block of the residual stream calls no module")
+    kinds: dict[BlockKind, fx.Node] = {}
     for node in calls:
         module = program.modules[str(node.target)]
         if attends(module):
-            kinds.setdefault("attention", str(node.target))
+            kinds.setdefault("attention", node)
         elif _has_experts(module):
-            kinds.setdefault("moe", str(node.target))
+            kinds.setdefault("moe", node)
         elif _has_projection(module):
-            kinds.setdefault("mlp", str(node.target))
+            kinds.setdefault("mlp", node)
     if "attention" in kinds and len(kinds) > 1:
-        return "parallel", kinds["attention"].rpartition(".")[0]
+        return "parallel", kinds["attention"]
     for kind in ("attention", "moe", "mlp"):
         if kind in kinds:
-            return kind, kinds[kind]  # type: ignore[return-value]
-    return "mixer", str(calls[-1].target) if calls else "?"
+            return kind, kinds[kind]
+    return "mixer", calls[-1]
 
 
 def attends(module: Module) -> bool:

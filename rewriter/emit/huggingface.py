@@ -21,7 +21,8 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.naming import camel, identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
-from rewriter.emit.source import Argument, config_module, layer_arguments, require_importable
+from rewriter.emit.source import Argument, config_module, layer_arguments, require_importable, returned_values
+from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.program import LayerArgument, Program, Source
 
@@ -62,19 +63,21 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     Raises RewriterError when the source's classes are not part of transformers, or when the wiring cannot be written
     as layers (the message names the node).
     """
-    single = single_device(program) if program.mesh else program
+    single = _model_level(program)
     config = _source_config(single.source)
-    if single.source.module.startswith("transformers."):
-        arguments = layer_arguments(single.source)
-    else:
-        if not single.history:
-            return HuggingFaceFiles(config, None, None, single.source.model_type)
-        require_importable(single.source)
+    plain = HuggingFaceFiles(config, None, None, single.source.model_type)
+    if single.origin is None:  # no pass changed what the model computes
+        return plain
+    require_importable(single.source)
+    arguments = layer_arguments(single.source)
     kinds, assignment = _kinds(single, arguments)
     if set(assignment) == {STANDARD}:
-        return HuggingFaceFiles(config, None, None, single.source.model_type)
+        return plain
     names = _Names(single.source)
-    config |= {
+    config = {k: v for k, v in config.items() if k != "_name_or_path"}
+    if "tie_word_embeddings" in single.source.config:  # said outright: its default is not the same for every class
+        config.setdefault("tie_word_embeddings", single.source.config["tie_word_embeddings"])
+    config = config | {
         "architectures": [names.architecture],
         "auto_map": {
             "AutoConfig": f"{names.module}.{names.config}",
@@ -86,6 +89,14 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     }
     modeling = _modeling(single, arguments, kinds, names)
     return HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
+
+
+def _model_level(program: Program) -> Program:
+    """The program itself where no pass is about ranks, else what is left of it on one device."""
+    rewrites = available()
+    if program.mesh or any(rewrites[entry.name].scope == "runtime" for entry in program.history):
+        return single_device(program).with_(recipe=program.recipe)
+    return program
 
 
 class _Names:
@@ -100,12 +111,9 @@ class _Names:
 
 
 def _source_config(source: Source) -> dict[str, Any]:
-    """config.json as it lies on disk, completed by what its absence would leave to a default."""
+    """config.json as it lies on disk; what the trace knows of it where there is none."""
     file = Path(source.path) / "config.json" if source.path else None
     config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
-    config.pop("_name_or_path", None)
-    if "tie_word_embeddings" in source.config:
-        config.setdefault("tie_word_embeddings", source.config["tie_word_embeddings"])
     return config
 
 
@@ -121,7 +129,14 @@ def _kinds(program: Program, arguments: list[Argument]) -> tuple[list[_Kind], li
         if not touched and len(layer.takes) == len(layer.gives) == 1:
             assignment.append(STANDARD)
             continue
-        kind = next((k for k in kinds if k.layer.text() == layer.text()), None)
+        kind = next(
+            (
+                k
+                for k in kinds
+                if (k.layer.takes, k.layer.gives, k.layer.statements) == (layer.takes, layer.gives, layer.statements)
+            ),
+            None,
+        )
         if kind is None:
             wish = _kind_name(rewrite, touched, len(layer.takes), len(layer.gives))
             taken = [k.name for k in kinds]
@@ -256,7 +271,7 @@ def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> st
     for name in _untraced(program, arguments):
         lines.append(f"        if {name} is not None:")
         lines.append(f'            raise ValueError("{name}: {kind.class_name} was generated without it")')
-    lines.append(kind.layer.text())
+    lines.append(kind.layer.text(returned_values(source)))
     return "\n".join(lines)
 
 

@@ -37,20 +37,26 @@ class PrintedLayer:
         """Whether both compute alike, whatever else they hand on."""
         return self.statements == other.statements and self.gives[0] == other.gives[0]
 
-    def text(self) -> str:
-        """The body of `forward`: split what was packed, compute, pack."""
+    def text(self, values: int | None) -> str:
+        """The body of `forward`: split what was packed, compute, pack.
+
+        `values` is the length of the tuple that the source's layer returns, None where it returns the hidden state
+        alone. Whatever stands after the hidden state there (attention weights) is None here.
+        """
         pad = " " * _INDENT
         hidden = self.takes[0]
+        head, tail = ("return ", "") if values is None else ("return (", f"{', None' * (values - 1) or ','})")
         lines = []
         if len(self.takes) > 1:
             lines.append(f"{pad}{', '.join(self.takes)} = {hidden}.chunk({len(self.takes)}, dim=-1)")
         lines += [text for _, text in self.statements]
         if len(self.gives) > 1:
-            lines.append(bracketed("return torch.cat(", [f"({', '.join(self.gives)})", "dim=-1"], ")", _INDENT))
-        elif self.statements and self.statements[-1][0] == self.gives[0]:
+            packed = f"torch.cat(({', '.join(self.gives)}), dim=-1)"
+            lines.append(f"{pad}{head}{packed}{tail}")
+        elif values is None and self.statements and self.statements[-1][0] == self.gives[0]:
             lines[-1] = lines[-1].replace(f"{self.gives[0]} = ", "return ", 1)
         else:
-            lines.append(f"{pad}return {self.gives[0]}")
+            lines.append(f"{pad}{head}{self.gives[0]}{tail}")
         return "\n".join(lines)
 
 

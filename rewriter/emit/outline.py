@@ -58,6 +58,23 @@ def outline(graph: fx.Graph, num_layers: int) -> Outline:
     return Outline(tuple(before), regions, tuple(after))
 
 
+def with_values_in_flight(cut: Outline) -> Outline:
+    """The same outline, with values that only pass a layer by made its inputs and outputs.
+
+    A loop over alike layers then sees the same number of values in flight before and after each.
+    """
+    last = {n: i for i, r in enumerate(cut.layers) for n in r.inputs}
+    last |= {n: len(cut.layers) for node in cut.after for n in node.all_input_nodes}
+    live = {n for n in cut.before if "stream" in n.meta}
+    layers = []
+    for index, layer in enumerate(cut.layers):
+        passing = tuple(n for n in live if n not in layer.inputs and last.get(n, -1) > index)
+        kept = tuple(n for n in layer.inputs if n in live and last[n] > index)
+        layers.append(Region(layer.nodes, layer.inputs + passing, layer.outputs + passing + kept))
+        live = set(layers[-1].outputs)
+    return Outline(cut.before, tuple(layers), cut.after)
+
+
 def _needs_layer(node: fx.Node) -> bool:
     todo, seen = [node], set()
     while todo:

@@ -14,9 +14,10 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import reduced_shape, value_of
+from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.expressions import Printer
-from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments
+from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments, with_values_in_flight
 from rewriter.emit.statements import Lines, Names
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Leaf, Module, Program
@@ -48,12 +49,12 @@ class _Emitter:
         self.table = ClassTable(names=self.names)
         self.outline: Outline = outline(program.graph, program.source.num_layers)
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
+        self.outline = with_values_in_flight(self.outline)
         placed = {n for r in self.outline.layers for n in r.nodes}
         self.context = {
             n for r in self.outline.layers for n in r.inputs if n not in placed and n.meta.get("stream") is None
         }
-        # the fewest values that cross a boundary between layers: the stream, and perhaps its pending sum
-        self._narrow = min((len(r.outputs) for r in self.outline.layers[:-1]), default=1)
+        self.ladder = {b.layer for b in residual_blocks(program) if b.reads != (b.index,)}
         self.layer_classes: dict[str, str] = {}
         self.slots = 0
         self.slot_specs: list[str] = []
@@ -120,7 +121,7 @@ class _Emitter:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         text = "\n".join(body)
         if text not in self.layer_classes:
-            self.layer_classes[text] = self.names.new(self._layer_name(region))
+            self.layer_classes[text] = self.names.new(self._layer_name(index))
         slot = self.slots - attentions
         values = {"tp": "tp", "slot": f"slot={slot}"}
         construct = f"{self.layer_classes[text]}({', '.join(values[a] for a in arguments)})"
@@ -143,17 +144,14 @@ class _Emitter:
         self.slots += count
         return count
 
-    def _layer_name(self, region: Region) -> str:
-        """What distinguishes layers is how much crosses their boundaries: one value and its add, or a ladder's two."""
+    def _layer_name(self, index: int) -> str:
+        """Layers are called after what their blocks read, and after what changes at their boundaries."""
         base = self.source_info.layer_class
-        before = sum(n not in self.context for n in region.inputs)
-        if before == 1 and self._narrow > 1:
-            return f"First{base}"
-        ladder_in = before > self._narrow
-        ladder_out = len(region.outputs) > self._narrow
-        if ladder_out:
-            return f"Ladder{base}" if ladder_in else f"FirstLadder{base}"
-        return f"Drained{base}" if ladder_in else base
+        if index in self.ladder:
+            return f"Ladder{base}" if index - 1 in self.ladder else f"FirstLadder{base}"
+        if index - 1 in self.ladder:
+            return f"Drained{base}"
+        return base if index else f"First{base}"
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from rewriter.emit.python import constant
 from rewriter.errors import RewriterError
@@ -39,8 +40,7 @@ def require_importable(source: Source) -> None:
 
 def layer_arguments(source: Source) -> list[Argument]:
     """The parameters of the decoder layer's `forward`, the hidden state first, without **kwargs."""
-    forward = getattr(importlib.import_module(source.module), source.layer_class).forward
-    definition = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    forward, definition = _forward(source)
     read = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     parameters = inspect.signature(forward).parameters
     return [
@@ -51,6 +51,44 @@ def layer_arguments(source: Source) -> list[Argument]:
         )
         for name in source.layer_arguments
     ]
+
+
+def returned_values(source: Source) -> int | None:
+    """How many values the layer's `forward` returns as a tuple; None where it returns the hidden state alone.
+
+    Raises RewriterError where its code does not show it.
+    """
+    _, definition = _forward(source)
+    lengths: set[int | None] = set()
+    for node in ast.walk(definition):
+        if not isinstance(node, ast.Return):
+            continue
+        if isinstance(node.value, ast.Tuple):
+            lengths.add(len(node.value.elts))
+        elif isinstance(node.value, ast.Name) and _is_built_as_tuple(definition, node.value.id):
+            raise RewriterError(
+                f"{source.layer_class}.forward builds the tuple that it returns; that is not supported yet"
+            )
+        else:
+            lengths.add(None)
+    if len(lengths) != 1:
+        raise RewriterError(f"{source.layer_class}.forward does not always return the same number of values")
+    return lengths.pop()
+
+
+def _forward(source: Source) -> tuple[Any, ast.stmt]:
+    """The forward of the source's layer, and its definition as a syntax tree."""
+    forward = getattr(importlib.import_module(source.module), source.layer_class).forward
+    return forward, ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+
+
+def _is_built_as_tuple(definition: ast.stmt, name: str) -> bool:
+    return any(
+        isinstance(node, (ast.Assign, ast.AugAssign))
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(t, ast.Name) and t.id == name for t in getattr(node, "targets", None) or [node.target])
+        for node in ast.walk(definition)
+    )
 
 
 def config_module(source: Source) -> str:

@@ -53,8 +53,9 @@ def drift(
 ) -> Drift:
     """Compare two single-device programs over one checkpoint on `tokens`, int64 [T].
 
-    The tokens are read in windows of 256 without overlap. `weights` are full fp32 tensors by runtime name; by default
-    the original's checkpoint is read. Raises RewriterError for fewer than two tokens or a program without weights.
+    The tokens are read in windows without overlap, of 256 or as many as the model has positions. `weights` are full
+    fp32 tensors by runtime name; by default the original's checkpoint is read. Raises RewriterError for fewer than two
+    tokens or a program without weights.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
         raise RewriterError(f"drift: {list(tokens.shape)} tokens; at least two in one row are needed")
@@ -62,7 +63,7 @@ def drift(
         weights = load_weights(original, torch.float32)
     divergence = agreement = before = after = 0.0
     count = predicted = 0
-    for window in tokens.split(WINDOW):
+    for window in tokens.split(min(WINDOW, context_length(original.source.config))):
         ids = window[None]
         logits = [simulate(p, ids, weights=weights)[0].float().log_softmax(-1) for p in (original, rewritten)]
         old, new = logits
@@ -160,6 +161,13 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass  # no Linux, or no control group: the first answer stands
     return max(free, 0)
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The positions that a config says the model has; where it says none, very many."""
+    table = {**config, **config.get("text_config", {})}
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
 
 
 def _vocabulary(program: Program) -> int:

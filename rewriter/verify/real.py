@@ -12,7 +12,7 @@ from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.verify.compare import REAL_WEIGHTS, Verification
 from rewriter.verify.drift import Drift, calibration_tokens, drift, golden_logits, golden_tokens, too_large
-from rewriter.verify.rehearsal import LENGTHS, compare_emitted, random_ids, reference_layers, reference_logits
+from rewriter.verify.rehearsal import compare_emitted, random_ids, reference_layers, reference_logits, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ class RealWeights:
             source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
         ).eval()
         name = "real weights: rewritten = " + ("original model" if layers is None else "its reference")
-        for length in LENGTHS:
+        for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)
             actual = simulate(self.single, ids, weights=self.stored)
             found.require(name, actual, reference_logits(model, layers, ids), REAL_WEIGHTS)

@@ -24,6 +24,7 @@ from rewriter.selection import resolve
 from rewriter.trace import trace
 from rewriter.verify import outside
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
+from rewriter.verify.drift import context_length
 from rewriter.verify.reference import decoder_layers, ladder_reference
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.simulate import simulate
@@ -66,12 +67,12 @@ def rehearse(
         model.save_pretrained(directory)
         progress("rehearsal: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
-        for length in LENGTHS:
+        for length in test_lengths(small):
             ids = random_ids(small, length)
             result.require("trace = original model", simulate(traced, ids), model(ids, use_cache=False).logits, EXACT)
         program = _apply(traced, mapped, ranks)
         single = single_device(program)
-        batches = [random_ids(small, length) for length in LENGTHS]
+        batches = [random_ids(small, length) for length in test_lengths(small)]
         expected = [simulate(single, ids) for ids in batches]
         name = "original model" if reference is None else "its reference"
         for ids, logits in zip(batches, expected, strict=True):
@@ -111,6 +112,11 @@ def compare_emitted(
     for logits, wanted in zip(parallel, expected, strict=False):
         name = f"{prefix}sharded module on {ranks} rank{'s' * (ranks > 1)} = rewritten"
         result.require(name, logits, wanted, max(limit, RANKS))
+
+
+def test_lengths(config: PreTrainedConfig) -> list[int]:
+    """The lengths to compare at: those that the model has positions for."""
+    return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
