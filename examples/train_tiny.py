@@ -37,7 +37,7 @@ from transformers import (
 Files = tuple[corpus.Corpus, corpus.Corpus]
 """Training files, held-out files."""
 
-SAMPLE_PROMPT = "class Queue:\n    def __init__(self, "
+SAMPLE_PROMPT = "class Error(Exception):\n"
 CARD = """---
 license: other
 license_name: psf-2.0
@@ -84,8 +84,8 @@ Loss on a fixed slice of the held-out text (nats/byte) by step:
 In the last fifth of the run it fell by {late_fall:.4f}. A rate that falls to zero flattens any curve: at {ratio:.0f}
 tokens per parameter, a longer run would still go lower.
 
-Greedy continuation of `{prompt!r}`:
-```python
+Greedy continuation of `{prompt!r}` (chosen; most prompts soon end in a loop):
+```text
 {sample}
 ```
 
@@ -311,7 +311,7 @@ def sample(checkpoint: Path) -> str:
     """A greedy continuation of the prompt, prompt included."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    output = model.generate(**tokenizer(SAMPLE_PROMPT, return_tensors="pt"), max_new_tokens=300, do_sample=False)
+    output = model.generate(**tokenizer(SAMPLE_PROMPT, return_tensors="pt"), max_new_tokens=200, do_sample=False)
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 

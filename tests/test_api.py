@@ -159,7 +159,7 @@ def test_code_that_was_changed_is_not_run(written: tuple[Path, Any], tmp_path: P
         rw.load(out)
     module = out / "runtime/tp2/module.py"
     module.write_text(f"open({str(trap)!r}, 'w')\n" + module.read_text())
-    with pytest.raises(VerificationError, match="module.py: changed since it was written"):
+    with pytest.raises(VerificationError, match=r"module\.py: changed since it was written"):
         api.generate(out, "hello", 2)
     assert not trap.exists()
 
@@ -178,6 +178,7 @@ def test_verify_finds_a_changed_file(written: tuple[Path, Any], tmp_path: Path, 
         api.verify(out)
 
 
+@pytest.mark.slow
 def test_verify_compares_both_sides_with_the_golden_logits(written: tuple[Path, Any]) -> None:
     table = api.verify(written[0])
     assert table["adapted checkpoint = golden logits"] <= 1e-5
@@ -297,7 +298,7 @@ def test_a_pass_can_be_disabled_by_name(source: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("REWRITER_DISABLE", "ladder, overlap")
     assert [e.name for e in rw.rewrite(traced, "ladder").history] == ["tensor_parallel", "merge_reductions"]
     monkeypatch.setenv("REWRITER_DISABLE", "laddr")
-    with pytest.raises(RewriterError, match="no pass 'laddr'. Did you mean 'ladder'"):
+    with pytest.raises(RewriterError, match=r"no pass 'laddr'\. Did you mean 'ladder'"):
         rw.rewrite(traced, "ladder")
 
 
@@ -350,6 +351,7 @@ def test_an_emitter_that_forgets_the_rewiring_is_noticed(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = directory._part
     monkeypatch.setattr(directory, "_part", lambda name, spec, rank: part(name, spec, 0))
@@ -366,6 +368,7 @@ def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failed_verification_exits_with_3_and_one_message(source: Path, tmp_path: Path) -> None:
     # In a process of its own, with a pass that reads one block too far back.
     program = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +277,10 @@ def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Program, Any]]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Any]:
     directory = tmp_path_factory.mktemp("llama")
-    yield_model = zoo.save("llama", directory)
-    yield trace(directory), yield_model
+    model = zoo.save("llama", directory)
+    return trace(directory), model
 
 
 def test_drift_is_what_the_models_themselves_say(traced: tuple[Program, Any]) -> None:
@@ -290,7 +289,7 @@ def test_drift_is_what_the_models_themselves_say(traced: tuple[Program, Any]) ->
     measured = drift(program, Ladder("upper-half").apply(program), tokens)
     divergence, agreement, losses = [], [], {"before": [], "after": []}
     with torch.no_grad():
-        for window in (tokens[:256], tokens[256:]):
+        for window in tokens.split(zoo.MAX_POSITIONS):
             before = model(window[None], use_cache=False).logits[0].double().log_softmax(-1)
             with ladder_reference(model, {2, 3}):
                 after = model(window[None], use_cache=False).logits[0].double().log_softmax(-1)

@@ -7,6 +7,7 @@ block reads), 1, 2, …; passes keep the marks, so `residual_blocks` also reads 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,10 +110,11 @@ def stream_values(graph: fx.Graph) -> list[fx.Node]:
 def residual_blocks(program: Program) -> tuple[Block, ...]:
     """The blocks of the stream, in order; empty when the model has no residual stream."""
     stream = stream_values(program.graph)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
     blocks = []
     for index, (skip, add) in enumerate(zip(stream, stream[1:], strict=False)):
         writes = tuple(t for t in _terms(add) if t is not skip)
-        branch, reads = _branch(writes)
+        branch, reads = _branch(writes, order)
         calls = [n for n in branch if n.op == "call_module"]
         kind, main = _kind(program, calls)
         path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
@@ -121,7 +123,9 @@ def residual_blocks(program: Program) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _branch(writes: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
+def _branch(
+    writes: tuple[fx.Node, ...], order: Mapping[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
     """(nodes between the stream and the writes in graph order, stream indices read)."""
     found: set[fx.Node] = set()
     reads: set[int] = set()
@@ -133,8 +137,6 @@ def _branch(writes: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], tuple[int
         elif node not in found and node.op != "placeholder" and node.meta.get("layer") is not None:
             found.add(node)
             todo += node.all_input_nodes
-    graph = writes[0].graph
-    order = {n: i for i, n in enumerate(graph.nodes)}
     return tuple(sorted(found, key=order.__getitem__)), tuple(sorted(reads))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -58,8 +59,8 @@ class Units:
         runs = _runs(profile.tolist())
         result = []
         for units in self.held:
-            wanted = {u: units.count(u) for u in units}
-            if any(wanted.get(u, 0) > 1 for u, _, _ in runs):
+            wanted = Counter(units)
+            if any(wanted[u] > 1 for u, _, _ in runs):
                 by_unit = {u: (a, b) for u, a, b in runs}
                 if len(by_unit) != len(runs):
                     raise Unsplittable("repeated key/value heads are interleaved with others")

@@ -32,14 +32,14 @@ class Outline:
 
 
 def outline(graph: fx.Graph, num_layers: int) -> Outline:
-    """Cut a wiring by `meta["layer"]`. Raises RewriterError when layers interleave."""
+    """Cut a wiring by the layer that runs each node. Raises RewriterError when layers interleave."""
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     of_layer: dict[int, list[fx.Node]] = {i: [] for i in range(num_layers)}
     before: list[fx.Node] = []
     after: list[fx.Node] = []
     reached = -1
     for node in nodes:
-        layer = node.meta.get("layer")
+        layer = node.meta["runs_in"] if "runs_in" in node.meta else node.meta.get("layer")
         if layer is None:
             (before if reached < 0 else after).append(node)
             continue

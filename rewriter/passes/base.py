@@ -38,7 +38,7 @@ def single_device(program: Program) -> Program:
     from rewriter.passes import available
 
     rewrites = available()
-    single = program.origin or program
+    single = (program.origin or program).with_(mesh={})
     for entry in program.history:
         if rewrites[entry.name].scope == "model":
             single = rewrites[entry.name](**entry.options).apply(single)

@@ -17,7 +17,8 @@ class Overlap:
     """AR(f) → wait(start(f)) and a schedule (Ladder Residual, Alg. 1).
 
     A partial is computed as soon as its turn comes in the model's order and started at once; waits, and the adds behind
-    them, are placed where the next partial needs their value. A node's `meta["layer"]` becomes the layer that runs it.
+    them, are placed where the next partial needs their value. `meta["runs_in"]` is the layer that runs a node,
+    None after the last one; `meta["layer"]` still says whose it is.
     Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
     """
 
@@ -65,7 +66,7 @@ def schedule(graph: fx.Graph) -> tuple[fx.Graph, int]:
             stack.pop()
             env[top] = new.node_copy(top, env.__getitem__)
             if top.meta.get("layer") is not None:
-                env[top].meta["layer"] = layer
+                env[top].meta["runs_in"] = layer
 
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -49,10 +49,19 @@ def trace_skeleton(
 ) -> Program:
     """The Program of a model that is already built on meta."""
     expressions = expressions or {}
-    with lifted_interfaces(skeleton.model):
-        tracer = ModelTracer(skeleton)
-        outside = tracer.outside()
-        graph, modules = flatten(tracer, outside)
+    try:
+        with lifted_interfaces(skeleton.model):
+            tracer = ModelTracer(skeleton)
+            outside = tracer.outside()
+            graph, modules = flatten(tracer, outside)
+    except RewriterError:
+        raise
+    except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise RewriterError(
+            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does something "
+            "that needs values or a call form this version does not know."
+        ) from error
     if outside.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
     with contextlib.suppress(RewriterError):  # a model without a residual stream can still be sharded; ladder says why not

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from rewriter.trace.bodies import (
 )
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
-from rewriter.trace.wiring import SPLAT, layer_signature, leaves_with_paths, trace_wiring
+from rewriter.trace.wiring import SPLAT, forward_signature, layer_signature, leaves_with_paths, trace_wiring
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class ModelTracer:
         self.layers: list[nn.Module] = list(skeleton.layers)
         self.bodies = BodyTracer(skeleton.buffers)
         self.calls: dict[nn.Module, Recorded] = {}
+        self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
         self._check_sizes()
@@ -111,7 +111,7 @@ class ModelTracer:
 
     def bind(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by the layer's own parameter names; what goes into its **kwargs stands under SPLAT."""
-        signature = inspect.signature(type(layer).forward)
+        signature = forward_signature(type(layer))
         bound = signature.bind(layer, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(list(bound.arguments.items())[1:])
@@ -123,8 +123,13 @@ class ModelTracer:
     def hidden_name(self, layer: nn.Module) -> str:
         return layer_signature(layer)[0][0]
 
+    def fingerprint(self, layer: nn.Module) -> Any:
+        if layer not in self._fingerprints:
+            self._fingerprints[layer] = fingerprint(layer)
+        return self._fingerprints[layer]
+
     def wiring(self, layer: nn.Module) -> fx.Graph:
-        key = fingerprint(layer)
+        key = self.fingerprint(layer)
         if key not in self._wirings:
             self._wirings[key] = trace_wiring(layer, self.absent)
         return self._wirings[key]
@@ -153,6 +158,23 @@ class ModelTracer:
         with opaque_calls(functions), replaced_forward(forwards):
             yield
 
+    @contextlib.contextmanager
+    def _without_layer_tensors(self) -> Iterator[None]:
+        """Hide the parameters and buffers of opaque layers, of which an export would make a fake tensor each.
+
+        The first layer keeps its own: some models read a dtype there.
+        """
+        kept = set(self.layers[0].modules())
+        hidden = [m for layer in self.layers for m in layer.modules() if m not in kept]
+        tensors = [(m, m._parameters, m._buffers) for m in hidden]
+        for module in hidden:
+            module._parameters, module._buffers = {}, {}
+        try:
+            yield
+        finally:
+            for module, parameters, buffers in tensors:
+                module._parameters, module._buffers = parameters, buffers
+
     def outside(self) -> Outside:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
@@ -177,7 +199,7 @@ class ModelTracer:
             if base_name(name) != name and next(parameters_of(module), None):
                 raise RewriterError(f"{base_name(name)} is called in different ways and has parameters: not supported yet")
         try:
-            with lifted_modules(lifted, calls), self._opaque_layers():
+            with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
                 exported = export_graph(Logits(), list(example.values()))
         except RewriterError:
             raise
@@ -196,7 +218,7 @@ class ModelTracer:
     def kind(self, index: int) -> LayerKind:
         """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
         layer = self.layers[index]
-        key = (fingerprint(layer), _static(self.calls[layer]))
+        key = (self.fingerprint(layer), _static(self.calls[layer]))
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]

@@ -9,6 +9,7 @@ import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -132,7 +133,9 @@ class _Wrapper(nn.Module):
 def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
     """Non-strict export with every dimension that is a batch or length dynamic."""
     dynamic = tuple({d: torch.export.Dim.DYNAMIC for d, n in enumerate(t.shape) if n in SYMBOLS} for t in tensors)
-    with torch.no_grad():
+    # stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out
+    quiet = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
+    with torch.no_grad(), quiet:
         return torch.export.export(wrapper, tuple(tensors), dynamic_shapes=(dynamic,), strict=False)
 
 

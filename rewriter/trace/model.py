@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -72,10 +75,8 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
 
     Raises RewriterError when no causal LM is registered for the config or its decoder layers cannot be found.
     """
-    from accelerate import init_empty_weights
-
     try:
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
@@ -95,6 +96,20 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
                 module._buffers[name] = buffer.to("meta")
     path, layers = find_layers(model)
     return Skeleton(model, model.config, path, layers, buffers)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Every parameter that a module registers in the block goes to the meta device; buffers keep their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,9 +24,14 @@ class _LayerTracer(fx.Tracer):
 SPLAT = "rewriter_kwargs"
 
 
+@functools.lru_cache(maxsize=64)
+def forward_signature(kind: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
 def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
     """(names of the layer's parameters, whether it takes **kwargs)."""
-    parameters = inspect.signature(type(layer).forward).parameters.values()
+    parameters = forward_signature(type(layer)).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
 

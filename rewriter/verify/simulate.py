@@ -164,6 +164,8 @@ class Simulator:
             if value.replicated:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
             return Lanes((_sum(value.values),))
+        if target is ops.enter and not env[node.args[0]].replicated:
+            raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
             return Lanes((torch.cat(env[node.args[0]].values, dim=node.args[2]),))
         if target is ops.vocab_embedding:

@@ -1,0 +1,96 @@
+"""One rank of benchmarks/overlap.py, which starts it at its end of the link: emitted modules, timed in turns.
+
+    python overlap_rank.py SPEC.json RANK RESULT.json
+
+SPEC names a directory with, per variant, `VARIANT.py` (the emitted module) and `VARIANT-RANK.safetensors`, and with
+`expected.safetensors` (input_ids, and the logits of each variant whose output means something).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rewriter.runtime import Context, compile_segments
+
+RANKS = 2
+
+
+def main() -> None:
+    spec_path, rank_text, result_path = sys.argv[1:]
+    spec, rank = json.loads(Path(spec_path).read_text()), int(rank_text)
+    os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: gloo's own threads inherit it
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(spec["store"], RANKS))
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    result = measure(spec, rank, mesh)
+    Path(result_path).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@torch.inference_mode()
+def measure(spec: dict[str, Any], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Seconds of each forward pass by variant, and the largest relative error of each checked variant's logits."""
+    root = Path(spec["directory"])
+    expected = load_file(root / "expected.safetensors")
+    ids = expected.pop("input_ids")
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    models = {name: build(root, name, rank, mesh, spec["compile"]) for name in spec["variants"]}
+    errors: dict[str, float] = {}
+    for name, model in models.items():
+        for _ in range(spec["warm_up"]):  # the first call compiles
+            logits = model(ids, positions, Context())
+        if name in expected:
+            errors[name] = relative_error(logits, expected[name])
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(spec["repetitions"]):
+        for name, model in models.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            model(ids, positions, Context(), logits_to_keep=1)
+            times[name].append(time.perf_counter() - begin)
+    return {"seconds": times, "errors": errors}
+
+
+def build(root: Path, variant: str, rank: int, mesh: DeviceMesh, compiled: bool) -> nn.Module:
+    """The emitted module of a variant with this rank's weights."""
+    model: nn.Module = load_module(root / f"{variant}.py").Model(mesh)  # type: ignore[attr-defined]
+    model.load_state_dict(load_file(root / f"{variant}-{rank}.safetensors"), strict=True, assign=True)
+    model.eval()
+    if compiled:
+        compile_segments(model)
+    return model
+
+
+def load_module(path: Path) -> ModuleType:
+    name = f"overlap_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where torch.compile looks a class up
+    spec.loader.exec_module(module)
+    return module
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+if __name__ == "__main__":
+    main()
