@@ -63,7 +63,7 @@ def inspect(
     trust_remote_code: bool = False,
 ) -> Any:
     """What a model reads, writes and communicates, and what a recipe would change, from its config alone."""
-    from rewriter.analysis.report import inspect
+    from rewriter.report import inspect
 
     return inspect(model, recipe, tp, trust_remote_code=trust_remote_code)
 

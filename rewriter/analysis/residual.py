@@ -176,3 +176,8 @@ def _has_projection(module: Module) -> bool:
     if isinstance(module, Leaf):
         return "Linear" in module.kind or "Conv1D" in module.kind
     return any(map(_has_projection, module.modules.values()))
+
+
+def computes(module: Module) -> bool:
+    """Whether it multiplies by weight matrices, in contrast to norms and glue."""
+    return _has_projection(module) or _has_experts(module)

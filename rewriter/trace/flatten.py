@@ -97,7 +97,13 @@ class _Layer:
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
         args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "dropout":
-            return args[0]  # the trace is in eval mode
+            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            if probability:
+                raise RewriterError(
+                    f"{self.path} calls dropout as a function with probability {probability}, which the adapted checkpoint "
+                    "could not train with. Set the dropout probabilities in config.json to 0."
+                )
+            return args[0]
         return self._add(node.op, node.target, args, kwargs)
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:

@@ -75,6 +75,7 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
 
     Raises RewriterError when no causal LM is registered for the config or its decoder layers cannot be found.
     """
+    declared = getattr(config, "dtype", None)  # the build sets its own
     try:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -85,7 +86,6 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
             f"model type {config.model_type!r} cannot be built as a causal LM: {str(error).splitlines()[0]}"
         ) from error
     model.eval()
-    model.config.use_cache = False
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,0 +1,172 @@
+"""Every collective of a program's forward pass: where it is, how many bytes per token, and what hides it.
+
+Convention: the bytes of an all-reduce are its payload, the reduced tensor once; those of an all-gather are the gathered
+tensor. What crosses the links depends on the algorithm: a ring sends 2 (P − 1) / P of an all-reduce's payload from each
+rank, (P − 1) / P of an all-gather's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.residual import Block, computes, residual_blocks
+from rewriter.analysis.shapes import wiring_shapes
+from rewriter.program import Body, Module, Program
+
+Place = Literal["block", "inside a block", "embedding", "head", "other"]
+
+_GATHERS = (ops.all_gather,)
+_SUMS = (ops.all_reduce, ops.all_reduce_start)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the forward pass. `layer` and `block` are None outside of the layers.
+
+    `path` is the module whose result it completes, or that it stands in. `bytes_per_token` counts the payload; 0 for a
+    result that has no token dimension. `hidden` says that at least one other module computes between start and wait.
+    """
+
+    kind: Literal["all-reduce", "all-gather"]
+    place: Place
+    path: str
+    layer: int | None
+    block: int | None
+    width: int
+    bytes_per_token: int
+    hidden: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives summed up, per forward pass and per token."""
+
+    collectives: int
+    exposed: int
+    hidden: int
+    bytes_per_token: int
+    exposed_bytes_per_token: int
+
+
+def model_dtype_bytes(program: Program) -> int:
+    """Bytes per element of the model's own dtype, as its config says; 4 where it says nothing."""
+    name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
+    return int(dtype.itemsize) if isinstance(dtype, torch.dtype) else 4
+
+
+def collectives(program: Program, blocks: Iterable[Block] | None = None) -> tuple[Collective, ...]:
+    """The collectives of `program` in the order of its wiring; empty on one rank."""
+    if not program.mesh:
+        return ()
+    size = model_dtype_bytes(program)
+    shapes = wiring_shapes(program)
+    owner: dict[fx.Node, Block] = {}
+    for block in residual_blocks(program) if blocks is None else blocks:
+        owner.update(dict.fromkeys(block.branch, block))
+    behind = _hidden_starts(program)
+    found: list[Collective] = []
+    inside: dict[int, tuple[tuple[int, int], ...]] = {}
+    for node in program.graph.nodes:
+        layer = node.meta.get("layer")
+        block = owner.get(node)
+        index = block.index if block else None
+        if node.target in (*_SUMS, *_GATHERS):
+            gather = node.target in _GATHERS
+            shape = shapes[node] or ()
+            width = math.prod(s for s in shape if isinstance(s, int))
+            source = _producer(node)
+            place: Place = "block" if layer is not None else "head" if gather else "embedding"
+            found.append(
+                Collective(
+                    "all-gather" if gather else "all-reduce", place, source, layer, index, width, width * size, node in behind
+                )
+            )
+        elif node.op == "call_module":
+            module = program.modules[str(node.target)]
+            if id(module) not in inside:
+                inside[id(module)] = tuple(_inside(module, size))
+            for width, nbytes in inside[id(module)]:
+                where: Place = "inside a block" if layer is not None else "other"
+                found.append(Collective("all-reduce", where, str(node.target), layer, index, width, nbytes, False))
+    return tuple(found)
+
+
+def summary(found: Iterable[Collective]) -> Traffic:
+    """Counts and bytes of some collectives together."""
+    items = list(found)
+    exposed = [c for c in items if not c.hidden]
+    return Traffic(
+        len(items),
+        len(exposed),
+        len(items) - len(exposed),
+        sum(c.bytes_per_token for c in items),
+        sum(c.bytes_per_token for c in exposed),
+    )
+
+
+def by_place(found: Iterable[Collective]) -> dict[str, Traffic]:
+    """The same per place: blocks, inside of blocks, embedding, head."""
+    groups: dict[str, list[Collective]] = {}
+    for collective in found:
+        groups.setdefault(collective.place, []).append(collective)
+    return {place: summary(items) for place, items in groups.items()}
+
+
+def by_layer(found: Iterable[Collective]) -> Mapping[int, Traffic]:
+    """The same per decoder layer."""
+    groups: dict[int, list[Collective]] = {}
+    for collective in found:
+        if collective.layer is not None:
+            groups.setdefault(collective.layer, []).append(collective)
+    return {layer: summary(items) for layer, items in sorted(groups.items())}
+
+
+def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
+    """(width, bytes per token) of each collective inside a module; a norm's statistics are fp32 whatever the model is."""
+    if not isinstance(module, Body):
+        return
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            yield from _inside(module.modules[str(node.target)], size)
+        elif node.target in (*_SUMS, *_GATHERS):
+            value = node.meta["val"]
+            width = math.prod(int(s) for s in value.shape if not isinstance(s, torch.SymInt))
+            yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)
+
+
+def _producer(node: fx.Node) -> str:
+    """The module that made what is reduced; for a sum of several, the first one's layer or path."""
+    todo = [n for n in node.all_input_nodes]
+    paths: list[str] = []
+    while todo:
+        source = todo.pop(0)
+        if source.op == "call_module":
+            paths.append(str(source.target))
+        else:
+            todo += source.all_input_nodes
+    return " + ".join(paths)
+
+
+def _hidden_starts(program: Program) -> set[fx.Node]:
+    """The starts with another module's matrix products between them and their wait."""
+    hidden: set[fx.Node] = set()
+    computed = 0  # how many modules with matrix products ran so far
+    at: dict[fx.Node, int] = {}
+    working: dict[int, bool] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            module = program.modules[str(node.target)]
+            computed += working.setdefault(id(module), computes(module))
+        elif node.target is ops.all_reduce_start:
+            at[node] = computed
+        elif node.target is ops.all_reduce_wait and computed > at[node.args[0]]:
+            hidden.add(node.args[0])
+    return hidden

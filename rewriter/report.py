@@ -1,0 +1,282 @@
+"""What `rewrite inspect` shows: blocks, collectives and memory of a model, before and after a recipe, from its config.
+
+The inspection is plain data; the tables (`rewriter.report_tables`) are made from it, so that JSON and terminal tell the
+same. Torch and transformers are imported on the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rewriter.errors import RewriterError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from rewriter.analysis.communication import Collective
+    from rewriter.analysis.residual import Block
+    from rewriter.program import Program
+    from rewriter.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found, as JSON values: `data["blocks"]`, `["communication"]`, `["memory"]`, `["rules"]` and the header.
+
+    Printing it with rich gives tables.
+    """
+
+    data: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """The inspection as JSON."""
+        return json.dumps(self.data, indent=2, ensure_ascii=False)
+
+    def __rich__(self) -> Group:
+        from rewriter.report_tables import tables
+
+        return tables(self.data)
+
+
+def inspect(
+    model: Any, recipe: str | os.PathLike[str] | Recipe | None = None, tp: int = 1, trust_remote_code: bool = False
+) -> Inspection:
+    """What `model` reads, writes, communicates and holds on `tp` ranks, and what `recipe` changes. Reads no weights.
+
+    `model` is a directory, a bare config.json, a hub id or a config object. A recipe that cannot be applied because the
+    model has no residual stream is reported with the reason. Raises RewriterError for what a user can cause otherwise:
+    no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
+    """
+    with _without_garbage_collection():
+        return _inspect(model, recipe, tp, trust_remote_code)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Importing torch and tracing make millions of objects that stay: collecting meanwhile costs a quarter of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _inspect(model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int, trust_remote_code: bool) -> Inspection:
+    from rewriter.apply import apply_recipe, load_recipe
+    from rewriter.trace import trace_skeleton
+    from rewriter.trace.model import build_skeleton, load_config
+
+    if tp < 1:
+        raise RewriterError(f"--tp {tp}: expected 1 or more ranks")
+    loaded = load_recipe(recipe) if recipe is not None else None
+    config = load_config(model, trust_remote_code)
+    original = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
+    standard = _standard(original, tp)
+    rules: list[dict[str, str]] = []
+    no_stream = _why_no_stream(original)
+    after = standard
+    applied = loaded is not None
+    if loaded is not None:
+        try:
+            after, skipped = apply_recipe(original, loaded, tp)
+            rules += [{"rule": name, "reason": reason} for name, reason in skipped]
+        except RewriterError as error:
+            if no_stream is None:
+                raise
+            applied = False
+            rules.append({"rule": loaded.name, "reason": f"not applied. {error}"})
+    elif no_stream is not None:
+        rules.append({"rule": "residual stream", "reason": no_stream})
+    rules += _unfired(after)
+    rules += _standard_layers(after) if applied else []
+    data = {
+        "model": _header(original, model),
+        "mesh": dict(after.mesh),
+        "recipe": loaded.name if loaded is not None else None,
+        "passes": [
+            {"name": r.name, "kind": r.kind, "options": json.loads(json.dumps(r.options, default=list)), "summary": r.summary}
+            for r in after.history
+        ],
+        "blocks": _blocks(after),
+        "communication": _communication(standard, after if applied else None),
+        "memory": _memory(after),
+        "rules": rules,
+    }
+    return Inspection(data)
+
+
+def _standard(program: Program, tp: int) -> Program:
+    """Plain tensor parallelism, what a recipe is compared with; the traced program itself on one rank."""
+    from rewriter.passes.tensor_parallel import TensorParallel
+
+    return TensorParallel().apply(program.with_(mesh={"tp": tp}, origin=program)) if tp > 1 else program
+
+
+def _why_no_stream(program: Program) -> str | None:
+    from rewriter.analysis.residual import annotate, stream_values
+
+    if stream_values(program.graph):
+        return None
+    try:
+        annotate(program.edit()[0], program.source.num_layers)
+    except RewriterError as error:
+        return str(error)
+    return None
+
+
+def _header(program: Program, model: Any) -> dict[str, Any]:
+    import math
+
+    source = program.source
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else source.model_type
+    return {
+        "name": name,
+        "type": source.model_type,
+        "architecture": source.architecture,
+        "layers": source.num_layers,
+        "parameters": sum(math.prod(p.shape) for p in program.parameters.values()),
+        "dtype": str(source.config.get("dtype") or "float32").removeprefix("torch."),
+    }
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(program: Program) -> list[dict[str, Any]]:
+    """One row per residual block, in order of the stream."""
+    from rewriter.analysis.communication import collectives
+    from rewriter.analysis.residual import residual_blocks
+
+    blocks = residual_blocks(program)
+    found: dict[int | None, list[Collective]] = {}
+    for collective in collectives(program, blocks):
+        found.setdefault(collective.block, []).append(collective)
+    split = _split_modules(program)
+    return [
+        {
+            "block": block.index,
+            "layer": block.layer,
+            "kind": block.kind,
+            "path": block.path,
+            "reads": _reads(block, blocks),
+            "stale": bool(program.origin) and block.reads != (block.index,),
+            "writes": f"x after {_name(block)}",
+            "reductions": [
+                {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden} for c in found.get(block.index, [])
+            ],
+            "on_ranks": "one device" if not program.mesh else _on_ranks(program, block, split),
+        }
+        for block in blocks
+    ]
+
+
+def _name(block: Block) -> str:
+    return f"{block.kind} {block.layer}"
+
+
+def _reads(block: Block, blocks: Sequence[Block]) -> str:
+    """What a block reads, in words: the stream, and which blocks' writes it does not see yet."""
+    parts = []
+    for value in block.reads:
+        base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
+        missed = [_name(b) for b in blocks[value : block.index]]
+        parts.append(f"{base}; stale: misses {', '.join(missed)}" if missed else base)
+    return " and ".join(parts) or "nothing of the stream"
+
+
+def _split_modules(program: Program) -> set[str]:
+    """Paths of the modules that hold a split parameter, each with all paths above."""
+    paths: set[str] = set()
+    for name, parameter in program.parameters.items():
+        if parameter.ranges is not None:
+            while "." in name:
+                name = name.rpartition(".")[0]
+                paths.add(name)
+    return paths
+
+
+def _on_ranks(program: Program, block: Block, split: set[str]) -> str:
+    from rewriter.analysis.residual import computes
+
+    working = [str(n.target) for n in block.branch if n.op == "call_module" and computes(program.modules[str(n.target)])]
+    parts = [path in split for path in working]
+    return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
+
+
+# --- communication and memory ----------------------------------------------------------------------------------------
+
+
+def _communication(standard: Program, after: Program | None) -> dict[str, Any]:
+    return {
+        "convention": "bytes per token: the reduced tensor once per all-reduce, the gathered tensor per all-gather",
+        "before": _traffic(standard),
+        "after": _traffic(after) if after is not None else None,
+    }
+
+
+def _traffic(program: Program) -> dict[str, Any]:
+    from rewriter.analysis.communication import by_layer, by_place, collectives, summary
+
+    found = collectives(program)
+    return {
+        "total": asdict(summary(found)),
+        "places": {place: asdict(traffic) for place, traffic in by_place(found).items()},
+        "layers": [{"layer": layer, **asdict(traffic)} for layer, traffic in by_layer(found).items()],
+    }
+
+
+def _memory(program: Program) -> dict[str, int]:
+    from rewriter.analysis.memory import memory
+
+    return asdict(memory(program))
+
+
+# --- rules that did not fire -----------------------------------------------------------------------------------------
+
+
+def _unfired(program: Program) -> list[dict[str, str]]:
+    """Passes without effect, and what a pass had to leave as it was, in the passes' own words."""
+    rules = []
+    for entry in program.history:
+        if entry.summary.startswith(("no ", "one rank", "0 of ")):
+            rules.append({"rule": entry.name, "reason": entry.summary})
+        rules += [{"rule": entry.name, "reason": note} for note in entry.notes]
+    return rules
+
+
+def _standard_layers(program: Program) -> list[dict[str, str]]:
+    """The layers that a rewiring pass left alone."""
+    from rewriter.analysis.residual import residual_blocks
+    from rewriter.passes.ladder import Ladder
+
+    entry = next((r for r in program.history if r.name == Ladder.name), None)
+    if entry is None:
+        return []
+    blocks = residual_blocks(program)
+    rewired = {b.layer for b in blocks if b.reads != (b.index,)}
+    rules = []
+    if kept := sorted({b.layer for b in blocks} - rewired):
+        reason = f"layers {spans(kept)} keep their reads: not in layers={entry.options['layers']!r}"
+        rules.append({"rule": entry.name, "reason": reason})
+    if 0 in rewired:
+        rules.append({"rule": entry.name, "reason": f"{_name(blocks[0])} reads the embedding: there is nothing to skip"})
+    return rules
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as "0–2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in runs)

@@ -1,0 +1,195 @@
+"""An inspection as tables for the terminal. Reads the inspection's data only, so that JSON says the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rewriter.report import spans
+
+
+def tables(data: Mapping[str, Any]) -> Group:
+    """Header, blocks, communication, memory and rules that did not fire."""
+    parts: list[RenderableType] = [_header(data)]
+    if data["passes"]:
+        parts.append(_passes(data["passes"]))
+    if data["blocks"]:
+        parts.append(_blocks(data["blocks"], bool(data["mesh"])))
+    else:
+        parts.append(Text("no residual stream: its blocks cannot be told apart (see the rules below)"))
+    parts += [_communication(data["communication"], data["recipe"]), _memory(data["memory"], data["mesh"])]
+    if data["rules"]:
+        parts.append(_rules(data["rules"]))
+    return Group(*[item for part in parts for item in (part, Text())])
+
+
+def _header(data: Mapping[str, Any]) -> Text:
+    model = data["model"]
+    ranks = data["mesh"].get("tp", 1)
+    where = f"{ranks} ranks" if ranks > 1 else "one device"
+    recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
+    return Text.from_markup(
+        f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
+        f"{amount(model['parameters'])} parameters, {escape(model['dtype'])}, {where}, recipe: {escape(recipe)}"
+    )
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", header_style="dim", overflow="fold")
+    return table
+
+
+def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Passes", "pass", "kind", "what it did")
+    for entry in passes:
+        table.add_row(escape(entry["name"]), escape(entry["kind"]), escape(entry["summary"]))
+    return table
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
+    """One row per block; layers that read alike are one group, in which i stands for the layer."""
+    columns = ("layer", "block", "reads", "writes", *(("reduction", "bytes/token", "on ranks") if sharded else ()))
+    table = _table("Residual stream", *columns, right=("bytes/token",))
+    for layers, rows in fold(blocks):
+        label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
+        for row in rows:
+            cells = [label, *(escape(row[key]) for key in ("module", "reads", "writes"))]
+            if sharded:
+                cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])]
+            table.add_row(*cells, end_section=row is rows[-1], style="" if not row["stale"] else "bold")
+            label = ""
+    return table
+
+
+def fold(blocks: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[dict[str, Any]]]]:
+    """(layers, their rows) of consecutive layers whose rows are equal once layers are named relative to their own."""
+    groups: list[tuple[list[int], list[dict[str, Any]], list[dict[str, Any]]]] = []
+    by_layer: dict[int, list[Mapping[str, Any]]] = {}
+    for block in blocks:
+        by_layer.setdefault(block["layer"], []).append(block)
+    for layer, members in by_layer.items():
+        relative = [_row(block, layer) for block in members]
+        if groups and groups[-1][1] == relative:
+            groups[-1][0].append(layer)
+        else:
+            groups.append(([layer], relative, [_row(block, None) for block in members]))
+    return [(layers, relative if len(layers) > 1 else absolute) for layers, relative, absolute in groups]
+
+
+def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
+    """A block's cells; with `layer`, other blocks are named relative to it ("mlp i-1")."""
+
+    def words(text: str) -> str:
+        if layer is None:
+            return text
+
+        def relative(match: re.Match[str]) -> str:
+            distance = int(match[2]) - layer
+            return f"{match[1]} i{distance:+d}" if distance else f"{match[1]} i"
+
+        return re.sub(r"\b(attention|mlp|moe|mixer|parallel) (\d+)\b", relative, text)
+
+    return {
+        "module": f"{block['kind']} ({block['path'].rpartition('.')[2]})" if block["kind"] != "parallel" else "parallel",
+        "reads": words(block["reads"]),
+        "writes": words(block["writes"]),
+        "reduction": _reduction(block["reductions"]),
+        "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",
+        "on_ranks": block["on_ranks"],
+        "stale": block["stale"],
+    }
+
+
+def _reduction(reductions: Sequence[Mapping[str, Any]]) -> str:
+    if not reductions:
+        return "none"
+    own = ["hidden" if r["hidden"] else "exposed" for r in reductions if r["place"] == "block"]
+    inner = sum(r["place"] != "block" for r in reductions)
+    return " + ".join([*own, *([f"{inner} small inside, exposed"] if inner else [])])
+
+
+# --- communication and memory ----------------------------------------------------------------------------------------
+
+
+def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableType:
+    before, after = found["before"], found["after"]
+    if not before["total"]["collectives"] and not (after and after["total"]["collectives"]):
+        return Text.from_markup("[bold]Communication[/]\none device: nothing is communicated. --tp N shows N ranks.")
+    sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
+    names = [name for name, _ in sides]
+    table = _table("Communication per forward pass", "", *names, right=names)
+    for label, key in (
+        ("collectives", "collectives"),
+        ("  hidden behind computation", "hidden"),
+        ("  exposed", "exposed"),
+        ("bytes per token", "bytes_per_token"),
+        ("  exposed", "exposed_bytes_per_token"),
+    ):
+        table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
+    for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
+        table.add_row(f"{_PLACES[place]}", *(_place(side["places"].get(place)) for _, side in sides))
+    table.caption, table.caption_justify = found["convention"], "left"
+    return table
+
+
+_PLACES = {
+    "block": "of blocks",
+    "inside a block": "inside blocks (norm statistics)",
+    "embedding": "of the embedding",
+    "head": "of the head (logits gathered)",
+    "other": "elsewhere",
+}
+
+
+def _place(traffic: Mapping[str, Any] | None) -> str:
+    if traffic is None:
+        return "–"
+    return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
+
+
+def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
+    table = _table("Memory per rank" if mesh else "Memory", "", "bytes", right=("bytes",))
+    if mesh:
+        table.add_row("parameters of the whole model", size(found["parameters"]))
+    table.add_row("parameters", size(found["parameters_per_rank"]))
+    table.add_row("keys and values, per token", size(found["cache_per_token"]))
+    if found["windowed_cache_per_token"]:
+        table.add_row("  of it in windows or chunks, which keep no more tokens than they show", size(found["windowed_cache_per_token"]))
+    table.add_row("logits, per token computed", size(found["logits_per_token"]))
+    table.add_row("values inside the widest block, per token computed", size(found["block_per_token"]))
+    table.add_row("residual stream, per token computed", size(found["stream_per_token"]))
+    return table
+
+
+def _rules(rules: Sequence[Mapping[str, str]]) -> Table:
+    table = _table("Rules that did not fire", "rule", "reason")
+    for entry in rules:
+        table.add_row(escape(entry["rule"]), escape(entry["reason"]))
+    return table
+
+
+def amount(number: int) -> str:
+    """1_235_814_400 as "1.24 B"."""
+    for unit, name in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)
+
+
+def size(number: int) -> str:
+    """Bytes with a decimal unit."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= 10 * unit or (number >= unit and number % unit):
+            return f"{number / unit:,.2f} {name}"
+    return f"{number:,} B"
