@@ -188,7 +188,7 @@ def _reads(block: Block, blocks: Sequence[Block]) -> str:
     for value in block.reads:
         base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
         missed = [_name(b) for b in blocks[value : block.index]]
-        parts.append(f"{base}; stale: misses {', '.join(missed)}" if missed else base)
+        parts.append(f"{base} (stale: misses {', '.join(missed)})" if missed else base)
     return " and ".join(parts) or "nothing of the stream"
 
 

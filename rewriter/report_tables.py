@@ -59,16 +59,18 @@ def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
 
 def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
     """One row per block; layers that read alike are one group, in which i stands for the layer."""
-    columns = ("layer", "block", "reads", "writes", *(("reduction", "bytes/token", "on ranks") if sharded else ()))
-    table = _table("Residual stream", *columns, right=("bytes/token",))
+    whole = all(block["on_ranks"] == "split" for block in blocks)
+    extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
+    table = _table("Residual stream: each block adds what it computes to x", "layer", "block", "reads", *extra, right=("B/token",))
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
         for row in rows:
-            cells = [label, *(escape(row[key]) for key in ("module", "reads", "writes"))]
-            if sharded:
-                cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])]
-            table.add_row(*cells, end_section=row is rows[-1], style="" if not row["stale"] else "bold")
+            cells = [label, *(escape(row[key]) for key in ("kind", "reads"))]
+            cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])][: len(extra)]
+            table.add_row(*cells, style="bold" if row["stale"] else "")
             label = ""
+    if sharded and whole:
+        table.caption, table.caption_justify = "Every block is split over the ranks.", "left"
     return table
 
 
@@ -101,9 +103,8 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
         return re.sub(r"\b(attention|mlp|moe|mixer|parallel) (\d+)\b", relative, text)
 
     return {
-        "module": f"{block['kind']} ({block['path'].rpartition('.')[2]})" if block["kind"] != "parallel" else "parallel",
+        "kind": block["kind"],
         "reads": words(block["reads"]),
-        "writes": words(block["writes"]),
         "reduction": _reduction(block["reductions"]),
         "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",
         "on_ranks": block["on_ranks"],

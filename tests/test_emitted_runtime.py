@@ -119,3 +119,35 @@ def test_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, r
 def test_64_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, ranks):
     depth = zoo.shared(name).config.num_hidden_layers
     check(name, ranks, zoo.selections(depth), new_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_compiled_segments_of_an_emitted_module_compute_the_same(name):
+    """Segments hold every computation of a layer and no collective; compiling them changes nothing."""
+    from rewriter.runtime import Context, compile_segments, generate
+
+    sharded = program(name, zoo.selections(zoo.shared(name).config.num_hidden_layers)["upper-half"])
+    source, tensors = emit_runtime_module(sharded), shards(sharded, weights(name))[0]
+    ids, prompts = zoo.batch(2, 21, zoo.shared(name).config.vocab_size), zoo.prompts(3, zoo.shared(name).config.vocab_size)
+    positions = torch.arange(21).expand(2, 21)
+    plain = build(source, tensors, dict(sharded.ties), None)
+    compiled = build(source, tensors, dict(sharded.ties), None)
+    names = compile_segments(compiled, backend="eager")
+    assert names
+    with torch.no_grad():
+        expected = plain(ids, positions, Context())
+        assert relative_error(compiled(ids, positions, Context()), expected) <= 1e-6
+    assert generate(compiled, prompts, 8, pad_token_id=PAD) == generate(plain, prompts, 8, pad_token_id=PAD)
+
+
+def test_logits_can_be_asked_for_the_last_tokens_only():
+    """Prefill need not pass every token through the head."""
+    from rewriter.runtime import Context
+
+    sharded = program("llama")
+    model = build(emit_runtime_module(sharded), shards(sharded, weights("llama"))[0], {}, None)
+    ids = zoo.batch(2, 21, 256)
+    positions = torch.arange(21).expand(2, 21)
+    with torch.no_grad():
+        everything = model(ids, positions, Context())
+        assert relative_error(model(ids, positions, Context(), logits_to_keep=1), everything[:, -1:]) <= 1e-6

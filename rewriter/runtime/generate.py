@@ -70,7 +70,7 @@ def generate(
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
 
     ctx = Context(cache=cache, first_valid=first_valid)
-    logits = model(ids, positions(length, first_valid, batch, device), ctx)[:, -1]
+    logits = model(ids, positions(length, first_valid, batch, device), ctx, logits_to_keep=1)[:, -1]
     produced: list[Tensor] = []
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     while True:
@@ -86,7 +86,7 @@ def generate(
         here = positions(length, first_valid, batch, device)
         if cache is None:
             ids = torch.cat([ids, token[:, None]], dim=1)
-            logits = model(ids, here, ctx)[:, -1]
+            logits = model(ids, here, ctx, logits_to_keep=1)[:, -1]
         else:
             step = Context(cache, torch.tensor(length - 1, device=device), first_valid)
             logits = model(token[:, None], here[:, -1:], step)[:, -1]

@@ -12,7 +12,8 @@ from rewriter.runtime.cache import SlotSpec
 
 
 class RuntimeModel(nn.Module):
-    """Base of an emitted model: forward(input_ids_BS, position_ids_BS, ctx) -> logits_BSV of the full vocabulary.
+    """Base of an emitted model: forward(input_ids_BS, position_ids_BS, ctx, logits_to_keep=0) -> logits_BSV of the full
+    vocabulary; `logits_to_keep` n > 0 gives those of the last n tokens only, so that prefill need not compute the rest.
 
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has

@@ -86,6 +86,7 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
             f"model type {config.model_type!r} cannot be built as a causal LM: {str(error).splitlines()[0]}"
         ) from error
     model.eval()
+    model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
