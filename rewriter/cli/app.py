@@ -74,6 +74,8 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `rewrite` and returns its exit code: 0, 1 unexpected, 2 refused, 3 verification failed, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # transformers' advice is about its own API; what concerns this command is in its own messages
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         return _dispatch(words)
     except RewriterError as error:

@@ -60,7 +60,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference over largest expected magnitude, in float64; infinite where shapes differ or NaNs stand."""
     if actual.shape != expected.shape or not bool(actual.isfinite().all()):
         return float("inf")
-    scale = float(expected.double().abs().max())
+    scale = float(expected.detach().double().abs().max())
     difference = float((actual.double() - expected.double()).abs().max())
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 

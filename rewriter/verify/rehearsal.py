@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from rewriter.errors import RewriterError, VerificationError
 from rewriter.passes.base import Pass, single_device
@@ -38,6 +39,18 @@ Write = Callable[[Program, Path], None]
 
 
 @torch.no_grad()
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The rehearsal's own files are no progress of the user's conversion."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 def rehearse(
     config: PreTrainedConfig,
     passes: Sequence[Pass],
@@ -64,7 +77,8 @@ def rehearse(
         directory = Path(scratch, "model")
         progress("rehearsal: building")
         model, reference = _telling_model(small, mapped, trust_remote_code)
-        model.save_pretrained(directory)
+        with _no_progress_bar():
+            model.save_pretrained(directory)
         progress("rehearsal: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
         for length in test_lengths(small):

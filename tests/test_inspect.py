@@ -1,0 +1,127 @@
+"""`rewrite inspect`: what it says of blocks, collectives, memory and rules, and that it reads config.json only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from rich.console import Console
+
+from rewriter.errors import RewriterError
+from rewriter.report import inspect
+
+
+def data(family: str, recipe: str | None = "ladder", tp: int = 2) -> dict[str, Any]:
+    return json.loads(inspect(zoo.config(family), recipe, tp).to_json())
+
+
+def test_a_ladder_hides_every_reduction_but_the_last() -> None:
+    found = data("llama")
+    assert [b["reads"] for b in found["blocks"][:4]] == [
+        "the embedding",
+        "the embedding (stale: misses attention 0)",
+        "x after attention 0 (stale: misses mlp 0)",
+        "x after mlp 0 (stale: misses attention 1)",
+    ]
+    assert [b["stale"] for b in found["blocks"]] == [False] + [True] * 7
+    assert [b["reductions"][0]["hidden"] for b in found["blocks"]] == [True] * 7 + [False]
+    assert {b["on_ranks"] for b in found["blocks"]} == {"split"}
+
+
+def test_bytes_per_token_are_payloads() -> None:
+    """8 blocks and the embedding reduce 64 floats, the head gathers 256."""
+    communication = data("llama")["communication"]
+    for side, hidden in (("before", 0), ("after", 7)):
+        total = communication[side]["total"]
+        assert (total["collectives"], total["hidden"]) == (10, hidden)
+        assert total["bytes_per_token"] == 9 * 64 * 4 + 256 * 4
+        assert total["exposed_bytes_per_token"] == (9 - hidden) * 64 * 4 + 256 * 4
+        assert [row["bytes_per_token"] for row in communication[side]["layers"]] == [2 * 64 * 4] * 4
+
+
+def test_parallel_blocks_need_one_reduction_after_merging() -> None:
+    places = {side: data("gpt_neox")["communication"][side]["places"] for side in ("before", "after")}
+    assert places["before"]["block"]["collectives"] == 8
+    assert places["after"]["block"]["collectives"] == 4
+
+
+def test_norm_statistics_inside_blocks_are_counted() -> None:
+    found = data("olmo2", "tensor-parallel")
+    inside = found["communication"]["after"]["places"]["inside a block"]
+    assert (inside["collectives"], inside["bytes_per_token"]) == (8, 8 * 4)  # one fp32 mean for queries, one for keys
+    assert inside["hidden"] == 0
+
+
+def test_memory_is_that_of_a_rank() -> None:
+    one, two = data("llama", None, 1)["memory"], data("llama", None, 2)["memory"]
+    parameters = sum(p.numel() for p in zoo.shared("llama").parameters()) * 4
+    norms = 9 * 64 * 4
+    assert one["parameters"] == one["parameters_per_rank"] == two["parameters"] == parameters
+    assert two["parameters_per_rank"] == (parameters - norms) // 2 + norms
+    config = zoo.config("llama")
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    assert one["cache_per_token"] == 4 * 2 * config.num_key_value_heads * size * 4 == 2 * two["cache_per_token"]
+    assert one["logits_per_token"] == two["logits_per_token"] == 256 * 4
+
+
+def test_rules_that_did_not_fire_say_why() -> None:
+    rules = {(r["rule"], r["reason"]) for r in data("qwen2", "ladder-upper-half")["rules"]}
+    text = "\n".join(f"{rule}: {reason}" for rule, reason in rules)
+    assert "tensor_parallel: model.embed_tokens and 1 like it replicated: a vocabulary of 259 does not divide by 2" in text
+    assert "merge_reductions: no pair of all-reduces is added" in text
+    assert "ladder: layers 0–1 keep their reads" in text
+
+
+def test_one_device_communicates_nothing() -> None:
+    found = data("llama", "ladder", 1)
+    assert found["communication"]["before"]["total"]["collectives"] == 0
+    assert ("tensor_parallel", "one rank: nothing to split") in {(r["rule"], r["reason"]) for r in found["rules"]}
+
+
+def test_a_degree_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(RewriterError, match="query heads do not divide by 3"):
+        inspect(zoo.config("llama"), "ladder", 3)
+
+
+def test_a_bare_config_prints_as_tables_with_alike_layers_folded(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(zoo.config("llama").to_dict() | {"num_hidden_layers": 12, "dtype": "bfloat16"}))
+    inspection = inspect(file, "ladder-upper-half", 2)
+    console = Console(width=100, record=True, quiet=True)
+    console.print(inspection)
+    text = console.export_text()
+    assert "6–10 ×5" in text
+    assert "1–4 ×4" in text
+    assert "x after attention i-1 (stale: misses mlp i-1)" in text
+    assert "bfloat16" in text
+    assert inspection.data["communication"]["before"]["layers"][0]["bytes_per_token"] == 2 * 64 * 2
+    assert list(tmp_path.iterdir()) == [file]
+
+
+LARGE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
+    """CPU time with room for a busy machine; `benchmarks/inspection.py` measures against the real limits."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    code = (
+        "import resource, sys; from rewriter.cli import main; code = main(sys.argv[1:]);"
+        "used = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(tmp_path), "--recipe", "ladder-upper-half", "--tp", "8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    seconds, kilobytes = map(float, done.stderr.split()[-2:])
+    found = json.loads(done.stdout)
+    assert len(found["blocks"]) == 160
+    assert found["memory"]["parameters"] == 70_553_706_496 * 2
+    assert seconds < 16
+    assert kilobytes < 1.5e6

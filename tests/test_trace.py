@@ -1,0 +1,145 @@
+"""Tracing: the program computes what the unmodified eager model computes, and nothing of the model stays patched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import torch
+import zoo
+from oracles import relative_error
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import AttentionMaskInterface
+
+from rewriter.analysis.residual import residual_blocks
+from rewriter.errors import RewriterError
+from rewriter.ops import MaskSpec, attention
+from rewriter.program import Body, walk_modules
+from rewriter.trace import trace, trace_skeleton
+from rewriter.trace.lifting import LIFTED, find_mask_spec, lifted_attention, lifted_interfaces
+from rewriter.trace.model import build_skeleton
+from rewriter.verify.simulate import simulate
+from rewriter.weights import Checkpoint
+
+
+@pytest.mark.parametrize("length", [1, 21, 100])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_a_trace_replays_the_eager_model(family: str, length: int) -> None:
+    model = zoo.shared(family)
+    ids = zoo.batch(2, length, model.config.vocab_size)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        found = simulate(programs.traced(family), ids, weights=programs.weights(family))
+    assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_residual_stream_is_found(family: str) -> None:
+    blocks = residual_blocks(programs.traced(family))
+    depth = programs.traced(family).source.num_layers
+    if family == "gpt_neox":
+        assert [(b.kind, b.layer) for b in blocks] == [("parallel", i) for i in range(depth)]
+    else:
+        second = "moe" if "moe" in family or family == "mixtral" else "mlp"
+        assert [(b.kind, b.layer) for b in blocks] == [(k, i) for i in range(depth) for k in ("attention", second)]
+    assert all(b.reads == (b.index,) for b in blocks)
+
+
+def test_a_trace_reads_headers_and_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.save("mixtral", tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Checkpoint, "evaluate", refuse)
+    program = trace(tmp_path)
+    assert all(p.expression is not None for p in program.parameters.values())
+    assert program.fingerprint() == programs.traced("mixtral").fingerprint()
+
+
+@pytest.mark.parametrize("failing", ["forward of an MLP", "forward of the model"])
+def test_nothing_stays_patched_when_a_trace_fails(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skeleton = build_skeleton(zoo.config("llama"))
+    broken = skeleton.layers[0].mlp if failing.endswith("MLP") else skeleton.model.base_model.norm
+    call = nn.Module.__call__
+    registered = nn.Module.register_parameter
+    tensors = {name: p for name, p in skeleton.model.named_parameters()}
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(type(broken), "forward", fail)
+    with pytest.raises(RewriterError, match="broken on purpose"):
+        trace_skeleton(skeleton)
+    for interface in (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS)):
+        assert LIFTED not in interface._global_mapping
+    assert nn.Module.__call__ is call
+    assert nn.Module.register_parameter is registered
+    assert not any("forward" in m.__dict__ for m in skeleton.model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.layers.modules())
+    assert skeleton.model.config._attn_implementation == "eager"
+    assert all(tensors[name] is p for name, p in skeleton.model.named_parameters())
+    assert len(tensors) == len(list(skeleton.model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [MaskSpec("causal"), *(MaskSpec("window", n) for n in (1, 3, 128, 4096)), *(MaskSpec("chunk", n) for n in (5, 64))],
+)
+def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
+    def visible(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        seen = kv <= q
+        if spec.kind == "window":
+            return seen & (kv > q - spec.size)
+        return seen & (kv // spec.size == q // spec.size) if spec.kind == "chunk" else seen
+
+    assert find_mask_spec(visible) == spec
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        lambda batch, head, q, kv: (kv <= q) & (kv % 2 == 0),
+        lambda batch, head, q, kv: (kv <= q) & ((kv > q - 8) | (kv < 4)),
+        lambda batch, head, q, kv: kv <= q + 1,
+        lambda batch, head, q, kv: kv.no_such_method(),
+    ],
+    ids=["strided", "window with sinks", "one token ahead", "fails"],
+)
+def test_other_masks_are_refused(visible: Any) -> None:
+    with pytest.raises(RewriterError, match="mask"):
+        find_mask_spec(visible)
+
+
+def test_windows_of_a_model_are_in_its_attention() -> None:
+    program = programs.traced("gemma3_text")
+    masks = [
+        n.kwargs["mask"]
+        for path, module in walk_modules(program.modules)
+        if path.endswith("self_attn") and isinstance(module, Body)
+        for n in module.graph.nodes
+        if n.target is attention
+    ]
+    window = MaskSpec("window", zoo.config("gemma3_text").sliding_window)
+    assert masks == [window, window, MaskSpec("causal")] * 2
+
+
+def test_alike_layers_share_their_bodies() -> None:
+    modules = programs.traced("gemma3_text").modules
+    attentions = [modules[f"model.layers.{i}.self_attn"] for i in range(6)]
+    assert attentions[0] is attentions[1] is attentions[3] is attentions[4]
+    assert attentions[2] is attentions[5]
+    assert attentions[0] is not attentions[2]
+
+
+def test_an_attention_keyword_that_is_not_known_is_refused() -> None:
+    q = torch.empty(1, 2, 3, 4, device="meta")
+    skeleton = build_skeleton(zoo.config("llama"))
+    with lifted_interfaces(skeleton.model), pytest.raises(RewriterError, match="position_bias"):
+        lifted_attention(skeleton.model, q, q, q, MaskSpec("causal"), position_bias=q)
+    with pytest.raises(RewriterError, match="instead of the mask"):
+        lifted_attention(skeleton.model, q, q, q, None)
