@@ -60,7 +60,9 @@ class Link:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._delete()
 
     def inside(self, end: int) -> list[str]:
@@ -78,7 +80,7 @@ class Link:
         self.rate = rate
 
     def dropped(self) -> int:
-        """Segments that the limit has dropped since `set_rate`, both directions: more than a few spoil a measurement."""
+        """Segments that the limit has dropped since `set_rate`: more than a few spoil a measurement."""
         shown = "".join(run("tc", "-n", name, "-s", "qdisc", "show", "dev", INTERFACE) for name in self.names)
         return sum(map(int, re.findall(r"\(dropped (\d+)", shown)))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rewriter.apply import apply_recipe, load_recipe
+from rewriter.collector import collector_paused
 from rewriter.emit import directory
 from rewriter.emit.card import model_card
 from rewriter.emit.manifest import (
@@ -35,6 +36,7 @@ from rewriter.verify.real import RealWeights
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
+    from rewriter.weights.ahead import Ahead
 
 Level = Literal["none", "shrunken", "full"]
 Progress = Callable[..., None]
@@ -81,13 +83,14 @@ def convert(
     set: Mapping[str, Any] | None = None,
     text: str | None = None,
     progress: Progress = _silent,
+    ahead: Ahead | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint by a recipe; see `rewrite MODEL --help` for the options.
 
-    `out` defaults to MODEL-RECIPE in the current directory; `text` replaces the packaged calibration text. Everything
-    that can be refused without work is refused first, then the rehearsal runs, then files are written beside their
-    final place and renamed. Raises RewriterError for bad input, VerificationError when the result does not compute what
-    the recipe says; nothing is left then.
+    `out` defaults to MODEL-RECIPE in the current directory; `text` replaces the packaged calibration text; `ahead` may
+    hold copies of the weight files. Everything that can be refused without work is refused first, then the rehearsal
+    runs, then files are written beside their final place and renamed. Raises RewriterError for bad input,
+    VerificationError when the result does not compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
     loaded.build()
@@ -98,11 +101,12 @@ def convert(
     if not resume:
         check_free(place)
 
-    from rewriter.trace import trace
-
     progress("tracing")
-    traced = trace(model, trust_remote_code=trust_remote_code)
-    program, skipped = apply_recipe(traced, loaded, tp)
+    with collector_paused():
+        from rewriter.trace import trace
+
+        traced = trace(model, trust_remote_code=trust_remote_code)
+        program, skipped = apply_recipe(traced, loaded, tp)
     return save(
         program,
         place,
@@ -115,6 +119,7 @@ def convert(
         link=link,
         text=text,
         progress=progress,
+        ahead=ahead,
     )
 
 
@@ -131,6 +136,7 @@ def save(
     link: bool = False,
     text: str | None = None,
     progress: Progress = _silent,
+    ahead: Ahead | None = None,
 ) -> Report:
     """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card.
 
@@ -167,7 +173,7 @@ def save(
         measured: Drift | None = None
         if verify != "none":
             found = _rehearse(program, dtype, progress)
-        hashes = directory.write(layout, output, link, progress)
+        hashes = directory.write(layout, output, link, progress, ahead)
         golden: Golden | None = None
         real: RealWeights | None = None
         if verify != "none":

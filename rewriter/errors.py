@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RewriterError(Exception):
-    """A failure with a message meant for the user: it names the thing, the value, what was expected and the next step."""
+    """A failure told to the user: its message names the thing, the value, what was expected and the next step."""
 
     exit_code = 2
 

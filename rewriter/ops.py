@@ -25,7 +25,8 @@ class MaskSpec:
 
     Positions count from the first valid token of a row, so left padding shifts nothing.
 
-    causal: `t <= s`. window: `s - size < t <= s`. chunk: `t <= s` within one block of `size` positions. bidirectional: all.
+    causal: `t <= s`. window: `s - size < t <= s`. chunk: `t <= s` within one block of `size` positions.
+    bidirectional: all.
     """
 
     kind: MaskKind
@@ -35,7 +36,7 @@ class MaskSpec:
         if (self.kind in ("window", "chunk")) != (self.size is not None):
             raise ValueError(f"MaskSpec {self.kind!r} with size {self.size!r}: only window and chunk have a size")
 
-    def visible(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def visible(self, query_positions: Any, key_positions: Any) -> Any:
         """Boolean [..., S, T] from positions [..., S] and [..., T] (int64)."""
         s, t = query_positions[..., :, None], key_positions[..., None, :]
         if self.kind == "bidirectional":
@@ -45,6 +46,7 @@ class MaskSpec:
             assert self.size is not None
             seen = seen & (t > s - self.size)
         elif self.kind == "chunk":
+            assert self.size is not None
             seen = seen & (s // self.size == t // self.size)
         return seen
 
@@ -64,9 +66,9 @@ def attention(
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
 
-    Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H] adds one
-    logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every call sees all
-    tokens from position 0. `slot` names the cache entry of this call.
+    Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
+    adds one logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every
+    call sees all tokens from position 0. `slot` names the cache entry of this call.
     """
     del ctx, slot
     groups = q_BHSD.shape[1] // k_BKTD.shape[1]

@@ -33,7 +33,9 @@ def program_html(program: Program) -> str:
     parts = [f"<div><code>{html.escape(head)}</code></div>"]
     for index, (title, text) in enumerate(sections):
         opened = " open" if index == 0 else ""
-        parts.append(f"<details{opened}><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>")
+        parts.append(
+            f"<details{opened}><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+        )
     return "\n".join(parts)
 
 
@@ -182,7 +184,9 @@ class _Wiring:
                 continue
             relative = self._relative(layer, nodes)
             end = index + 1
-            while fold and end < len(runs) and self._follows(runs, index, end) and self._relative(*runs[end]) == relative:
+            while (
+                fold and end < len(runs) and self._follows(runs, index, end) and self._relative(*runs[end]) == relative
+            ):
                 end += 1
             count = end - index
             if count > 1:

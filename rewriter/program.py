@@ -5,8 +5,8 @@ attention, MLP, experts) and the modules around the layers; between them stand t
 ran, the collectives. *Ops* (`Body.graph`): the inside of one child, over leaf modules, attention and ATen glue. Layers
 that are alike share their bodies.
 
-Every wiring node carries `meta["layer"]` (index or None) and `meta["shape"]`, a tuple of ints and of the symbols "B"
-(batch), "S" (tokens) and "N" (batch · tokens).
+Every wiring node but the inputs carries `meta["layer"]` (index or None). Shapes, tuples of ints and of the symbols "B"
+(batch), "S" (tokens) and "N" (batch · tokens), are derived by `analysis.shapes.wiring_shapes`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Leaf:
 class Body:
     """The inside of a module: an ops graph whose `call_module` and `get_attr` targets are relative to the module.
 
-    `graph` takes one placeholder per tensor input, then `ctx` if it attends. `parameters` are the tensors that the graph
-    reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the lifted
-    children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are the indices
-    of the tensors of the source's call that are inputs here. `dropout` is the largest probability found inside.
-    `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines).
-    `shared` are own parameters of which ranks hold some elements more than once: (full size, ranges per rank).
+    `graph` takes one placeholder per tensor input, then `ctx` if it attends. `parameters` are the tensors that the
+    graph reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the
+    lifted children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are
+    the indices of the tensors of the source's call that are inputs here. `dropout` is the largest probability found
+    inside. `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines). `shared` are own
+    parameters of which ranks hold some elements more than once: (full size, ranges per rank).
     """
 
     class_name: str
@@ -131,10 +131,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors (None without checkpoint).
+    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors (None without
+    checkpoint).
 
-    When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared` says
-    that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
+    When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
+    says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
     """
 
     shape: tuple[int, ...]
@@ -232,9 +233,15 @@ class Program:
         return save(self, out, **options)
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """`node.args` without torch.fx's union type: what stands there is fixed by the node's target."""
+    return node.args
+
+
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A deep copy of `graph` whose nodes keep their names and meta, and the map from old nodes to new ones."""
-    new, env = fx.Graph(), {}
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.create_node(
             node.op,

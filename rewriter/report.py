@@ -6,14 +6,13 @@ same. Torch and transformers are imported on the first call.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rewriter.collector import collector_paused
 from rewriter.errors import RewriterError
 
 if TYPE_CHECKING:
@@ -53,23 +52,13 @@ def inspect(
     model has no residual stream is reported with the reason. Raises RewriterError for what a user can cause otherwise:
     no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
     """
-    with _without_garbage_collection():
+    with collector_paused():
         return _inspect(model, recipe, tp, trust_remote_code)
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Importing torch and tracing make millions of objects that stay: collecting meanwhile costs a quarter of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _inspect(model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int, trust_remote_code: bool) -> Inspection:
+def _inspect(
+    model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int, trust_remote_code: bool
+) -> Inspection:
     from rewriter.apply import apply_recipe, load_recipe
     from rewriter.trace import trace_skeleton
     from rewriter.trace.model import build_skeleton, load_config
@@ -102,7 +91,12 @@ def _inspect(model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int
         "mesh": dict(after.mesh),
         "recipe": loaded.name if loaded is not None else None,
         "passes": [
-            {"name": r.name, "kind": r.kind, "options": json.loads(json.dumps(r.options, default=list)), "summary": r.summary}
+            {
+                "name": r.name,
+                "kind": r.kind,
+                "options": json.loads(json.dumps(r.options, default=list)),
+                "summary": r.summary,
+            }
             for r in after.history
         ],
         "blocks": _blocks(after),
@@ -170,7 +164,8 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
             "stale": bool(program.origin) and block.reads != (block.index,),
             "writes": f"x after {_name(block)}",
             "reductions": [
-                {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden} for c in found.get(block.index, [])
+                {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden}
+                for c in found.get(block.index, [])
             ],
             "on_ranks": "one device" if not program.mesh else _on_ranks(program, block, split),
         }
@@ -206,7 +201,9 @@ def _split_modules(program: Program) -> set[str]:
 def _on_ranks(program: Program, block: Block, split: set[str]) -> str:
     from rewriter.analysis.residual import computes
 
-    working = [str(n.target) for n in block.branch if n.op == "call_module" and computes(program.modules[str(n.target)])]
+    working = [
+        str(n.target) for n in block.branch if n.op == "call_module" and computes(program.modules[str(n.target)])
+    ]
     parts = [path in split for path in working]
     return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
 
@@ -267,7 +264,9 @@ def _standard_layers(program: Program) -> list[dict[str, str]]:
         reason = f"layers {spans(kept)} keep their reads: not in layers={entry.options['layers']!r}"
         rules.append({"rule": entry.name, "reason": reason})
     if 0 in rewired:
-        rules.append({"rule": entry.name, "reason": f"{_name(blocks[0])} reads the embedding: there is nothing to skip"})
+        rules.append(
+            {"rule": entry.name, "reason": f"{_name(blocks[0])} reads the embedding: there is nothing to skip"}
+        )
     return rules
 
 

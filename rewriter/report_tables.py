@@ -61,7 +61,9 @@ def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
     """One row per block; layers that read alike are one group, in which i stands for the layer."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
-    table = _table("Residual stream: each block adds what it computes to x", "layer", "block", "reads", *extra, right=("B/token",))
+    table = _table(
+        "Residual stream: each block adds what it computes to x", "layer", "block", "reads", *extra, right=("B/token",)
+    )
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
         for row in rows:
@@ -166,7 +168,10 @@ def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     table.add_row("parameters", size(found["parameters_per_rank"]))
     table.add_row("keys and values, per token", size(found["cache_per_token"]))
     if found["windowed_cache_per_token"]:
-        table.add_row("  of it in windows or chunks, which keep no more tokens than they show", size(found["windowed_cache_per_token"]))
+        table.add_row(
+            "  of it in windows or chunks, which keep no more tokens than they show",
+            size(found["windowed_cache_per_token"]),
+        )
     table.add_row("logits, per token computed", size(found["logits_per_token"]))
     table.add_row("values inside the widest block, per token computed", size(found["block_per_token"]))
     table.add_row("residual stream, per token computed", size(found["stream_per_token"]))

@@ -32,7 +32,9 @@ def transition_drained(program: Program, first_ladder_layer: int) -> Program:
 def reduction_missing(program: Program, number: int) -> Program:
     """The `number`-th all-reduce of the wiring's layers is gone: each rank keeps its partial."""
     graph, _ = program.edit()
-    found = [n for n in graph.nodes if n.target in (ops.all_reduce, ops.all_reduce_start) and n.meta["layer"] is not None]
+    found = [
+        n for n in graph.nodes if n.target in (ops.all_reduce, ops.all_reduce_start) and n.meta["layer"] is not None
+    ]
     start = found[number]
     for node in [*(u for u in list(start.users) if u.target is ops.all_reduce_wait), start]:
         node.replace_all_uses_with(node.args[0])

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import torch
 import zoo
+
 from rewriter.passes import available
 from rewriter.program import Program
 from rewriter.trace import trace

@@ -93,7 +93,9 @@ def compare_gradients(sharded, by_rank, model) -> None:
         for rank, grads in enumerate(by_rank):
             part = expected
             if parameter.ranges is not None:
-                part = torch.cat([expected.narrow(parameter.dim, a, b - a) for a, b in parameter.ranges[rank]], parameter.dim)
+                part = torch.cat(
+                    [expected.narrow(parameter.dim, a, b - a) for a, b in parameter.ranges[rank]], parameter.dim
+                )
             scale = expected.abs().max()
             error = (grads[name] - part).abs().max() / scale
             assert error <= 1e-4, f"{name} on rank {rank}: {error:.1e}"
@@ -128,7 +130,10 @@ def test_compiled_segments_of_an_emitted_module_compute_the_same(name):
 
     sharded = program(name, zoo.selections(zoo.shared(name).config.num_hidden_layers)["upper-half"])
     source, tensors = emit_runtime_module(sharded), shards(sharded, weights(name))[0]
-    ids, prompts = zoo.batch(2, 21, zoo.shared(name).config.vocab_size), zoo.prompts(3, zoo.shared(name).config.vocab_size)
+    ids, prompts = (
+        zoo.batch(2, 21, zoo.shared(name).config.vocab_size),
+        zoo.prompts(3, zoo.shared(name).config.vocab_size),
+    )
     positions = torch.arange(21).expand(2, 21)
     plain = build(source, tensors, dict(sharded.ties), None)
     compiled = build(source, tensors, dict(sharded.ties), None)

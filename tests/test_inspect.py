@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -72,7 +73,9 @@ def test_memory_is_that_of_a_rank() -> None:
 def test_rules_that_did_not_fire_say_why() -> None:
     rules = {(r["rule"], r["reason"]) for r in data("qwen2", "ladder-upper-half")["rules"]}
     text = "\n".join(f"{rule}: {reason}" for rule, reason in rules)
-    assert "tensor_parallel: model.embed_tokens and 1 like it replicated: a vocabulary of 259 does not divide by 2" in text
+    assert (
+        "tensor_parallel: model.embed_tokens and 1 like it replicated: a vocabulary of 259 does not divide by 2" in text
+    )
     assert "merge_reductions: no pair of all-reduces is added" in text
     assert "ladder: layers 0–1 keep their reads" in text
 
@@ -92,9 +95,9 @@ def test_a_bare_config_prints_as_tables_with_alike_layers_folded(tmp_path: Path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(zoo.config("llama").to_dict() | {"num_hidden_layers": 12, "dtype": "bfloat16"}))
     inspection = inspect(file, "ladder-upper-half", 2)
-    console = Console(width=100, record=True, quiet=True)
+    console = Console(width=100, file=io.StringIO())
     console.print(inspection)
-    text = console.export_text()
+    text = console.file.getvalue()
     assert "6–10 ×5" in text
     assert "1–4 ×4" in text
     assert "x after attention i-1 (stale: misses mlp i-1)" in text
@@ -105,7 +108,8 @@ def test_a_bare_config_prints_as_tables_with_alike_layers_folded(tmp_path: Path)
 
 LARGE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
-    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256,
+    "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -117,7 +121,18 @@ def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
         "used = resource.getrusage(resource.RUSAGE_SELF);"
         "print(used.ru_utime + used.ru_stime, used.ru_maxrss, file=sys.stderr); sys.exit(code)"
     )
-    command = [sys.executable, "-c", code, "inspect", str(tmp_path), "--recipe", "ladder-upper-half", "--tp", "8", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "inspect",
+        str(tmp_path),
+        "--recipe",
+        "ladder-upper-half",
+        "--tp",
+        "8",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     seconds, kilobytes = map(float, done.stderr.split()[-2:])
     found = json.loads(done.stdout)

@@ -128,12 +128,14 @@ def test_overlap_waits_right_before_the_first_use():
 
 def test_a_full_ladder_hides_all_but_the_last_reductions():
     hidden = program("llama", {0, 1, 2, 3}, 2).history[-1].summary
-    assert hidden.startswith("7 of 8") and program("llama", (), 2).history[-1].summary.startswith("0 of 8")
+    assert hidden.startswith("7 of 8")
+    assert program("llama", (), 2).history[-1].summary.startswith("0 of 8")
 
 
 def test_single_device_drops_what_concerns_ranks_only():
     single = single_device(program("llama", {2, 3}, 4))
-    assert not single.mesh and [r.name for r in single.history] == ["ladder"]
+    assert not single.mesh
+    assert [r.name for r in single.history] == ["ladder"]
     assert relative_error(logits(single, "llama"), expected("llama", {2, 3})) <= 1e-5
 
 
@@ -148,7 +150,10 @@ def test_no_communication_removes_every_collective_but_keeps_shapes():
 
 @pytest.mark.parametrize(
     ("name", "tp", "message"),
-    [("llama", 3, "8 query heads do not divide by 3. Nearest: 2, 4"), ("gpt2", 8, "4 query heads do not divide by 8. Nearest: 4")],
+    [
+        ("llama", 3, "8 query heads do not divide by 3. Nearest: 2, 4"),
+        ("gpt2", 8, "4 query heads do not divide by 8. Nearest: 4"),
+    ],
 )
 def test_degrees_that_do_not_divide_are_refused_with_the_nearest(name, tp, message):
     with pytest.raises(RewriterError, match=message):

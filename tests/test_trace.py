@@ -67,7 +67,7 @@ def test_nothing_stays_patched_when_a_trace_fails(failing: str, monkeypatch: pyt
     broken = skeleton.layers[0].mlp if failing.endswith("MLP") else skeleton.model.base_model.norm
     call = nn.Module.__call__
     registered = nn.Module.register_parameter
-    tensors = {name: p for name, p in skeleton.model.named_parameters()}
+    tensors = dict(skeleton.model.named_parameters())
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("broken on purpose")
@@ -88,7 +88,7 @@ def test_nothing_stays_patched_when_a_trace_fails(failing: str, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "spec",
-    [MaskSpec("causal"), *(MaskSpec("window", n) for n in (1, 3, 128, 4096)), *(MaskSpec("chunk", n) for n in (5, 64))],
+    [MaskSpec("causal"), *(MaskSpec("window", n) for n in (2, 3, 128, 4096)), *(MaskSpec("chunk", n) for n in (5, 64))],
 )
 def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
     def visible(batch: Any, head: Any, q: Any, kv: Any) -> Any:

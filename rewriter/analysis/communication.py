@@ -18,7 +18,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import Block, computes, residual_blocks
 from rewriter.analysis.shapes import wiring_shapes
-from rewriter.program import Body, Module, Program
+from rewriter.program import Body, Module, Program, args_of
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
 
@@ -69,8 +69,8 @@ def collectives(program: Program, blocks: Iterable[Block] | None = None) -> tupl
     size = model_dtype_bytes(program)
     shapes = wiring_shapes(program)
     owner: dict[fx.Node, Block] = {}
-    for block in residual_blocks(program) if blocks is None else blocks:
-        owner.update(dict.fromkeys(block.branch, block))
+    for known in residual_blocks(program) if blocks is None else blocks:
+        owner.update(dict.fromkeys(known.branch, known))
     behind = _hidden_starts(program)
     found: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -86,7 +86,14 @@ def collectives(program: Program, blocks: Iterable[Block] | None = None) -> tupl
             place: Place = "block" if layer is not None else "head" if gather else "embedding"
             found.append(
                 Collective(
-                    "all-gather" if gather else "all-reduce", place, source, layer, index, width, width * size, node in behind
+                    "all-gather" if gather else "all-reduce",
+                    place,
+                    source,
+                    layer,
+                    index,
+                    width,
+                    width * size,
+                    node in behind,
                 )
             )
         elif node.op == "call_module":
@@ -130,7 +137,7 @@ def by_layer(found: Iterable[Collective]) -> Mapping[int, Traffic]:
 
 
 def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
-    """(width, bytes per token) of each collective inside a module; a norm's statistics are fp32 whatever the model is."""
+    """(width, bytes per token) of each collective inside a module; norm statistics are always fp32."""
     if not isinstance(module, Body):
         return
     for node in module.graph.nodes:
@@ -144,7 +151,7 @@ def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
 
 def _producer(node: fx.Node) -> str:
     """The module that made what is reduced; for a sum of several, the first one's layer or path."""
-    todo = [n for n in node.all_input_nodes]
+    todo = list(node.all_input_nodes)
     paths: list[str] = []
     while todo:
         source = todo.pop(0)
@@ -167,6 +174,6 @@ def _hidden_starts(program: Program) -> set[fx.Node]:
             computed += working.setdefault(id(module), computes(module))
         elif node.target is ops.all_reduce_start:
             at[node] = computed
-        elif node.target is ops.all_reduce_wait and computed > at[node.args[0]]:
-            hidden.add(node.args[0])
+        elif node.target is ops.all_reduce_wait and computed > at[args_of(node)[0]]:
+            hidden.add(args_of(node)[0])
     return hidden

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from rewriter.analysis.placement import differentiable
-from rewriter.program import Body, Module, Program, parameters_of
+from rewriter.program import Body, Module, Program, args_of, parameters_of
 
 
 def with_constant_inputs(program: Program) -> dict[str, Module]:
@@ -24,9 +24,7 @@ def with_constant_inputs(program: Program) -> dict[str, Module]:
                 flows[node] = True
                 continue
             inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-            constant = frozenset(
-                p.name for p, source in zip(inputs, node.args, strict=True) if not flows[source]  # type: ignore[index]
-            )
+            constant = frozenset(p.name for p, source in zip(inputs, node.args, strict=True) if not flows[source])
             key = (id(module), constant)
             if key not in done:
                 done[key] = replace(module, constant_inputs=constant)
@@ -41,6 +39,6 @@ def _output_flows(body: Module) -> bool:
     assert isinstance(body, Body)
     if next(parameters_of(body), None):
         return True
-    result = body.graph.output_node().args[0]
-    outputs = [result] if isinstance(result, fx.Node) else list(result)  # type: ignore[arg-type]
+    result = args_of(body.graph.output_node())[0]
+    outputs = [result] if isinstance(result, fx.Node) else list(result)
     return any(isinstance(n, fx.Node) and differentiable(n, body) for n in outputs)

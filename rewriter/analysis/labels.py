@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.program import args_of
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def is_tensor(node: fx.Node) -> bool:
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs whose values flow into the result; a `like` argument only lends its dtype."""
     if node.target is ops.type_as_model:
-        return [node.args[0]]  # type: ignore[list-item]
+        return [args_of(node)[0]]
     return [n for n in node.all_input_nodes if is_tensor(n) or isinstance(value_of(n), (tuple, list))]
 
 
@@ -113,7 +114,7 @@ class Labels:
                 shape = reduced_shape(value_of(source))
                 count = int(torch.tensor(shape).prod())
                 index = torch.arange(count).reshape(shape)
-                moved = self._move(node, lambda s, source=source, index=index: index if s is source else None)
+                moved = self._move(node, {source: index}.get)
                 found = torch.full((count,), -1)
                 inside = moved >= 0
                 found[moved[inside]] = labels[inside]
@@ -123,15 +124,15 @@ class Labels:
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
         elif node.target in REDUCTIONS:
-            source = node.args[0]
+            source = args_of(node)[0]
             assert isinstance(source, fx.Node)
-            if node.args[2] if len(node.args) > 2 else False:
+            if args_of(node)[2] if len(node.args) > 2 else False:
                 self.set(source, labels.expand(reduced_shape(value_of(source))))
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Tensors that a movement operator moves; a getitem looks through its chunk or split."""
         if node.target is operator.getitem:
-            inner = node.args[0]
+            inner = args_of(node)[0]
             assert isinstance(inner, fx.Node)
             return self._sources(inner) if inner.target in MOVEMENT else []
         return [n for n in node.all_input_nodes if is_tensor(n)]
@@ -146,9 +147,9 @@ class Labels:
             return torch.full(reduced_shape(value_of(n)), -1) if found is None else found
 
         if node.target is operator.getitem:
-            inner = node.args[0]
+            inner = args_of(node)[0]
             assert isinstance(inner, fx.Node)
-            return self._run(inner, concrete)[node.args[1]]
+            return self._run(inner, concrete)[args_of(node)[1]]
         return self._run(node, concrete)
 
     def _run(self, node: fx.Node, concrete: Callable[[fx.Node], Any]) -> Any:

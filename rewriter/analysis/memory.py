@@ -13,8 +13,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
-from rewriter.analysis.shapes import is_shape, wiring_shapes
-from rewriter.program import Body, Leaf, Module, Program
+from rewriter.analysis.shapes import Value, is_shape, wiring_shapes
+from rewriter.program import Body, Leaf, Module, Program, args_of
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def memory(program: Program) -> Memory:
         if "stream" in node.meta:
             stream = max(stream, _width(shapes[node]))
     logits = _width(shapes[program.graph.output_node()])
-    return Memory(*(n * size for n in (full, local, cache, windowed, logits, widest, stream)))
+    return Memory(full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size)
 
 
-def _width(shape: object) -> int:
-    return math.prod(s for s in shape if isinstance(s, int)) if is_shape(shape) else 0  # type: ignore[arg-type,attr-defined]
+def _width(shape: Value) -> int:
+    return math.prod(s for s in shape if isinstance(s, int)) if is_shape(shape) else 0
 
 
 def _cache(module: Module) -> tuple[int, int]:
@@ -74,21 +74,21 @@ def _cache(module: Module) -> tuple[int, int]:
 
 
 def _head_size(node: fx.Node, operand: int) -> int:
-    return int(node.args[operand].meta["val"].shape[-1])
+    return int(args_of(node)[operand].meta["val"].shape[-1])
 
 
 def _kv_heads(node: fx.Node) -> int:
     """Key/value heads on this rank: its own ones, or all where they are replicated."""
-    return int(node.meta.get("local_kv_heads", node.args[1].meta["val"].shape[1]))
+    return int(node.meta.get("local_kv_heads", args_of(node)[1].meta["val"].shape[1]))
 
 
 def _widths(module: Module) -> int:
     """Elements per token that the projections of one module make together, on this rank."""
     if isinstance(module, Leaf):
-        return int(module.options.get("out_features", module.options.get("nf", 0)))
+        return int(module.options.get("out_features") or module.options.get("nf") or "0")
     own = sum(_widths(m) for m in module.modules.values())
     for node in module.graph.nodes:
         if node.target is ops.experts:  # each token passes top-k experts, three values of the intermediate size in each
-            down, chosen = node.args[4], node.args[1].meta["val"].shape[-1]
+            down, chosen = args_of(node)[4], args_of(node)[1].meta["val"].shape[-1]
             own += 3 * int(chosen) * module.parameters[str(down.target)][-1]
     return own

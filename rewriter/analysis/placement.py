@@ -30,7 +30,7 @@ from rewriter.analysis.labels import (
     varying_dim,
 )
 from rewriter.analysis.units import Ranges, Units
-from rewriter.program import Body, Leaf, Module, copy_graph
+from rewriter.program import Body, Leaf, Module, args_of, copy_graph
 
 AXIS = "tp"
 _PROJECTIONS = ("Linear", "Conv1D")
@@ -83,24 +83,25 @@ class _Splitter:
             self._label_exit(node)
         self._through_bodies()
         self._rewrite(set(exits))
-        output = self.graph.output_node().args[0]
+        output = args_of(self.graph.output_node())[0]
         if output not in self.partial:
             raise Unsplittable("its output is not a sum over heads or channels")
         return SplitBody(self._local_body(), self.shards)
 
-    # --- where the output is made ----------------------------------------------------------------------------------------
+    # --- where the output is made
+    # ----------------------------------------------------------------------------------------
 
     def _exits(self) -> list[fx.Node]:
         """The projections (or experts) whose outputs are summed up to the body's output."""
         exits: list[fx.Node] = []
-        todo = [self.graph.output_node().args[0]]
+        todo = [args_of(self.graph.output_node())[0]]
         while todo:
             node = todo.pop()
             if not isinstance(node, fx.Node):
                 continue
-            if node.op == "call_module" and is_projection(self.body.modules.get(str(node.target))):
-                exits.append(node)
-            elif node.target is ops.experts:
+            if (
+                node.op == "call_module" and is_projection(self.body.modules.get(str(node.target)))
+            ) or node.target is ops.experts:
                 exits.append(node)
             elif node.target in (aten.add.Tensor, operator.add):
                 todo += node.all_input_nodes
@@ -130,13 +131,14 @@ class _Splitter:
         assert isinstance(module, Leaf)
         return reduced_shape(value_of(node))[-1] == 1
 
-    # --- labels -----------------------------------------------------------------------------------------------------------
+    # --- labels
+    # -----------------------------------------------------------------------------------------------------------
 
     def _label_attention(self) -> None:
         for node in self.graph.nodes:
             if node.target is not ops.attention:
                 continue
-            q, k, v = node.args[:3]
+            q, k, v = args_of(node)[:3]
             heads, kv_heads = reduced_shape(value_of(q))[1], reduced_shape(value_of(k))[1]
             first = self.units.channels(heads, "query heads")
             by_head = torch.arange(first, first + heads)
@@ -158,7 +160,7 @@ class _Splitter:
     def _label_exit(self, node: fx.Node) -> None:
         if node.target is ops.experts:
             return
-        source = node.args[0]
+        source = args_of(node)[0]
         assert isinstance(source, fx.Node)
         if source not in self.labels.of:
             shape = reduced_shape(value_of(source))
@@ -175,7 +177,7 @@ class _Splitter:
                 if node.op == "call_module" and isinstance(self.modules.get(str(node.target)), Body):
                     before = set(self.labels.of)
                     labels = self.labels.get(node)
-                    source = node.args[0]
+                    source = args_of(node)[0]
                     if labels is None and source in self.labels.of:
                         self.labels.set(node, self.labels.of[source])
                     elif labels is not None:
@@ -199,7 +201,8 @@ class _Splitter:
         labels = self.labels.get(node)
         return labels is not None and self.units.shared(labels.flatten())
 
-    # --- the local graph ------------------------------------------------------------------------------------------------------
+    # --- the local graph
+    # ------------------------------------------------------------------------------------------------------
 
     def _rewrite(self, exits: set[fx.Node]) -> None:
         sharded = {n: r for n in self.graph.nodes if is_tensor(n) and (r := self._ranges(n)) is not None}
@@ -218,7 +221,7 @@ class _Splitter:
     def _call(self, node: fx.Node, exits: set[fx.Node], sharded: Mapping[fx.Node, Any]) -> None:
         path = str(node.target)
         module = self.modules[path]
-        source = node.args[0]
+        source = args_of(node)[0]
         assert isinstance(source, fx.Node)
         if is_projection(module):
             assert isinstance(module, Leaf)
@@ -273,8 +276,8 @@ class _Splitter:
                 for operand in inputs:
                     if operand not in sharded:
                         self._enter(node, operand)
-                if node.args[1] in sharded:
-                    node.meta["local_kv_heads"] = _length(sharded[node.args[1]][1])
+                if args_of(node)[1] in sharded:
+                    node.meta["local_kv_heads"] = _length(sharded[args_of(node)[1]][1])
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:
@@ -291,7 +294,11 @@ class _Splitter:
         if node.target in (aten.add.Tensor, operator.add):
             if len(summands) != len(inputs):
                 raise Unsplittable(f"{_name(node)} adds a complete value to a sum over ranks")
-        elif node.target in _LINEAR and len(summands) == 1 and (node.target is not aten.div.Tensor or node.args[0] in summands):
+        elif (
+            node.target in _LINEAR
+            and len(summands) == 1
+            and (node.target is not aten.div.Tensor or args_of(node)[0] in summands)
+        ):
             for operand in inputs:
                 if operand not in summands:
                     self._enter(node, operand)
@@ -300,7 +307,7 @@ class _Splitter:
         self.partial.add(node)
 
     def _experts(self, node: fx.Node) -> None:
-        x, _, weight, gate_up, down = node.args[:5]
+        x, _, weight, gate_up, down = args_of(node)[:5]
         size = int(value_of(down).shape[2])
         if size % self.ranks:
             raise Unsplittable(f"{size} expert channels do not divide by {self.ranks}")
@@ -364,7 +371,7 @@ def split_inner(body: Body, source: tuple[int, tuple[Ranges, ...]], units: Units
             raise Unsplittable(f"{body.class_name} calls {node.target} on split channels")
         elif node.op == "call_function":
             splitter._function(node, sharded)
-    output = splitter.graph.output_node().args[0]
+    output = args_of(splitter.graph.output_node())[0]
     if output not in sharded:
         raise Unsplittable(f"{body.class_name} mixes split heads or channels")
     return SplitBody(splitter._local_body(), splitter.shards)
@@ -372,7 +379,7 @@ def split_inner(body: Body, source: tuple[int, tuple[Ranges, ...]], units: Units
 
 def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, ...]]]) -> None:
     """Replace full sizes among the arguments of a movement operator by local ones."""
-    args = list(node.args)
+    args = list(args_of(node))
     if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default):
         if node in sharded:
             dim, ranges = sharded[node]
@@ -380,15 +387,22 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, .
             if isinstance(sizes[dim], int) and sizes[dim] != -1:
                 sizes[dim] = _length(ranges)
             args[1] = sizes
-    elif node.target is aten.slice.Tensor and (source := sharded.get(node.args[0])):
-        dim = (args[1] if len(args) > 1 else 0) % value_of(node.args[0]).dim()
+    elif node.target is aten.slice.Tensor and (source := sharded.get(args_of(node)[0])):
+        dim = (args[1] if len(args) > 1 else 0) % value_of(args_of(node)[0]).dim()
         if dim == source[0]:
-            args[2:4] = _local_bounds(args, value_of(node.args[0]).shape[dim], source[1])
-    elif node.target in (aten.split.Tensor, aten.split_with_sizes.default) and node.args[0] in sharded:
-        dim = (args[2] if len(args) > 2 else 0) % value_of(node.args[0]).dim()
-        if dim == sharded[node.args[0]][0]:
-            pieces = {u.args[1]: _length(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim]) for u in node.users}
-            if node.target is aten.split.Tensor and len(set(pieces.values())) == 1 and len(pieces) == len(value_of(node)):
+            args[2:4] = _local_bounds(args, value_of(args_of(node)[0]).shape[dim], source[1])
+    elif node.target in (aten.split.Tensor, aten.split_with_sizes.default) and args[0] in sharded:
+        dim = (args[2] if len(args) > 2 else 0) % value_of(args[0]).dim()
+        if dim == sharded[args[0]][0]:
+            pieces = {
+                args_of(u)[1]: _length(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim])
+                for u in node.users
+            }
+            if (
+                node.target is aten.split.Tensor
+                and len(set(pieces.values())) == 1
+                and len(pieces) == len(value_of(node))
+            ):
                 args[1] = next(iter(pieces.values()))
             elif len(pieces) == len(value_of(node)):
                 args[1] = [pieces[i] for i in range(len(pieces))]
@@ -411,11 +425,11 @@ def _local_bounds(args: list[Any], size: int, ranges: tuple[Ranges, ...]) -> lis
 
 def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int) -> None:
     """A sum or mean over the split dimension, completed by an all-reduce; the result is replicated."""
-    source = node.args[0]
+    source = args_of(node)[0]
     assert isinstance(source, fx.Node)
     if source not in sharded:
         return
-    dims = {d % value_of(source).dim() for d in node.args[1]}
+    dims = {d % value_of(source).dim() for d in args_of(node)[1]}
     if sharded[source][0] not in dims:
         return
     graph, users = node.graph, list(node.users)
@@ -432,7 +446,7 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int)
 
 
 def differentiable(node: fx.Node, body: Body) -> bool:
-    """Whether a gradient can reach `node`: a floating value that depends on a parameter or on a differentiated input."""
+    """Whether a gradient can reach `node`: a floating value that depends on a parameter or a differentiated input."""
     value = value_of(node)
     if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
         return False

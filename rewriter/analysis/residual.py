@@ -1,7 +1,7 @@
 """The residual stream: which values it takes, and which block reads and writes where.
 
-`annotate` finds the stream once, in the wiring as traced, and marks its values with `meta["stream"]` = 0 (what the first
-block reads), 1, 2, …; passes keep the marks, so `residual_blocks` also reads rewired programs.
+`annotate` finds the stream once, in the wiring as traced, and marks its values with `meta["stream"]` = 0 (what the
+first block reads), 1, 2, …; passes keep the marks, so `residual_blocks` also reads rewired programs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -76,8 +77,8 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
         if len(terms) < 2 or not skips:
             where = _describe(value)
             raise RewriterError(
-                f"no residual stream: in layer {value.meta['layer']}, {where} is not the sum of an earlier value and what "
-                "was computed from it. Post-norm models have none; there is nothing to rewire."
+                f"no residual stream: in layer {value.meta['layer']}, {where} is not the sum of an earlier value and "
+                "what was computed from it. Post-norm models have none; there is nothing to rewire."
             )
         stream.append((value, skips[0]))
         value = skips[0]
@@ -112,7 +113,7 @@ def residual_blocks(program: Program) -> tuple[Block, ...]:
     stream = stream_values(program.graph)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     blocks = []
-    for index, (skip, add) in enumerate(zip(stream, stream[1:], strict=False)):
+    for index, (skip, add) in enumerate(pairwise(stream)):
         writes = tuple(t for t in _terms(add) if t is not skip)
         branch, reads = _branch(writes, order)
         calls = [n for n in branch if n.op == "call_module"]
@@ -123,9 +124,7 @@ def residual_blocks(program: Program) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _branch(
-    writes: tuple[fx.Node, ...], order: Mapping[fx.Node, int]
-) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
+def _branch(writes: tuple[fx.Node, ...], order: Mapping[fx.Node, int]) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
     """(nodes between the stream and the writes in graph order, stream indices read)."""
     found: set[fx.Node] = set()
     reads: set[int] = set()

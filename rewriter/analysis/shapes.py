@@ -7,13 +7,13 @@ program the shapes are a rank's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.program import Body, Leaf, Program, Shape
+from rewriter.program import Body, Leaf, Program, Shape, args_of
 
 Value = Shape | tuple[Shape, ...] | None
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
@@ -40,13 +40,10 @@ def wiring_shapes(program: Program) -> dict[fx.Node, Value]:
                     bodies[key] = _body_shapes(module, inputs)
                 shapes[node] = bodies[key]
         elif node.target in (ops.all_gather, ops.repeat_shard) and is_shape(inputs[0]):
-            dim = int(node.args[2]) % len(inputs[0])
-            shapes[node] = tuple(
-                s * ranks if i == dim and isinstance(s, int) else s for i, s in enumerate(inputs[0])
-            )
-        elif getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[1], int):
+            shapes[node] = _gathered(inputs[0], int(args_of(node)[2]), ranks)
+        elif getattr(node.target, "__name__", "") == "getitem" and isinstance(args_of(node)[1], int):
             several = inputs[0]
-            shapes[node] = several[node.args[1]] if several and isinstance(several[0], tuple) else None  # type: ignore[assignment]
+            shapes[node] = several[args_of(node)[1]] if several and isinstance(several[0], tuple) else None
         elif is_tensor(node.meta.get("val")):
             shapes[node] = _named(node.meta["val"].shape, {})
         else:
@@ -54,8 +51,13 @@ def wiring_shapes(program: Program) -> dict[fx.Node, Value]:
     return shapes
 
 
-def is_shape(value: Value) -> bool:
+def is_shape(value: Value) -> TypeGuard[Shape]:
     return value is not None and all(isinstance(size, (int, str)) for size in value)
+
+
+def _gathered(shape: Shape, dim: int, ranks: int) -> Shape:
+    dim %= len(shape)
+    return tuple(s * ranks if i == dim and isinstance(s, int) else s for i, s in enumerate(shape))
 
 
 def is_tensor(value: Any) -> bool:
@@ -91,10 +93,10 @@ def _body_shapes(body: Body, inputs: Sequence[Value]) -> Value:
             for size, symbol in zip(node.meta["val"].shape, shape or (), strict=False):
                 if isinstance(size, torch.SymInt) and isinstance(symbol, str):
                     names[str(size)] = symbol
-    result = body.graph.output_node().args[0]
+    result = args_of(body.graph.output_node())[0]
     if isinstance(result, fx.Node):
         return _named(result.meta["val"].shape, names)
-    return tuple(_named(n.meta["val"].shape, names) for n in result)  # type: ignore[union-attr]
+    return tuple(_named(n.meta["val"].shape, names) for n in result)
 
 
 def _named(shape: Sequence[Any], names: Mapping[str, str]) -> Shape:

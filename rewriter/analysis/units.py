@@ -46,7 +46,9 @@ class Units:
         for rank, units in enumerate(self.held):
             read = [(rank * local + q) // group for q in range(local)]
             distinct = sorted(set(read))
-            uniform = local % len(distinct) == 0 and read == [h for h in distinct for _ in range(local // len(distinct))]
+            uniform = local % len(distinct) == 0 and read == [
+                h for h in distinct for _ in range(local // len(distinct))
+            ]
             units += [first + h for h in (distinct if uniform else read)]
         if len({len(u) for u in self.held}) != 1:  # ranks differ in form: give every one a copy per query head
             for rank, units in enumerate(self.held):

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.program import args_of
 
 aten = torch.ops.aten
 
@@ -27,17 +28,20 @@ _METHODS = {
     aten.view.default: "view", aten.reshape.default: "reshape", aten._unsafe_view.default: "view",
     aten.transpose.int: "transpose", aten.permute.default: "permute", aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze", aten.expand.default: "expand", aten.contiguous.default: "contiguous",
-    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow", aten.type_as.default: "type_as", aten.cos.default: "cos", aten.sin.default: "sin",
+    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow",
+    aten.type_as.default: "type_as", aten.cos.default: "cos", aten.sin.default: "sin",
     aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.exp.default: "exp", aten.sqrt.default: "sqrt",
-    aten.rsqrt.default: "rsqrt", aten.abs.default: "abs", aten.flatten.using_ints: "flatten", aten.clamp.default: "clamp",
+    aten.rsqrt.default: "rsqrt", aten.abs.default: "abs", aten.flatten.using_ints: "flatten",
+    aten.clamp.default: "clamp",
     aten.masked_fill.Scalar: "masked_fill", aten.gather.default: "gather", aten.scatter.src: "scatter",
     aten.index_select.default: "index_select", aten.select.int: "select",
 }  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
 # torch functions by name
-_FUNCTIONS = {
-    aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu", aten.linear.default: "F.linear",
+_FUNCTIONS: dict[Any, str | None] = {
+    aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
+    aten.linear.default: "F.linear",
     aten.softplus.default: "F.softplus", aten.embedding.default: None, aten.layer_norm.default: "F.layer_norm",
 }  # fmt: skip
 
@@ -45,8 +49,8 @@ _FUNCTIONS = {
 class Printer:
     """Prints nodes given the names of their inputs.
 
-    `name` maps a node to its Python expression; `module` and `attribute` give the expression of a called module and of a
-    tensor attribute. Groups of collectives print as `group`.
+    `name` maps a node to its Python expression; `module` and `attribute` give the expression of a called module and
+    of a tensor attribute. Groups of collectives print as `group`.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Printer:
         if node.op == "get_attr":
             return self.attribute(str(node.target))
         if node.op == "call_method":
-            return f"{self.atom(node.args[0])}.{node.target}({self.arguments(node.args[1:], node.kwargs)})"
+            return f"{self.atom(args_of(node)[0])}.{node.target}({self.arguments(args_of(node)[1:], node.kwargs)})"
         return self._function(node)
 
     def atom(self, x: Any) -> str:
@@ -88,7 +92,8 @@ class Printer:
         return f"({text})" if isinstance(x, fx.Node) and is_infix(x) and not text.isidentifier() else text
 
     def _function(self, node: fx.Node) -> str:
-        target, args, kwargs = node.target, node.args, dict(node.kwargs)
+        target: Any = node.target
+        args, kwargs = node.args, dict(node.kwargs)
         if kwargs.get("device") == "like":
             kwargs["device"] = None
         if target in _INFIX and not kwargs and len(args) == 2:
@@ -99,14 +104,14 @@ class Printer:
             return f"{self.value(args[1])} - {self._operand(args[0])}"
         if target in _METHODS:
             return self._method(_METHODS[target], args, kwargs)
-        if (special := _SPECIAL.get(target)) is not None:
+        if (special := _SPECIAL.get(node.target)) is not None:
             return special(self, node)
-        if function := _FUNCTIONS.get(target):
+        if function := _FUNCTIONS.get(node.target):
             return f"{function}({self.arguments(args, kwargs)})"
         if getattr(target, "__module__", "") in ("torch", "torch._C._nn", "torch.nn.functional"):
-            place = "F" if "functional" in target.__module__ else "torch"  # type: ignore[union-attr]
-            return f"{place}.{target.__name__}({self.arguments(args, kwargs)})"  # type: ignore[union-attr]
-        return f"torch.ops.{str(target)}({self.arguments(args, kwargs)})"
+            place = "F" if "functional" in target.__module__ else "torch"
+            return f"{place}.{target.__name__}({self.arguments(args, kwargs)})"
+        return f"torch.ops.{target!s}({self.arguments(args, kwargs)})"
 
     def _operand(self, x: Any) -> str:
         return self.atom(x)
@@ -123,7 +128,7 @@ def is_infix(node: fx.Node) -> bool:
 
 
 def _slice(p: Printer, node: fx.Node) -> str:
-    x, dim, start, end, step = (*node.args, *(None,) * 5)[:5]
+    x, dim, start, end, step = (*args_of(node), *(None,) * 5)[:5]
     rank = node.meta["val"].dim()
     dim = (dim or 0) % rank
     stop = None if end is None or (isinstance(end, int) and end >= 1 << 62) else end
@@ -134,13 +139,15 @@ def _slice(p: Printer, node: fx.Node) -> str:
 
 
 def _cast(p: Printer, node: fx.Node) -> str:
-    dtype = node.args[1]
-    return f"{p.atom(node.args[0])}.float()" if dtype == torch.float32 else f"{p.atom(node.args[0])}.to({dtype})"
+    dtype = args_of(node)[1]
+    return (
+        f"{p.atom(args_of(node)[0])}.float()" if dtype == torch.float32 else f"{p.atom(args_of(node)[0])}.to({dtype})"
+    )
 
 
 def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
     def show(p: Printer, node: fx.Node) -> str:
-        x, dims, keep = (*node.args, False)[:3]
+        x, dims, keep = (*args_of(node), False)[:3]
         dims = dims[0] if len(dims) == 1 else tuple(dims)
         return f"{p.atom(x)}.{method}({p.value(dims)}{', keepdim=True' if keep else ''})"
 
@@ -169,28 +176,31 @@ def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
 _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     aten.slice.Tensor: _slice,
     aten.to.dtype: _cast,
-    ops.type_as_model: lambda p, n: f"{p.atom(n.args[0])}.to({p.atom(n.args[1])}.dtype)",
-    aten.sym_size.int: lambda p, n: f"{p.atom(n.args[0])}.shape[{n.args[1]}]",
-    operator.getitem: lambda p, n: f"{p.atom(n.args[0])}[{p.value(n.args[1])}]",
-    aten.cat.default: lambda p, n: f"torch.cat({p.value(list(n.args[0]))}, dim={(*n.args, 0)[1]})",
-    aten.stack.default: lambda p, n: f"torch.stack({p.value(list(n.args[0]))}, dim={(*n.args, 0)[1]})",
-    aten.chunk.default: lambda p, n: f"{p.atom(n.args[0])}.chunk({n.args[1]}, dim={(*n.args, 0)[2]})",
-    aten.split.Tensor: lambda p, n: f"{p.atom(n.args[0])}.split({n.args[1]}, dim={(*n.args, 0)[2]})",
-    aten.split_with_sizes.default: lambda p, n: f"{p.atom(n.args[0])}.split({list(n.args[1])}, dim={(*n.args, 0)[2]})",
+    ops.type_as_model: lambda p, n: f"{p.atom(args_of(n)[0])}.to({p.atom(args_of(n)[1])}.dtype)",
+    aten.sym_size.int: lambda p, n: f"{p.atom(args_of(n)[0])}.shape[{args_of(n)[1]}]",
+    operator.getitem: lambda p, n: f"{p.atom(args_of(n)[0])}[{p.value(args_of(n)[1])}]",
+    aten.cat.default: lambda p, n: f"torch.cat({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
+    aten.stack.default: lambda p, n: f"torch.stack({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
+    aten.chunk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.chunk({args_of(n)[1]}, dim={(*args_of(n), 0)[2]})",
+    aten.split.Tensor: lambda p, n: f"{p.atom(args_of(n)[0])}.split({args_of(n)[1]}, dim={(*args_of(n), 0)[2]})",
+    aten.split_with_sizes.default: lambda p, n: (
+        f"{p.atom(args_of(n)[0])}.split({list(args_of(n)[1])}, dim={(*args_of(n), 0)[2]})"
+    ),
     aten.mean.dim: _dims("mean"),
     aten.sum.dim_IntList: _dims("sum"),
     aten.softmax.int: lambda p, n: (
-        f"F.softmax({p.value(n.args[0])}, dim={n.args[1]}" + (f", dtype={n.args[2]})" if len(n.args) > 2 else ")")
+        f"F.softmax({p.value(args_of(n)[0])}, dim={args_of(n)[1]}"
+        + (f", dtype={args_of(n)[2]})" if len(n.args) > 2 else ")")
     ),
-    aten.topk.default: lambda p, n: f"{p.atom(n.args[0])}.topk({p.arguments(n.args[1:], n.kwargs)})",
-    aten.embedding.default: lambda p, n: f"F.embedding({p.value(n.args[1])}, {p.value(n.args[0])})",
+    aten.topk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.topk({p.arguments(args_of(n)[1:], n.kwargs)})",
+    aten.embedding.default: lambda p, n: f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])})",
     ops.attention: _attention,
     ops.experts: lambda p, n: f"experts({p.arguments(n.args, n.kwargs)})",
     ops.all_reduce: _on_group("all_reduce"),
     ops.all_reduce_start: _on_group("all_reduce_start"),
-    ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(n.args[0])})",
+    ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(args_of(n)[0])})",
     ops.enter: _on_group("enter"),
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
-    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(n.args[0])}, {p.value(n.args[1])}, {p.group})",
+    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {p.group})",
 }

@@ -11,7 +11,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.emit.expressions import Printer, is_infix
-from rewriter.program import Body
+from rewriter.program import Body, args_of
 
 aten = torch.ops.aten
 
@@ -45,9 +45,9 @@ _NEVER_INLINED = frozenset({
 class Lines:
     """Prints nodes in order into `text`.
 
-    `env` names values; it holds the inputs at first and every printed node afterwards. A name is used again when the value
-    that had it is not needed any more. `keep` are nodes whose names must survive to the end, with the names they must have
-    (None: any). `role` proposes a name.
+    `env` names values; it holds the inputs at first and every printed node afterwards. A name is used again when the
+    value that had it is not needed any more. `keep` are nodes whose names must survive to the end, with the names
+    they must have (None: any). `role` proposes a name.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Lines:
             user = next(iter(node.users), None)
             if user in self.position:
                 for source in node.all_input_nodes:
-                    self._extend(source, self.position[user])  # type: ignore[index]
+                    self._extend(source, self.position[user])
             return
         if (pieces := _unpacked(node)) is not None:
             names = [self._bind(p, node) if p else "_" for p in pieces]
@@ -130,13 +130,13 @@ _RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_
 def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
     """The getitems of a multi-output node by index, when it has no other users."""
     users = list(node.users)
-    if not users or not all(u.target is operator.getitem and isinstance(u.args[1], int) for u in users):
+    if not users or not all(u.target is operator.getitem and isinstance(args_of(u)[1], int) for u in users):
         return None
     value = node.meta.get("val")
-    count = len(value) if isinstance(value, (tuple, list)) else max(u.args[1] for u in users) + 1  # type: ignore[operator]
+    count = len(value) if isinstance(value, (tuple, list)) else max(args_of(u)[1] for u in users) + 1
     pieces: list[fx.Node | None] = [None] * count
     for user in users:
-        index = user.args[1]
+        index = args_of(user)[1]
         if not isinstance(index, int) or pieces[index] is not None:
             return None
         pieces[index] = user
@@ -156,13 +156,13 @@ def body_lines(
     results = output.all_input_nodes
     lines = Lines(nodes, env, dict.fromkeys(results), _role, module, attribute, group)
     lines.run()
-    value = output.args[0]
+    value = args_of(output)[0]
     if isinstance(value, fx.Node):
         last = f"{lines.env[value]} = "
         if lines.text and lines.text[-1].startswith(last):  # the last line is the result
             return parameters, [*lines.text[:-1], f"return {lines.text[-1].removeprefix(last)}"]
         return parameters, [*lines.text, f"return {lines.printer.value(value)}"]
-    return parameters, [*lines.text, f"return {', '.join(map(lines.printer.value, value))}"]  # type: ignore[arg-type]
+    return parameters, [*lines.text, f"return {', '.join(map(lines.printer.value, value))}"]
 
 
 def _role(node: fx.Node) -> str:
@@ -172,11 +172,11 @@ def _role(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return str(node.target).rpartition(".")[2]
     if node.target is aten.sym_size.int:
-        return {0: "batch", 1: "length"}.get(node.args[1], "size")  # type: ignore[call-overload]
+        return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
     if node.target is ops.attention:
         return "attended"
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return _role(node.args[0])
+    if node.target is operator.getitem and isinstance(args_of(node)[0], fx.Node):
+        return _role(args_of(node)[0])
     tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     return _role(tensors[0]) if tensors else "size"
 

@@ -14,9 +14,10 @@ Scope = Literal["model", "runtime"]
 class Pass(Protocol):
     """A rewrite of a Program; valid IR in, valid IR out, the input untouched.
 
-    exact: the same function up to rounding. approximating: another function, whose drift is reported. timing only: can be
-    run and emulated, never emitted as a checkpoint. Scope "model": it changes what the model computes and shows in the
-    adapted checkpoint; "runtime": it changes how ranks compute it and shows in the runtime module only. `apply` raises RewriterError with the reason when it matches nothing.
+    exact: the same function up to rounding. approximating: another function, whose drift is reported. timing only:
+    can be run and emulated, never emitted as a checkpoint. Scope "model": it changes what the model computes and
+    shows in the adapted checkpoint; "runtime": it changes how ranks compute it and shows in the runtime module only.
+    `apply` raises RewriterError with the reason when it matches nothing.
     """
 
     name: ClassVar[str]

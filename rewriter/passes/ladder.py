@@ -18,8 +18,8 @@ class Ladder:
 
     `layers` selects decoder layers. In a selected layer each block reads the stream value before the one it would read,
     so that the all-reduce of the block in between hides behind it; the very first block has nothing to skip. Thereby a
-    first selected layer reads the post-attention residual of the layer before (standard → ladder), and a layer after the
-    selection reads the full sum (ladder → standard drains). The function does not depend on the number of ranks.
+    first selected layer reads the post-attention residual of the layer before (standard → ladder), and a layer after
+    the selection reads the full sum (ladder → standard drains). The function does not depend on the number of ranks.
 
     Raises RewriterError when the model has no residual stream or a selected layer has no block.
     """
@@ -45,7 +45,9 @@ class Ladder:
             if block.layer not in chosen:
                 continue
             if block.reads != (block.index,):
-                raise RewriterError(f"ladder: block {block.path} reads stream values {block.reads}; it was rewired before")
+                raise RewriterError(
+                    f"ladder: block {block.path} reads stream values {block.reads}; it was rewired before"
+                )
             if block.index == 0:
                 continue
             fresh, stale = env[stream[block.index]], env[stream[block.index - 1]]

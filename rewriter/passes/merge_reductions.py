@@ -11,7 +11,7 @@ from rewriter import ops
 from rewriter.analysis.residual import is_add
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Program, drop_dead_nodes
+from rewriter.program import Program, args_of, drop_dead_nodes
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class MergeReductions:
         for node in list(graph.nodes):
             if is_add(node) and (pair := _reductions(node)):
                 first, second = pair
-                axis = first.args[1]
+                axis = args_of(first)[1]
                 with graph.inserting_before(node):
-                    partial = graph.call_function(node.target, (first.args[0], second.args[0]))
+                    partial = graph.call_function(node.target, (args_of(first)[0], args_of(second)[0]))
                     total = graph.call_function(ops.all_reduce, (partial, axis))
                 for new in (partial, total):
                     new.meta.update(node.meta)
@@ -43,7 +43,9 @@ class MergeReductions:
                 node.replace_all_uses_with(total)
                 merged += 1
         drop_dead_nodes(graph)
-        summary = f"{merged} pairs of all-reduces merged" if merged else "no pair of all-reduces is added: nothing to merge"
+        summary = (
+            f"{merged} pairs of all-reduces merged" if merged else "no pair of all-reduces is added: nothing to merge"
+        )
         return record(program, self, summary, graph=graph)
 
 
@@ -51,5 +53,5 @@ def _reductions(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     operands = node.all_input_nodes
     if len(operands) == 2 and all(o.target is ops.all_reduce and len(o.users) == 1 for o in operands):
         first, second = operands
-        return (first, second) if first.args[1] == second.args[1] else None
+        return (first, second) if args_of(first)[1] == args_of(second)[1] else None
     return None

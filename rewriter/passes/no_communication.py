@@ -8,7 +8,7 @@ from typing import ClassVar
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Body, Module, Program, copy_graph, map_bodies
+from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def _silence(graph: object) -> int:
             node.target, node.args = ops.repeat_shard, node.args
             removed += 1
         elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.enter):
-            node.args[0].meta.update({k: v for k, v in node.meta.items() if k == "stream"})
-            node.replace_all_uses_with(node.args[0])
+            args_of(node)[0].meta.update({k: v for k, v in node.meta.items() if k == "stream"})
+            node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)  # type: ignore[attr-defined]
             removed += node.target is not ops.enter
     return removed

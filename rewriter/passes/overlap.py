@@ -9,7 +9,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Program
+from rewriter.program import Program, args_of
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,6 @@ def _hidden(graph: fx.Graph) -> int:
     count = 0
     for node in graph.nodes:
         if node.target is ops.all_reduce_wait:
-            begin, end = order[node.args[0]], order[node]
+            begin, end = order[args_of(node)[0]], order[node]
             count += any(begin < s < end for s in starts)
     return count

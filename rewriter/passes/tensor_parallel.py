@@ -15,17 +15,18 @@ from rewriter.analysis.placement import AXIS, Shard, SplitBody, split_body
 from rewriter.analysis.residual import attends
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Body, Leaf, Module, Parameter, Program, copy_graph, walk_modules
+from rewriter.program import Body, Leaf, Module, Parameter, Program, args_of, copy_graph, walk_modules
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """x ← x + AR(attn_r(norm1(x))), x ← x + AR(mlp_r(norm2(x))) (Megatron-LM, arXiv 1909.08053, section 3).
 
-    The axis size is the mesh's "tp"; at 1 the program is returned as it is. Entry projections are split by output (heads
-    whole), exit projections by input, so each block ends in one all-reduce; its bias is added by one rank. Key/value heads
-    that do not divide are replicated as needed. Embedding and head are split by vocabulary where it divides, both or
-    neither when tied. A block that cannot be split is replicated, exactly, and noted with the reason.
+    The axis size is the mesh's "tp"; at 1 the program is returned as it is. Entry projections are split by output
+    (heads whole), exit projections by input, so each block ends in one all-reduce; its bias is added by one rank.
+    Key/value heads that do not divide are replicated as needed. Embedding and head are split by vocabulary where it
+    divides, both or neither when tied. A block that cannot be split is replicated, exactly, and noted with the
+    reason.
 
     Raises RewriterError when query heads do not divide by the axis size, naming the nearest sizes that do.
     """
@@ -56,7 +57,9 @@ def query_heads(program: Program) -> set[int]:
     heads = set()
     for _, module in walk_modules(program.modules):
         if isinstance(module, Body):
-            heads |= {reduced_shape(value_of(n.args[0]))[1] for n in module.graph.nodes if n.target is ops.attention}
+            heads |= {
+                reduced_shape(value_of(args_of(n)[0]))[1] for n in module.graph.nodes if n.target is ops.attention
+            }
     return heads
 
 
@@ -75,10 +78,10 @@ def _without_dropout(program: Program) -> fx.Graph:
     all-reduce they would only be in the way."""
     graph, _ = program.edit()
     for node in list(graph.nodes):
-        if node.op == "call_module" and (module := program.modules[str(node.target)]) and isinstance(module, Leaf):
-            if module.kind == "Dropout":
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+        module = program.modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, Leaf) and module.kind == "Dropout":
+            node.replace_all_uses_with(args_of(node)[0])
+            graph.erase_node(node)
     return graph
 
 
@@ -101,7 +104,7 @@ class _Sharder:
                 continue
             path = str(node.target)
             body = self.modules[path]
-            if not isinstance(body, Body) or not body.modules and not attends(body):
+            if not isinstance(body, Body) or (not body.modules and not attends(body)):
                 continue  # norms and other small modules stay replicated
             if id(body) not in done:
                 try:
@@ -170,7 +173,7 @@ class _Sharder:
             body_graph, _ = copy_graph(module.graph)
             for inner in list(body_graph.nodes):
                 if inner.target is aten.embedding.default:
-                    weight, ids = inner.args[:2]
+                    weight, ids = args_of(inner)[:2]
                     inner.target, inner.args, inner.kwargs = ops.vocab_embedding, (ids, weight, AXIS), {}
             width = module.parameters["weight"][1]
             self.modules[path] = replace(module, graph=body_graph, parameters={"weight": (rows, width)})
@@ -181,13 +184,13 @@ class _Sharder:
         path = str(node.target)
         leaf = self.modules[path]
         assert isinstance(leaf, Leaf)
-        shapes = {"weight": (rows, leaf.parameters["weight"][1])}
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, leaf.parameters["weight"][1])}
         if "bias" in leaf.parameters:
             shapes["bias"] = (rows,)
             self._shard(f"{path}.bias", Shard(0, ranges))
         self.modules[path] = Leaf("ColumnParallelLinear", {**leaf.options, "out_features": rows}, shapes)
         with self.graph.inserting_before(node):
-            entered = self.graph.call_function(ops.enter, (node.args[0], AXIS))
+            entered = self.graph.call_function(ops.enter, (args_of(node)[0], AXIS))
         node.args = (entered,)
         with self.graph.inserting_after(node):
             gathered = self.graph.call_function(ops.all_gather, (node, AXIS, -1))

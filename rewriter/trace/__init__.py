@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig
 
 from rewriter.analysis.residual import annotate
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Parameter, Program, Source, parameters_of
+from rewriter.program import Body, Parameter, Program, Source, parameters_of, walk_modules
 from rewriter.trace.assemble import ModelTracer
+from rewriter.trace.bodies import base_name
 from rewriter.trace.flatten import flatten
 from rewriter.trace.lifting import lifted_interfaces
 from rewriter.trace.model import build_skeleton, layer_source_hash, load_config
@@ -59,12 +60,15 @@ def trace_skeleton(
     except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
         text = (str(error).strip().splitlines() or [""])[0]
         raise RewriterError(
-            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does something "
-            "that needs values or a call form this version does not know."
+            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does "
+            "something that needs values or a call form this version does not know."
         ) from error
     if outside.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
-    with contextlib.suppress(RewriterError):  # a model without a residual stream can still be sharded; ladder says why not
+    _refuse_stored_buffers(skeleton.model, modules)
+    with contextlib.suppress(
+        RewriterError
+    ):  # a model without a residual stream can still be sharded; ladder says why not
         annotate(graph, len(skeleton.layers))
     ties = tied_parameters(skeleton.model)
     parameters: dict[str, Parameter] = {}
@@ -77,6 +81,18 @@ def trace_skeleton(
         shape = tuple(skeleton.model.get_parameter(alias).shape)
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
     return Program(_source(skeleton, path, remote_code), graph, modules, parameters, ties)
+
+
+def _refuse_stored_buffers(model: Any, modules: dict[str, Any]) -> None:
+    """Refuse to read a buffer that checkpoints store (a router's correction bias): the trace has its initial values."""
+    stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    inside = walk_modules(modules)
+    read = {f"{base_name(path)}.{name}" for path, body in inside if isinstance(body, Body) for name in body.buffers}
+    if found := stored & read:
+        raise RewriterError(
+            f"{min(found)} is a buffer whose values lie in the checkpoint, which this version cannot read: "
+            f"{type(model).__name__} cannot be traced."
+        )
 
 
 def _source(skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
@@ -111,7 +127,9 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
         return Checkpoint.open(path)
     from huggingface_hub import snapshot_download
 
-    return Checkpoint.open(Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"])))
+    return Checkpoint.open(
+        Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    )
 
 
 __all__ = ["Body", "trace", "trace_skeleton"]

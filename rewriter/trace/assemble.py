@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Outside:
-    """The model around its layers. Layer i is a `call_module` of "layer i" with arguments (hidden, *tensors of the call)."""
+    """The model around its layers. Layer i is a `call_module` of "layer i" with arguments (hidden, *tensors of the
+    call)."""
 
     graph: fx.Graph
     modules: dict[str, Module]
@@ -85,7 +87,9 @@ class ModelTracer:
     def _check_sizes(self) -> None:
         clash = {int(d) for p in self.model.parameters() for d in p.shape} & set(SYMBOLS)
         if clash:
-            raise RewriterError(f"the model has a dimension of {min(clash)}, a size that tracing reserves for its example")
+            raise RewriterError(
+                f"the model has a dimension of {min(clash)}, a size that tracing reserves for its example"
+            )
 
     def _example(self) -> dict[str, torch.Tensor]:
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
@@ -107,11 +111,14 @@ class ModelTracer:
             return {name: None for name in layer_signature(first)[0] if found.get(name) is None}
         finally:
             handle.remove()
-        raise RewriterError(f"{type(self.model).__name__} does not call its decoder layers as modules; nothing to trace.")
+        raise RewriterError(
+            f"{type(self.model).__name__} does not call its decoder layers as modules; nothing to trace."
+        )
 
     def bind(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by the layer's own parameter names; what goes into its **kwargs stands under SPLAT."""
-        signature = forward_signature(type(layer))
+        kind: Any = type(layer)
+        signature = forward_signature(kind)
         bound = signature.bind(layer, *args, **kwargs)
         bound.apply_defaults()
         arguments = dict(list(bound.arguments.items())[1:])
@@ -153,7 +160,9 @@ class ModelTracer:
 
             return forward
 
-        functions = {f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))}
+        functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {
+            f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))
+        }
         forwards = {layer: forward_for(i, layer) for i, layer in enumerate(self.layers)}
         with opaque_calls(functions), replaced_forward(forwards):
             yield
@@ -197,7 +206,9 @@ class ModelTracer:
         }
         for name, module in modules.items():
             if base_name(name) != name and next(parameters_of(module), None):
-                raise RewriterError(f"{base_name(name)} is called in different ways and has parameters: not supported yet")
+                raise RewriterError(
+                    f"{base_name(name)} is called in different ways and has parameters: not supported yet"
+                )
         try:
             with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
                 exported = export_graph(Logits(), list(example.values()))
@@ -218,10 +229,15 @@ class ModelTracer:
     def kind(self, index: int) -> LayerKind:
         """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
         layer = self.layers[index]
-        key = (self.fingerprint(layer), _static(self.calls[layer]))
+        key = (self.fingerprint(layer), _static(self.calls[layer]), self._buffer_values(index))
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
+
+    def _buffer_values(self, index: int) -> tuple[str, ...]:
+        """A hash of every buffer of a layer: its values are constants of the trace, and may differ by layer."""
+        values = [self.bodies.buffers[f"{self.path}.{index}.{name}"] for name, _ in self.layers[index].named_buffers()]
+        return tuple(hashlib.sha256(v.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for v in values)
 
     def _trace_kind(self, index: int) -> LayerKind:
         layer = self.layers[index]
@@ -242,7 +258,9 @@ class ModelTracer:
             if key not in alike:
                 alike[key] = self.bodies.trace(f"{self.path}.{index}.{name}", modules[name], calls[name])
             body = bodies[name] = alike[key]
-            paths = [p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)]
+            paths = [
+                p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)
+            ]
             kept = getattr(body, "kept", range(len(paths)))
             children[node.name] = Child(name, tuple(paths[i] for i in kept), _outputs(calls[name].output))
         return LayerKind(wiring, bodies, children)

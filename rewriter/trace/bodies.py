@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rewriter import ops
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, drop_dead_nodes
+from rewriter.program import Body, Leaf, Module, args_of, drop_dead_nodes
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.wiring import leaves_with_paths
@@ -46,8 +46,9 @@ def as_leaf(module: nn.Module) -> Leaf | None:
     elif kind is nn.Embedding:
         options = dict(num_embeddings=module.num_embeddings, embedding_dim=module.embedding_dim)
     elif kind is nn.LayerNorm:
-        options = dict(normalized_shape=module.normalized_shape[0], eps=module.eps)
-        if len(module.normalized_shape) != 1 or len(parameters) != 2:
+        sizes: Any = module.normalized_shape
+        options = dict(normalized_shape=sizes[0], eps=module.eps)
+        if len(sizes) != 1 or len(parameters) != 2:
             return None
     else:
         return None
@@ -65,8 +66,8 @@ def is_lifted(module: nn.Module) -> bool:
 def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> dict[str, Recorded]:
     """The calls of each module while `run()` executes: Python arguments and result, by variant name.
 
-    A module that is called several times with other constants (Gemma 3's rotary embedding, per layer type) has one entry
-    per variant: `name`, `name#1`, …
+    A module that is called several times with other constants (Gemma 3's rotary embedding, per layer type) has one
+    entry per variant: `name`, `name#1`, …
     """
     variants = Variants()
     recorded: dict[str, Recorded] = {}
@@ -173,14 +174,14 @@ class BodyTracer:
             ) from error
         for node in graph.nodes:
             if node.op == "call_module" and isinstance(child := children[str(node.target)], Body):
-                node.args = tuple(node.args[i] for i in child.kept)
+                node.args = tuple(args_of(node)[i] for i in child.kept)
         kept = prune_inputs(graph, input_names(module, recorded))
         parameters = {n: tuple(p.shape) for n, p in module.named_parameters() if n in used}
         buffers = {n: self.buffers[f"{path}.{n}"] for n, _ in module.named_buffers() if n in used}
         buffers |= {n: value for n, value in used.items() if value is not None}
-        outputs = len(graph.output_node().args[0])
+        outputs = len(args_of(graph.output_node())[0])
         if outputs == 1:
-            graph.output_node().args = (graph.output_node().args[0][0],)
+            graph.output_node().args = (args_of(graph.output_node())[0][0],)
         dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
         dropout = max(dropout, float(getattr(module, "attention_dropout", 0.0) or 0.0))
         return Body(type(module).__name__, graph, parameters, buffers, children, outputs, kept, dropout)
@@ -270,7 +271,7 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
     slot = 0
     for node in exported.graph.nodes:
         if node.op == "output":
-            graph.output(fx.map_arg(node.args[0], env.__getitem__))
+            graph.output(fx.map_arg(args_of(node)[0], env.__getitem__))
             continue
         if node.op != "call_function":
             continue
@@ -285,7 +286,7 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             if key not in sizes:
                 source = next(
                     (env[n], d)
-                    for n in (*inputs, node.args[0])
+                    for n in (*inputs, args_of(node)[0])
                     for d, extent in enumerate(n.meta["val"].shape)
                     if str(extent) == key
                 )
@@ -327,7 +328,7 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
             env[node] = emit(node, _functional(target), args, kwargs)
             if target is not env[node].target:  # later readers of what was overwritten read the result
-                env[node.args[0]] = env[node]
+                env.update(dict.fromkeys(_overwritten(node), env[node]))
     drop_dead_nodes(graph)
     live = {n.target for n in graph.nodes if n.op == "get_attr"}
     return graph, {name: value for name, value in used.items() if name in live}
@@ -343,6 +344,45 @@ def _functional(target: Any) -> Any:
     if not name.endswith("_") or twin is None:
         raise RewriterError(f"{target} overwrites its input and has no out-of-place form")
     return twin
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for the tensor which the in-place operator `node` writes to.
+
+    Raises RewriterError where part of another tensor is written, or a view made before is read afterwards: the
+    out-of-place twin would lose the write.
+    """
+    base = args_of(node)[0]
+    while _aliases_whole(base):
+        base = args_of(base)[0]
+    views: list[fx.Node] = []
+    same, order = [base], {n: i for i, n in enumerate(node.graph.nodes)}
+    for alias in same:
+        for user in alias.users:
+            if order[user] < order[node] and args_of(user)[0] is alias:
+                (same if _aliases_whole(user) else views).append(user) if _is_view(user) else None
+    for view in views:
+        views += [u for u in view.users if order[u] < order[node] and _is_view(u)]
+    partly = base.op == "call_function" and _is_view(base)
+    if partly or base.op == "placeholder" or any(order[u] > order[node] for v in views for u in v.users):
+        what = (
+            "part of a tensor" if partly else "its input" if base.op == "placeholder" else "a tensor with views in use"
+        )
+        raise RewriterError(f"{node.target} overwrites {what}, which this version cannot represent")
+    return same
+
+
+def _aliases_whole(node: fx.Node) -> bool:
+    """Whether a node returns its first argument itself."""
+    return node.op == "call_function" and (_is_no_op(node) or (_is_view(node) and node.target._schema.is_mutable))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result of a node may share memory with its first argument."""
+    if node.target is operator.getitem:
+        return _is_view(args_of(node)[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def input_names(module: nn.Module, recorded: Recorded) -> list[str]:
@@ -386,25 +426,26 @@ def _is_no_op(node: fx.Node) -> bool:
     if node.target in _ALIASES:
         return True
     if node.target is aten.dropout.default:
-        return node.args[1] == 0.0 or node.args[2] is False
+        return args_of(node)[1] == 0.0 or args_of(node)[2] is False
     if node.target is aten.slice.Tensor:
-        start = node.args[2] if len(node.args) > 2 else None
-        end = node.args[3] if len(node.args) > 3 else None
-        step = node.args[4] if len(node.args) > 4 else 1
+        start = args_of(node)[2] if len(node.args) > 2 else None
+        end = args_of(node)[3] if len(node.args) > 3 else None
+        step = args_of(node)[4] if len(node.args) > 4 else 1
         return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
     if node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default):
-        source = node.args[0].meta.get("val")
+        source = args_of(node)[0].meta.get("val")
         wanted = _cast_dtype(node)
         # a cast of a float32 value to float32 is the identity whatever the model's dtype; one from the model's is not
         return wanted is None or (source is not None and source.dtype == wanted)
     return False
 
 
-def _cast_dtype(node: fx.Node) -> torch.dtype | None:
+def _cast_dtype(node: fx.Node) -> Any:
+    """The dtype that a cast asks for; None when it asks for none."""
     if node.target is aten.to.dtype:
-        return node.args[1]
+        return args_of(node)[1]
     if node.target is aten.to.device:
-        return node.args[2] if len(node.args) > 2 else None
+        return args_of(node)[2] if len(node.args) > 2 else None
     if node.target in (aten.to.dtype_layout, aten._to_copy.default):
         return node.kwargs.get("dtype")
     return None

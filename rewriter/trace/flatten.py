@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, drop_dead_nodes
+from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.trace.assemble import Child, ModelTracer, Outside
 from rewriter.trace.bodies import tensors_of
 from rewriter.trace.wiring import SPLAT
@@ -52,7 +52,7 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
         new.meta["layer"] = None
         env[node] = new
         if node.op == "output":
-            new.args = (new.args[0][0],)
+            new.args = (args_of(new)[0][0],)
     drop_dead_nodes(graph)
     return graph, modules
 
@@ -60,7 +60,9 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
 class _Layer:
     """Places the wiring of one layer into the whole-model graph."""
 
-    def __init__(self, tracer: ModelTracer, graph: fx.Graph, modules: dict[str, Module], index: int, ctx: fx.Node) -> None:
+    def __init__(
+        self, tracer: ModelTracer, graph: fx.Graph, modules: dict[str, Module], index: int, ctx: fx.Node
+    ) -> None:
         self.tracer, self.graph, self.modules, self.index, self.ctx = tracer, graph, modules, index, ctx
         self.layer = tracer.layers[index]
         self.kind = tracer.kind(index)
@@ -80,7 +82,7 @@ class _Layer:
             elif node.op == "call_module":
                 env[node] = self._call(node, self.kind.children[node.name], env)
             elif node.op == "output":
-                result = node.args[0]
+                result = args_of(node)[0]
                 result = result[0] if isinstance(result, (tuple, list)) else result
                 return env[result]
             else:
@@ -90,18 +92,18 @@ class _Layer:
     def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         values = [env[n] for n in node.all_input_nodes]
         if _is_getitem(node) and isinstance(values[0], _Outputs):
-            return values[0].item(node.args[1])
+            return values[0].item(args_of(node)[1])
         if _is_getitem(node) and isinstance(values[0], _Context):
-            item = values[0].value[node.args[1]]
-            return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{node.args[1]!r}]", item)
+            item = values[0].value[args_of(node)[1]]
+            return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
         args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "dropout":
             probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if probability:
                 raise RewriterError(
-                    f"{self.path} calls dropout as a function with probability {probability}, which the adapted checkpoint "
-                    "could not train with. Set the dropout probabilities in config.json to 0."
+                    f"{self.path} calls dropout as a function with probability {probability}, which the adapted "
+                    "checkpoint could not train with. Set the dropout probabilities in config.json to 0."
                 )
             return args[0]
         return self._add(node.op, node.target, args, kwargs)

@@ -167,12 +167,21 @@ def lifted_experts(
     """The experts function of transformers' ExpertsInterface, recorded as one operator."""
     unsupported = [
         name
-        for name, expected in (("has_gate", True), ("has_bias", False), ("is_transposed", False), ("is_concatenated", True))
+        for name, expected in (
+            ("has_gate", True),
+            ("has_bias", False),
+            ("is_transposed", False),
+            ("is_concatenated", True),
+        )
         if getattr(module, name, expected) != expected
     ]
     act = next((name for name, f in ACTIVATIONS.items() if _same_activation(getattr(module, "act_fn", None), f)), None)
     if unsupported or act is None:
-        reason = f"{unsupported[0]}={getattr(module, unsupported[0])}" if unsupported else f"activation {getattr(module, 'act_fn', None)}"
+        reason = (
+            f"{unsupported[0]}={getattr(module, unsupported[0])}"
+            if unsupported
+            else f"activation {getattr(module, 'act_fn', None)}"
+        )
         raise RewriterError(f"{type(module).__name__}: experts with {reason} are not supported yet")
     return torch.ops.rewriter_trace.experts(
         hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, act
@@ -229,7 +238,7 @@ class Recorded:
 def replaced_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace `forward` on module instances for the duration of the block."""
     for module, forward in forwards.items():
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from rewriter.errors import RewriterError
 
-# The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to fp32.
+# The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
+# fp32.
 TRACE_DTYPE = torch.bfloat16
 
 
@@ -89,7 +90,7 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
         for name, buffer in module._buffers.items():

@@ -43,9 +43,7 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
             continue
         pattern = next(iter(sources))
         converter = by_pattern.get(pattern)
-        expressions[target] = (
-            Tensor(sources[pattern][0]) if converter is None else _convert(converter, sources, target)
-        )
+        expressions[target] = Tensor(sources[pattern][0]) if converter is None else _convert(converter, sources, target)
     for alias, canonical in ties.items():
         if alias in wanted and canonical in wanted:
             if canonical not in expressions and alias in expressions:
@@ -56,7 +54,9 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
         raise RewriterError(_listing(f"the checkpoint in {checkpoint.directory} lacks", missing, len(wanted)))
     if surplus:
         raise RewriterError(
-            _listing(f"the checkpoint in {checkpoint.directory} has tensors that {type(model).__name__} does not:", surplus)
+            _listing(
+                f"the checkpoint in {checkpoint.directory} has tensors that {type(model).__name__} does not:", surplus
+            )
         )
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     for name, expression in expressions.items():
@@ -107,7 +107,8 @@ def _rename(
 
 
 def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
-    """Whether transformers drops this tensor silently: declared patterns, rotary buffers of old checkpoints, tied copies."""
+    """Whether transformers drops this tensor silently: declared patterns, rotary buffers of old checkpoints, tied
+    copies."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     buffers = {n for n, _ in model.named_buffers()}
     return target in buffers or any(re.search(p, n) for p in patterns for n in (name, target))
@@ -115,7 +116,9 @@ def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
 
 def _convert(converter: Any, sources: Mapping[str, list[str]], target: str) -> Expression:
     """One fused parameter: the converter's operations, as expressions. Order of the source patterns decides."""
-    values: list[list[Expression]] = [[Tensor(n) for n in sources[p]] for p in converter.source_patterns if p in sources]
+    values: list[list[Expression]] = [
+        [Tensor(n) for n in sources[p]] for p in converter.source_patterns if p in sources
+    ]
     if len(values) != len(converter.source_patterns):
         lacking = next(p for p in converter.source_patterns if p not in sources)
         raise RewriterError(f"{target}: the checkpoint has no tensor like *{lacking}, needed to build it.")

@@ -25,13 +25,15 @@ SPLAT = "rewriter_kwargs"
 
 
 @functools.lru_cache(maxsize=64)
-def forward_signature(kind: type[nn.Module]) -> inspect.Signature:
+def forward_signature(kind: Any) -> inspect.Signature:
+    """The signature of a module class's forward. (A class of modules is hashable, which its type does not say.)"""
     return inspect.signature(kind.forward)
 
 
 def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
     """(names of the layer's parameters, whether it takes **kwargs)."""
-    parameters = forward_signature(type(layer)).parameters.values()
+    kind: Any = type(layer)
+    parameters = forward_signature(kind).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
@@ -40,7 +42,8 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
     `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
-    A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on values.
+    A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
+    values.
     """
     names, var_kwargs = layer_signature(layer)
     tracer = _LayerTracer()
@@ -64,7 +67,8 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
         tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     except Exception as error:
         raise RewriterError(
-            f"the wiring of {type(layer).__name__} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"the wiring of {type(layer).__name__} cannot be traced: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
     drop_dead_nodes(tracer.graph)
     return tracer.graph

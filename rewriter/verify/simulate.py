@@ -16,7 +16,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
-from rewriter.program import Body, Leaf, Module, Program
+from rewriter.program import Body, Leaf, Module, Program, args_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str
     from rewriter.weights import Checkpoint
 
     if program.source.path is None:
-        raise RewriterError("this program was traced from a config and has no weights: pass `weights=`, or trace a checkpoint")
+        raise RewriterError(
+            "this program was traced from a config and has no weights: pass `weights=`, or trace a checkpoint"
+        )
     checkpoint = Checkpoint.open(program.source.path)
     loaded = {name: checkpoint.evaluate(_whole(p.expression, name)) for name, p in program.parameters.items()}
     return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in loaded.items()}
@@ -113,7 +115,7 @@ class Simulator:
                 module = body.modules[str(node.target)] if body else self.program.modules[str(node.target)]
                 env[node] = self._module(module, prefix + str(node.target), [env[a] for a in node.args])
             elif node.op == "output":
-                result = node.args[0]
+                result = args_of(node)[0]
                 if isinstance(result, fx.Node):
                     return env[result]
                 return self._each(lambda *xs: tuple(xs), [env[n] for n in result])
@@ -160,16 +162,16 @@ class Simulator:
     def _operation(self, node: fx.Node, env: Mapping[fx.Node, Lanes]) -> Lanes:
         target, nodes = node.target, node.all_input_nodes
         if target in (ops.all_reduce, ops.all_reduce_start):
-            value = env[node.args[0]]
+            value = env[args_of(node)[0]]
             if value.replicated:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
             return Lanes((_sum(value.values),))
-        if target is ops.enter and not env[node.args[0]].replicated:
+        if target is ops.enter and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
-            return Lanes((torch.cat(env[node.args[0]].values, dim=node.args[2]),))
+            return Lanes((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
         if target is ops.vocab_embedding:
-            return self._vocabulary(env[node.args[0]], env[node.args[1]])
+            return self._vocabulary(env[args_of(node)[0]], env[args_of(node)[1]])
 
         def apply(*values: Any) -> Any:
             found = dict(zip(nodes, values, strict=True))
