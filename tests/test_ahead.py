@@ -108,6 +108,7 @@ def test_small_or_broken_checkpoints_are_left_to_the_conversion(files: list[Path
 
 def test_a_conversion_with_copies_ahead_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import emitted
+
     from rewriter.api import convert
     from rewriter.weights import ahead
 

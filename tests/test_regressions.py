@@ -110,3 +110,15 @@ def test_a_buffer_that_the_checkpoint_stores_is_refused() -> None:
         skeleton.buffers[f"{skeleton.layers_path}.{index}.mlp.down_proj.1.bias"] = torch.zeros(64)
     with pytest.raises(RewriterError, match="buffer whose values lie in the checkpoint"):
         trace_skeleton(skeleton)
+
+
+class _CallsDropout(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, p=0.25, training=self.training)
+
+
+def test_dropout_called_as_a_function_is_known_to_the_runtime_module():
+    """The runtime module refuses to train where the source would have dropped values."""
+    x = torch.empty(3, 37, 8, dtype=torch.bfloat16, device="meta")
+    body = BodyTracer({}).trace("drop", _CallsDropout().eval(), Recorded((x,), {}))
+    assert body.dropout == 0.25

@@ -182,7 +182,8 @@ class BodyTracer:
         outputs = len(args_of(graph.output_node())[0])
         if outputs == 1:
             graph.output_node().args = (args_of(graph.output_node())[0][0],)
-        dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+        called = [args_of(n)[1] for n in exported.graph.nodes if n.target is aten.dropout.default]
+        dropout = max([0.0, *called, *(m.p for m in module.modules() if isinstance(m, nn.Dropout))])
         dropout = max(dropout, float(getattr(module, "attention_dropout", 0.0) or 0.0))
         return Body(type(module).__name__, graph, parameters, buffers, children, outputs, kept, dropout)
 
@@ -336,8 +337,8 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
 
 def _functional(target: Any) -> Any:
     """The out-of-place twin of an in-place ATen operator; other operators as they are."""
-    schema = target._schema
-    if not schema.is_mutable:
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
         return target
     name = schema.name.removeprefix("aten::")
     twin = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
