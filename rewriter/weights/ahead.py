@@ -13,6 +13,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -210,7 +211,7 @@ def _copy(source: Path, fd: int, between: Callable[[], None]) -> str:
                     rest = bytes(buffer[:count])
                     behind.release(buffer)
                     break
-                behind.submit(lambda b=buffer, o=offset: sink.write(b, o), buffer)
+                behind.submit(partial(sink.write, buffer, offset), buffer)
                 offset += count
                 between()
     finally:
