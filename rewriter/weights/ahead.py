@@ -20,7 +20,7 @@ from typing import Self
 
 from rewriter.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.sink import BUFFER, O_DIRECT, Sink, WriteBehind
+from rewriter.weights.sink import BUFFER, O_DIRECT, Sink, WriteBehind, reflink_into
 from rewriter.weights.space import available
 
 O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
@@ -85,9 +85,7 @@ class Ahead:
         return digest
 
     def _start(self) -> None:
-        parent = self._place
-        while not parent.is_dir():
-            parent = parent.parent
+        parent = _existing(self._place)
         for file in self._files:
             self._seen.append(_signature(file))
             self._fds.append(_unnamed(parent))
@@ -153,9 +151,27 @@ def copies_ahead(model: str | os.PathLike[str], place: Path, wanted: bool) -> Ah
         # The copies and as much again for the ranks: a disk that is too small is refused before it is filled.
         if total < WORTHWHILE or available(place) < 2.5 * total:
             return nothing
+        if _reflinks(checkpoint.files[0], place):
+            return nothing  # sharing the data costs less than any copy
     except (OSError, RewriterError):
         return nothing
     return Ahead(place, checkpoint.files)
+
+
+def _reflinks(source: Path, place: Path) -> bool:
+    """Whether a file in `place` could share the data of `source`."""
+    probe = _unnamed(_existing(place))
+    try:
+        return reflink_into(probe, source.resolve(strict=True))
+    finally:
+        os.close(probe)
+
+
+def _existing(place: Path) -> Path:
+    """The nearest directory that is there already: what is to be in `place` lies on its file system."""
+    while not place.is_dir():
+        place = place.parent
+    return place
 
 
 def _unnamed(directory: Path) -> int:

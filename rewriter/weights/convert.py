@@ -20,6 +20,7 @@ from rewriter.expressions import Expression
 from rewriter.weights.blocks import Block, blocks, fill, tiles
 from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes
 from rewriter.weights.header import BITS, encode_header
+from rewriter.weights.sink import reflink_into
 from rewriter.weights.space import available, disk_full, is_disk_full
 from rewriter.weights.streams import Finished, Pass, Piece, Stream
 
@@ -108,8 +109,6 @@ def plan_bytes(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> int:
 
 def link_or_reflink(source: Path, target: Path, link: bool) -> bool:
     """Make `target` without writing data, as a hard link (`link`) or a reflink; whether that was possible."""
-    import fcntl
-
     # A hub cache's files are symlinks: a link to the link would break with the cache.
     source = source.resolve(strict=True)
     if link:
@@ -120,14 +119,9 @@ def link_or_reflink(source: Path, target: Path, link: bool) -> bool:
                 f"--link: {target} cannot be a hard link to {source}: {error.strerror}. Drop --link to copy."
             ) from error
         return True
-    ficlone = 0x40049409
-    with open(source, "rb") as original, open(target, "xb") as clone:
-        try:
-            fcntl.ioctl(clone.fileno(), ficlone, original.fileno())
-        except OSError:  # another file system, or one that cannot: the caller copies
-            shared = False
-        else:
-            shared = True
+    with open(target, "xb") as clone:
+        shared = reflink_into(clone.fileno(), source)
+        if shared:
             os.fsync(clone.fileno())
     if not shared:
         target.unlink()
