@@ -61,7 +61,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if actual.shape != expected.shape or not bool(actual.isfinite().all()):
         return float("inf")
     scale = float(expected.detach().double().abs().max())
-    difference = float((actual.double() - expected.double()).abs().max())
+    difference = float((actual.detach().double() - expected.detach().double()).abs().max())
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 

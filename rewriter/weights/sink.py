@@ -45,11 +45,15 @@ class Sink:
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at `offset`. Raises OSError."""
         while data:
+            direct = self._direct()
             try:
                 done = os.pwrite(self._fd, data, offset)
             except OSError as error:
-                if error.errno == errno.EINVAL and self._buffered():
-                    continue  # the file system opened with O_DIRECT and cannot write so
+                # The file system opened with O_DIRECT and cannot write so. What counts is whether this write was
+                # direct: another thread that met the same may have left O_DIRECT meanwhile.
+                if error.errno == errno.EINVAL and direct:
+                    self._buffered()
+                    continue
                 error.filename = str(self.path)
                 raise
             data, offset = data[done:], offset + done
@@ -72,13 +76,17 @@ class Sink:
             os.close(self._fd)
             self._fd = -1
 
-    def _buffered(self) -> bool:
-        """Write through the page cache from now on; whether that changed anything."""
+    def _direct(self) -> bool:
+        import fcntl
+
+        return bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & O_DIRECT)
+
+    def _buffered(self) -> None:
+        """Write through the page cache from now on."""
         import fcntl
 
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
-        return bool(flags & O_DIRECT)
 
 
 class WriteBehind:
