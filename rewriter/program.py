@@ -125,7 +125,6 @@ class Source:
     layer_arguments: tuple[str, ...]
     layer_var_kwargs: bool
     layer_source_sha256: str
-    layer_output: Any = None
     remote_code: bool = False
 
 

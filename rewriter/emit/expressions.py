@@ -97,11 +97,11 @@ class Printer:
         if kwargs.get("device") == "like":
             kwargs["device"] = None
         if target in _INFIX and not kwargs and len(args) == 2:
-            return f"{self._operand(args[0])} {_INFIX[target]} {self._operand(args[1])}"
+            return f"{self.atom(args[0])} {_INFIX[target]} {self.atom(args[1])}"
         if target is aten.neg.default:
             return f"-{self.atom(args[0])}"
         if target in (aten.rsub.Scalar,):
-            return f"{self.value(args[1])} - {self._operand(args[0])}"
+            return f"{self.value(args[1])} - {self.atom(args[0])}"
         if target in _METHODS:
             return self._method(_METHODS[target], args, kwargs)
         if (special := _SPECIAL.get(node.target)) is not None:
@@ -112,9 +112,6 @@ class Printer:
             place = "F" if "functional" in target.__module__ else "torch"
             return f"{place}.{target.__name__}({self.arguments(args, kwargs)})"
         return f"torch.ops.{target!s}({self.arguments(args, kwargs)})"
-
-    def _operand(self, x: Any) -> str:
-        return self.atom(x)
 
     def _method(self, method: str, args: Any, kwargs: Mapping[str, Any]) -> str:
         rest = list(args[1:])
