@@ -17,7 +17,7 @@ from rewriter.emit.card import model_card
 from rewriter.emit.manifest import (
     Adapted,
     CheckEntry,
-    DriftEntry,
+    Drift,
     Golden,
     Manifest,
     PassEntry,
@@ -31,7 +31,7 @@ from rewriter.output import MANIFEST, OutputDirectory
 from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.verify.compare import Verification
-from rewriter.verify.drift import Drift, golden_tokens, too_large
+from rewriter.verify.drift import golden_tokens, too_large
 from rewriter.verify.real import RealWeights
 
 if TYPE_CHECKING:
@@ -226,14 +226,20 @@ def check_free(out: Path) -> None:
 
 
 def communication(program: Program) -> dict[str, Any]:
-    """All-reduces of the residual blocks per forward pass, exposed ones and those behind computation."""
-    from rewriter import ops
+    """Collectives of a forward pass as `rewrite inspect` counts them; empty where nothing is communicated."""
+    from rewriter.analysis.communication import by_place, collectives, summary
 
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    blocking, started = targets.count(ops.all_reduce), targets.count(ops.all_reduce_start)
-    if not blocking and not started:
+    found = collectives(program)
+    if not found:
         return {}
-    return {"all-reduces": blocking + started, "started early": started}
+    total, places = summary(found), by_place(found)
+    blocks = places.get("block")
+    return {
+        "block reductions": blocks.collectives if blocks else 0,
+        "hidden behind computation": blocks.hidden if blocks else 0,
+        "other collectives": total.collectives - (blocks.collectives if blocks else 0),
+        "bytes per token": total.bytes_per_token,
+    }
 
 
 def verification_table(verified: Verified) -> dict[str, Any]:
@@ -307,7 +313,7 @@ def _manifest(
         verification=Verified(
             level=level,
             checks=[CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks],
-            drift=None if measured is None else DriftEntry.model_validate(asdict(measured)),
+            drift=measured,
             notes=list(found.notes),
         ),
         golden=golden,

@@ -155,13 +155,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: its options and a sentence per effect, kept in the manifest."""
+    """What one pass did: its options and a sentence per effect, kept in the manifest. `fired` is False when it found
+    nothing to change; `summary` then says why."""
 
     name: str
     kind: str
     options: Mapping[str, Any]
     summary: str
     notes: tuple[str, ...] = ()
+    fired: bool = True
 
 
 @dataclass(frozen=True)

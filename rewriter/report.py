@@ -243,7 +243,7 @@ def _unfired(program: Program) -> list[dict[str, str]]:
     """Passes without effect, and what a pass had to leave as it was, in the passes' own words."""
     rules = []
     for entry in program.history:
-        if entry.summary.startswith(("no ", "one rank", "0 of ")):
+        if not entry.fired:
             rules.append({"rule": entry.name, "reason": entry.summary})
         rules += [{"rule": entry.name, "reason": note} for note in entry.notes]
     return rules

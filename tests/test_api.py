@@ -25,6 +25,7 @@ from rewriter import convert as convert_module
 from rewriter.emit import directory
 from rewriter.emit.manifest import read_manifest
 from rewriter.errors import RewriterError, VerificationError
+from rewriter.program import Parameter
 from rewriter.verify import outside, rehearsal
 
 UPPER = {2, 3}
@@ -116,7 +117,8 @@ def test_what_was_verified_is_reported(written: tuple[Path, convert_module.Repor
     assert report.verification["drift"]["text"] == "the packaged calibration text"
     assert 0 < report.verification["drift"]["top1_agreement"] < 1
     assert json.loads(report.to_json())["mesh"] == {"tp": 2}
-    assert report.communication["started early"] > 0
+    assert report.communication["block reductions"] == 8
+    assert report.communication["hidden behind computation"] == 4
 
 
 def test_golden_logits_are_the_oracles_on_the_real_weights(written: tuple[Path, Any]) -> None:
@@ -353,8 +355,8 @@ def test_an_emitter_that_forgets_the_rewiring_is_noticed(
 
 @pytest.mark.slow
 def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = directory._part
-    monkeypatch.setattr(directory, "_part", lambda name, spec, rank: part(name, spec, 0))
+    part = Parameter.on_rank
+    monkeypatch.setattr(Parameter, "on_rank", lambda self, rank: part(self, 0))
     monkeypatch.setattr(outside, "huggingface_logits", lambda d, batches: [torch.zeros(1)] * len(batches))
     require = rehearsal.Verification.require
 

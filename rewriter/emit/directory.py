@@ -15,10 +15,10 @@ import torch
 
 from rewriter.emit.manifest import Runtime
 from rewriter.errors import RewriterError
-from rewriter.expressions import Expression, Slice, Tensor
+from rewriter.expressions import Expression, Tensor
 from rewriter.output import OutputDirectory
 from rewriter.passes.base import single_device
-from rewriter.program import Parameter, Program
+from rewriter.program import Program
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.ahead import Ahead
 from rewriter.weights.checkpoint import INDEX, SINGLE
@@ -107,7 +107,7 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
         files = [f"{folder}/rank-{rank}.safetensors" for rank in range(ranks)]
         for rank, name in enumerate(files):
             shards[name] = {
-                parameter: (expression := _part(parameter, spec, rank), _cast(checkpoint, expression, target))
+                parameter: (expression := spec.on_rank(rank), _cast(checkpoint, expression, target))
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt"}
@@ -167,14 +167,6 @@ def write(
         known = output.finished(copied[file]) if file in copied else None
         hashes[name] = known or _sha256(file)
     return hashes
-
-
-def _part(name: str, spec: Parameter, rank: int) -> Expression:
-    if spec.expression is None:
-        raise RewriterError(f"{name} is not in the checkpoint")
-    if spec.ranges is None:
-        return spec.expression
-    return Slice(spec.expression, spec.dim or 0, spec.ranges[rank])
 
 
 def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:

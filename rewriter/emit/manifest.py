@@ -71,8 +71,12 @@ class CheckEntry(_Part):
     limit: float
 
 
-class DriftEntry(_Part):
-    """How far the rewritten model is from the original, on real weights."""
+class Drift(_Part):
+    """How far next-token predictions of the rewritten model are from the original's, over `tokens` positions.
+
+    `kl` is the mean of KL(original ‖ rewritten) in nats, `top1_agreement` how often the likeliest token is the same;
+    the perplexities are those of the text itself. `text` says what was read.
+    """
 
     kl: float
     top1_agreement: float
@@ -87,7 +91,7 @@ class Verified(_Part):
 
     level: str
     checks: list[CheckEntry] = []
-    drift: DriftEntry | None = None
+    drift: Drift | None = None
     notes: list[str] = []
 
 

@@ -27,10 +27,12 @@ class Pass(Protocol):
     def apply(self, program: Program) -> Program: ...
 
 
-def record(program: Program, rewrite: Any, summary: str, notes: tuple[str, ...] = (), **changes: Any) -> Program:
+def record(
+    program: Program, rewrite: Any, summary: str, notes: tuple[str, ...] = (), fired: bool = True, **changes: Any
+) -> Program:
     """`program` with `changes` and one more entry in its history."""
     options = {f.name: getattr(rewrite, f.name) for f in dataclasses.fields(rewrite)}
-    entry = PassRecord(rewrite.name, rewrite.kind, options, summary, notes)
+    entry = PassRecord(rewrite.name, rewrite.kind, options, summary, notes, fired)
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 
 

@@ -46,7 +46,7 @@ class MergeReductions:
         summary = (
             f"{merged} pairs of all-reduces merged" if merged else "no pair of all-reduces is added: nothing to merge"
         )
-        return record(program, self, summary, graph=graph)
+        return record(program, self, summary, fired=merged > 0, graph=graph)
 
 
 def _reductions(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -30,7 +30,7 @@ class Overlap:
         graph, _ = program.edit()
         reductions = [n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
         if not reductions:
-            return record(program, self, "no all-reduce to hide")
+            return record(program, self, "no all-reduce to hide", fired=False)
         for node in reductions:
             with graph.inserting_after(node):
                 wait = graph.call_function(ops.all_reduce_wait, (node,))
@@ -41,7 +41,7 @@ class Overlap:
                 del node.meta["stream"]
         scheduled, hidden = schedule(graph)
         summary = f"{hidden} of {len(reductions)} all-reduces run behind the computation of another block"
-        return record(program, self, summary, graph=scheduled)
+        return record(program, self, summary, fired=hidden > 0, graph=scheduled)
 
 
 def schedule(graph: fx.Graph) -> tuple[fx.Graph, int]:

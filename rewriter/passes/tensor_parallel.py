@@ -38,7 +38,7 @@ class TensorParallel:
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
         if ranks == 1:
-            return record(program, self, "one rank: nothing to split", graph=_without_dropout(program))
+            return record(program, self, "one rank: nothing to split", fired=False, graph=_without_dropout(program))
         check_heads(program, ranks)
         program = program.with_(modules=with_constant_inputs(program))
         graph = _without_dropout(program)

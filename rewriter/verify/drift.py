@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rewriter.emit.manifest import Drift
 from rewriter.errors import RewriterError
 from rewriter.program import Program
 from rewriter.verify.simulate import load_weights, simulate
@@ -21,25 +21,6 @@ WINDOW = 256
 # Multiply-adds that a measurement may take: about a minute on two cores.
 _BUDGET = 1.5e12
 _FEWEST, _MOST = 64, 2048
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far next-token predictions are apart, over `tokens` positions.
-
-    `kl` is the mean of KL(original ‖ rewritten) in nats, `top1_agreement` how often the likeliest token is the same;
-    the perplexities are those of the text itself. `text` says what was read.
-    """
-
-    kl: float
-    top1_agreement: float
-    perplexity_before: float
-    perplexity_after: float
-    tokens: int
-    text: str
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @torch.no_grad()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from rewriter.emit.manifest import Drift
 from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.verify.compare import REAL_WEIGHTS, Verification
-from rewriter.verify.drift import Drift, calibration_tokens, drift, golden_logits, golden_tokens, too_large
+from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.verify.rehearsal import compare_emitted, random_ids, reference_layers, reference_logits, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 
