@@ -14,6 +14,9 @@ from rewriter.runtime import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     Conv1D,
+    LaneConv1D,
+    LaneLayerNorm,
+    LaneLinear,
     Pending,
     RowParallelConv1D,
     RowParallelLinear,
@@ -27,6 +30,7 @@ from rewriter.runtime import (
     enter,
     experts,
     once,
+    share,
     shared_gradient,
 )
 
@@ -39,12 +43,15 @@ def each_once(group):
         "pair": lambda x: all_reduce_wait(all_reduce_start(x * 1, group)),
         "enter": lambda x: enter(x, group),
         "once": lambda x: once(x, group),
+        "share": lambda x: share(x, group),
         "all_gather": lambda x: all_gather(x, group, -1),
         "shared": lambda x: shared_gradient(x, Shared(2, ((0, 1), (0, 2)) if rank else ((1, 2), (0, 2)), group)),
     }.items():
         x = torch.arange(6.0).reshape(3, 2).add(10 * rank).requires_grad_()
         y = function(x)
-        gradient = torch.arange(y.numel()).reshape(y.shape) + (100.0 * rank if name in ("enter", "shared") else 0)
+        gradient = torch.arange(y.numel()).reshape(y.shape) + (
+            100.0 * rank if name in ("enter", "share", "shared") else 0
+        )
         y.backward(gradient)
         found[name] = (y.detach(), x.grad)
     found["size"] = size
@@ -59,6 +66,7 @@ def test_values_and_gradients_of_every_collective():
             torch.testing.assert_close(found[name], (x + x + 10, g))
         torch.testing.assert_close(found["enter"], (x + 10 * rank, g + g + 100))
         torch.testing.assert_close(found["once"], (x if rank == 0 else torch.zeros_like(x), g))
+        torch.testing.assert_close(found["share"], ((x + 10 * rank) / 2, (g + g + 100) / 2))
         wide = torch.arange(12.0).reshape(3, 4)
         torch.testing.assert_close(found["all_gather"], (torch.cat([x, x + 10], 1), wide[:, 2 * rank : 2 * rank + 2]))
         # Rows held: rank 0 has rows 1, 0, 1 and rank 1 has rows 0, 0, 1 of a parameter of two rows.
@@ -194,6 +202,71 @@ def test_conv1d_and_the_vocabulary_split_over_ranks(size):
         for (name, dim), gradient in zip(cut.items(), gradients, strict=True):
             expected = w[name].grad if dim is None else w[name].grad.chunk(size, dim)[rank]
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+LANE_LAYERS = {
+    "linear": (LaneLinear, nn.Linear, (6, 4)),
+    "conv1d": (LaneConv1D, Conv1D, (6, 4)),
+    "norm": (LaneLayerNorm, nn.LayerNorm, (6,)),
+}
+
+
+def lane_inputs(ranks):
+    return [torch.arange(18.0).reshape(3, 6).add(5 * rank).sin() for rank in range(ranks)]
+
+
+def lane_layers(group, states):
+    """Every rank reads a value of its own, and the results are summed."""
+    found = {}
+    for name, (cls, _, sizes) in LANE_LAYERS.items():
+        layer = cls(*sizes, group=group)
+        layer.load_state_dict(states[name])
+        total = all_reduce(layer(lane_inputs(group.size())[group.rank()]), group)
+        total.square().sum().backward()
+        found[name] = (total.detach(), {n: p.grad for n, p in layer.named_parameters()})
+    return found
+
+
+def test_whole_layers_whose_input_differs_by_rank_sum_their_gradients():
+    layers = {name: plain(*sizes) for name, (_, plain, sizes) in LANE_LAYERS.items()}
+    for layer in layers.values():
+        for index, p in enumerate(layer.parameters()):
+            nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(index))
+    results = run_ranks(lane_layers, 2, {name: layer.state_dict() for name, layer in layers.items()})
+    for name, layer in layers.items():
+        total = sum(layer(x) for x in lane_inputs(2))
+        total.square().sum().backward()
+        for found in results:
+            torch.testing.assert_close(found[name][0], total.detach())
+            torch.testing.assert_close(found[name][1], {n: p.grad for n, p in layer.named_parameters()})
+
+
+def partials_with_shared_bias(group, states):
+    """Each rank reads its own partial as well as the sum, so every copy of the bias has another local gradient."""
+    rank, found = group.rank(), {}
+    for cls, dim in ((RowParallelLinear, 1), (RowParallelConv1D, 0)):
+        layer = cls(3, 4, group=group, bias_share=True)
+        weight = states["weight"] if dim == 1 else states["weight"].t()
+        layer.load_state_dict({"weight": weight.narrow(dim, 3 * rank, 3).contiguous(), "bias": states["bias"]})
+        partial = layer(lane_inputs(2)[0][:, 3 * rank : 3 * rank + 3])
+        own = partial * (rank + 2)
+        total = all_reduce(partial, group)
+        loss = total.square().sum() + all_reduce(own.square().sum(), group)
+        loss.backward()
+        found[cls.__name__] = (total.detach(), own.detach(), layer.bias.grad)
+    return found
+
+
+def test_an_equal_share_of_the_bias_on_every_rank():
+    states = {"weight": torch.arange(24.0).reshape(4, 6).sin(), "bias": torch.arange(4.0) - 1.5}
+    bias = states["bias"].clone().requires_grad_()
+    x = lane_inputs(2)[0]
+    partials = [x[:, i : i + 3] @ states["weight"][:, i : i + 3].t() + bias / 2 for i in (0, 3)]
+    own = [(rank + 2) * partial for rank, partial in enumerate(partials)]
+    (sum(partials).square().sum() + sum(o.square().sum() for o in own)).backward()
+    for rank, found in enumerate(run_ranks(partials_with_shared_bias, 2, states)):
+        for result in found.values():
+            torch.testing.assert_close(result, (sum(partials).detach(), own[rank].detach(), bias.grad))
 
 
 def test_tools_find_the_layers_by_class():

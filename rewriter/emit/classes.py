@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -138,17 +138,26 @@ def shared_rows(size: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> s
 
 
 def leaf_needs_group(leaf: Leaf) -> bool:
-    return leaf.kind.startswith(("RowParallel", "VocabParallel")) or "shared" in leaf.options
+    parallel = leaf.kind.startswith(("RowParallel", "VocabParallel"))
+    return parallel or "shared" in leaf.options or "entered" in leaf.options
 
 
 def leaf_constructor(leaf: Leaf) -> str:
-    """How an emitted file builds a leaf; the group is called `tp`."""
+    """How an emitted file builds a leaf; the group is called `tp`.
+
+    `entered` leaves are whole on every rank, which gives each another input.
+    """
     o = leaf.options
+    if o.get("entered"):
+        if leaf.kind not in ("Linear", "Conv1D", "LayerNorm"):
+            raise RewriterError(f"no constructor for a module of kind {leaf.kind} whose input differs by rank")
+        plain = leaf_constructor(replace(leaf, options={k: v for k, v in o.items() if k != "entered"}))
+        return f"Lane{plain.removeprefix('nn.').removesuffix(')')}, group=tp)"
     if leaf.kind.endswith("Linear") or leaf.kind.endswith("Conv1D"):
         sizes = (o["in_features"], o["out_features"]) if leaf.kind.endswith("Linear") else (o["nx"], o["nf"])
         extra = f", bias={'bias' in leaf.parameters}"
         if leaf.kind.startswith("RowParallel"):
-            extra += ", group=tp"
+            extra += ", group=tp" + (", bias_share=True" if o.get("bias_share") else "")
         if "shared" in o:
             extra += f", shared={shared_rows(*o['shared'])}"
         prefix = "nn." if leaf.kind == "Linear" else ""

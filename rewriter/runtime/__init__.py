@@ -18,6 +18,7 @@ from rewriter.runtime.collectives import (
     once,
     record_events,
     repeat_shard,
+    share,
     shared_gradient,
 )
 from rewriter.runtime.compiled import compile_segments
@@ -30,6 +31,9 @@ from rewriter.runtime.parallel import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     Conv1D,
+    LaneConv1D,
+    LaneLayerNorm,
+    LaneLinear,
     RowParallelConv1D,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -42,6 +46,9 @@ __all__ = [
     "Context",
     "Conv1D",
     "Event",
+    "LaneConv1D",
+    "LaneLayerNorm",
+    "LaneLinear",
     "MaskSpec",
     "Pending",
     "RowParallelConv1D",
@@ -66,6 +73,7 @@ __all__ = [
     "once",
     "record_events",
     "repeat_shard",
+    "share",
     "shared_gradient",
     "vocab_embedding",
 ]

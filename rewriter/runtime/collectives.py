@@ -10,6 +10,7 @@ every rank computes the same loss. Here a value is either *replicated* (equal on
     enter                   identity                    sum over ranks                replicated → rank-local
     all_gather              concatenation               the rank's own slice          shard → replicated
     once                    the value on rank 0 only    identity                      replicated → partial
+    share                   the value / ranks           mean over ranks               replicated → partial, used alone
     shared_gradient         identity                    sum over every copy           overlapping shards → rank-local
 
 `group` is a ProcessGroup; None or a group of one rank makes each of them the identity. Gloo on CPU and NCCL on CUDA
@@ -238,6 +239,17 @@ def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
         return x
     result: Tensor = _Once.apply(x, group.rank() == 0)
     return result
+
+
+def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
+    """`x` divided by the number of ranks, so that a sum adds it once, each rank a part alike; None stays None.
+
+    Unlike the result of `once` it may be read before the sum, where ranks differ: the gradient is that of every rank,
+    summed and divided alike.
+    """
+    if x is None or group is None or group.size() == 1:
+        return x
+    return enter(x, group) / group.size()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.collectives import Shared, group_rank, once, shared_gradient
+from rewriter.runtime.collectives import Shared, enter, group_rank, once, share, shared_gradient
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -43,17 +43,24 @@ class RowParallelLinear(nn.Linear):
     """A linear layer split by inputs: weight [out_features, in_features (local)], bias [out_features] on every rank.
 
     Takes this rank's x [..., in_features (local)] and returns a partial [..., out_features]: the caller sums it over
-    `group`. The bias is added on the first rank only.
+    `group`. The bias is added on the first rank only; with `bias_share` each rank adds an equal share of it, for
+    partials that are also read without the sum.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: ProcessGroup | None = None,
+        bias_share: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.group = group
+        self.bias_of_rank = share if bias_share else once
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, once(self.bias, self.group))
+        return F.linear(input, self.weight, self.bias_of_rank(self.bias, self.group))
 
 
 class Conv1D(nn.Module):
@@ -83,8 +90,42 @@ class ColumnParallelConv1D(Conv1D):
 
 
 class RowParallelConv1D(Conv1D):
-    """`Conv1D` split by inputs: weight [in_features (local), out_features], bias [out_features]; returns a
-    partial."""
+    """`Conv1D` split by inputs: weight [in_features (local), out_features], bias [out_features]; returns a partial.
+
+    `bias_share` is as in `RowParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group: ProcessGroup | None = None,
+        bias_share: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.group = group
+        self.bias_of_rank = share if bias_share else once
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias_of_rank(self.bias, self.group))
+
+
+class LaneLinear(nn.Linear):
+    """A whole linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, enter(self.weight, self.group), _entered(self.bias, self.group))
+
+
+class LaneConv1D(Conv1D):
+    """A whole `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
@@ -93,7 +134,23 @@ class RowParallelConv1D(Conv1D):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), once(self.bias, self.group))
+        return F.linear(x, enter(self.weight, self.group).t(), _entered(self.bias, self.group))
+
+
+class LaneLayerNorm(nn.LayerNorm):
+    """A layer norm with equal weights on every rank, whose input differs by rank: gradients are summed over `group`."""
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-5, group: ProcessGroup | None = None) -> None:
+        super().__init__(normalized_shape, eps=eps)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = enter(self.weight, self.group), _entered(self.bias, self.group)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
+def _entered(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
+    return None if x is None else enter(x, group)
 
 
 class VocabParallelEmbedding(nn.Embedding):
