@@ -324,7 +324,7 @@ class _Splitter:
         if not differentiable(value, self.body):
             return
         if value not in self.entered:
-            with self.graph.inserting_after(_after(value)):
+            with self.graph.inserting_after(insertion_point(value)):
                 node = self.graph.call_function(ops.enter, (value, AXIS))
             node.meta["val"] = value_of(value)
             self.entered[value] = node
@@ -467,7 +467,7 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _after(node: fx.Node) -> fx.Node:
+def insertion_point(node: fx.Node) -> fx.Node:
     """The last placeholder for an input, so that placeholders stay together; else the node itself."""
     if node.op != "placeholder":
         return node

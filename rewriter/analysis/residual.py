@@ -1,15 +1,20 @@
 """The residual stream: which values it takes, and which block reads and writes where.
 
-`annotate` finds the stream once, in the wiring as traced, and marks its values with `meta["stream"]` = 0 (what the
-first block reads), 1, 2, …; passes keep the marks, so `residual_blocks` also reads rewired programs.
+`annotate` finds the stream once, in the wiring as traced, and leaves marks that passes keep, so that `residual_blocks`
+also reads rewired programs:
+
+- `meta["stream"]`: a value of the stream, 0 (what the first block reads), 1, 2, …;
+- `meta["block"]`: the block that a node between two such values belongs to;
+- `meta["mode"]`, on a stream value: how the block that wrote it is wired, where a pass changed that;
+- `meta["writes"]`: the block that a node belongs to which carries a write into the stream;
+- `meta["reads"]`, on a value that a pass made for blocks to read: the stream value that it stands for.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -20,6 +25,7 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, Leaf, Module, Program
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
+Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
 
@@ -29,7 +35,8 @@ class Block:
     """One residual block: `stream[index + 1] = stream[index] + Σ writes`.
 
     `reads` are the stream indices that its branch starts from: (index,) in a standard model. `branch` are the wiring
-    nodes from the reads to the writes, in order. `path` names its main module.
+    nodes from the reads to the writes, in order. `path` names its main module. In a desynced block the writes are what
+    the rank adds to its own residual, and `add`, stream[index + 1], may be the reduction that synchronises the ranks.
     """
 
     index: int
@@ -41,6 +48,7 @@ class Block:
     writes: tuple[fx.Node, ...]
     reads: tuple[int, ...]
     branch: tuple[fx.Node, ...]
+    mode: Mode = "standard"
 
 
 def is_add(node: fx.Node) -> bool:
@@ -72,7 +80,7 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
     value = last[-1]
     stream: list[tuple[fx.Node, fx.Node]] = []
     while value.meta.get("layer") is not None:
-        terms = _terms(value)
+        terms = terms_of(value)
         skips = [t for t in terms if all(u is t or ancestors[u] >> position[t] & 1 for u in terms)]
         if len(terms) < 2 or not skips:
             where = _describe(value)
@@ -85,17 +93,30 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
     value.meta["stream"] = 0
     for index, (node, _) in enumerate(reversed(stream), start=1):
         node.meta["stream"] = index
+    for index, (node, skip) in enumerate(reversed(stream)):
+        branch, _ = _branch(index, [t for t in terms_of(node) if t is not skip], position)
+        for inner in (*branch, *_inner_sums(node)):
+            inner.meta["block"] = index
 
 
-def _terms(value: fx.Node) -> list[fx.Node]:
+def terms_of(value: fx.Node) -> list[fx.Node]:
     """The summands of an add; an inner sum that nothing else reads is taken apart."""
     if not is_add(value):
         return [value]
     terms: list[fx.Node] = []
     for operand in value.all_input_nodes:
-        inner = is_add(operand) and len(operand.users) == 1 and "stream" not in operand.meta
-        terms += _terms(operand) if inner else [operand]
+        terms += terms_of(operand) if _is_inner(operand) else [operand]
     return terms
+
+
+def _is_inner(operand: fx.Node) -> bool:
+    return is_add(operand) and len(operand.users) == 1 and "stream" not in operand.meta
+
+
+def _inner_sums(value: fx.Node) -> list[fx.Node]:
+    """The adds that `terms_of` takes apart, without `value` itself."""
+    inner = [n for n in value.all_input_nodes if _is_inner(n)] if is_add(value) else []
+    return inner + [n for i in inner for n in _inner_sums(i)]
 
 
 def _describe(node: fx.Node) -> str:
@@ -110,42 +131,69 @@ def stream_values(graph: fx.Graph) -> list[fx.Node]:
 
 def residual_blocks(program: Program) -> tuple[Block, ...]:
     """The blocks of the stream, in order; empty when the model has no residual stream."""
-    stream = stream_values(program.graph)
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    return blocks_of(program.graph, program.modules)
+
+
+def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ...]:
+    """`residual_blocks` of a wiring that is being edited."""
+    stream = stream_values(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    members: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if "block" in node.meta:
+            members.setdefault(node.meta["block"], []).append(node)
     blocks = []
-    for index, (skip, add) in enumerate(pairwise(stream)):
-        writes = tuple(t for t in _terms(add) if t is not skip)
-        branch, reads = _branch(writes, order)
+    for index in range(len(stream) - 1):
+        skip, add = stream[index], stream[index + 1]
+        mode: Mode = add.meta.get("mode", "standard")
+        if mode == "desync":
+            inside = members.get(index, [])
+            writes = tuple(n for n in inside if any(u.meta.get("block") != index for u in n.users))
+        else:
+            writes = tuple(t for t in terms_of(add) if t is not skip)
+        branch, reads = _branch(index, writes, order)
         calls = [n for n in branch if n.op == "call_module"]
-        kind, main = _kind(program, calls)
+        kind, main = _kind(modules, calls)
         path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
-        layer = main.meta["layer"]
-        blocks.append(Block(index, layer, kind, path, add, skip, writes, reads, branch))
+        blocks.append(Block(index, main.meta["layer"], kind, path, add, skip, writes, reads, branch, mode))
     return tuple(blocks)
 
 
-def _branch(writes: tuple[fx.Node, ...], order: Mapping[fx.Node, int]) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
-    """(nodes between the stream and the writes in graph order, stream indices read)."""
+def _branch(
+    index: int, writes: Iterable[fx.Node], order: Mapping[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
+    """(nodes of block `index` between the stream and the writes in graph order, stream indices read)."""
     found: set[fx.Node] = set()
     reads: set[int] = set()
     todo = list(writes)
     while todo:
         node = todo.pop()
-        if "stream" in node.meta:
-            reads.add(node.meta["stream"])
-        elif node not in found and node.op != "placeholder" and node.meta.get("layer") is not None:
+        if (read := read_index(node)) is not None:
+            reads.add(read)
+        elif (
+            node not in found
+            and node.op != "placeholder"
+            and node.meta.get("layer") is not None
+            and node.meta.get("block", index) == index
+        ):
             found.add(node)
             todo += node.all_input_nodes
     return tuple(sorted(found, key=order.__getitem__)), tuple(sorted(reads))
 
 
-def _kind(program: Program, calls: list[fx.Node]) -> tuple[BlockKind, fx.Node]:
+def read_index(node: fx.Node) -> int | None:
+    """Which stream value a node is, or stands for where a block reads it; None for every other node."""
+    index: int | None = node.meta.get("stream", node.meta.get("reads"))
+    return index
+
+
+def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKind, fx.Node]:
     """(kind, call of the main module) of a branch."""
     if not calls:
         raise RewriterError("a block of the residual stream calls no module")
     kinds: dict[BlockKind, fx.Node] = {}
     for node in calls:
-        module = program.modules[str(node.target)]
+        module = modules[str(node.target)]
         if attends(module):
             kinds.setdefault("attention", node)
         elif _has_experts(module):

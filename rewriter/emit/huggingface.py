@@ -22,8 +22,7 @@ from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.naming import camel, identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
 from rewriter.emit.source import Argument, config_module, layer_arguments, require_importable, returned_values
-from rewriter.passes import available
-from rewriter.passes.base import single_device
+from rewriter.passes.base import scopes, single_device
 from rewriter.program import LayerArgument, Program, Source
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
@@ -93,8 +92,7 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
 
 def _model_level(program: Program) -> Program:
     """The program itself where no pass is about ranks, else what is left of it on one device."""
-    rewrites = available()
-    if program.mesh or any(rewrites[entry.name].scope == "runtime" for entry in program.history):
+    if program.mesh or "runtime" in scopes(program):
         return single_device(program).with_(recipe=program.recipe)
     return program
 

@@ -7,10 +7,13 @@ from typing import Any
 
 def available() -> dict[str, type[Any]]:
     """Every pass by its recipe name."""
+    from rewriter.passes.desync import Desync
     from rewriter.passes.ladder import Ladder
     from rewriter.passes.merge_reductions import MergeReductions
     from rewriter.passes.no_communication import NoCommunication
     from rewriter.passes.overlap import Overlap
+    from rewriter.passes.parallel_block import ParallelBlock
     from rewriter.passes.tensor_parallel import TensorParallel
 
-    return {p.name: p for p in (TensorParallel, MergeReductions, Ladder, Overlap, NoCommunication)}
+    passes = (TensorParallel, ParallelBlock, MergeReductions, Ladder, Desync, Overlap, NoCommunication)
+    return {p.name: p for p in passes}

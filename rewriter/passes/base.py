@@ -8,21 +8,26 @@ from typing import Any, ClassVar, Literal, Protocol
 from rewriter.program import PassRecord, Program
 
 Kind = Literal["exact", "approximating", "timing only"]
-Scope = Literal["model", "runtime"]
+Scope = Literal["model", "lanes", "runtime"]
 
 
 class Pass(Protocol):
     """A rewrite of a Program; valid IR in, valid IR out, the input untouched.
 
     exact: the same function up to rounding. approximating: another function, whose drift is reported. timing only:
-    can be run and emulated, never emitted as a checkpoint. Scope "model": it changes what the model computes and
-    shows in the adapted checkpoint; "runtime": it changes how ranks compute it and shows in the runtime module only.
+    can be run and emulated, never emitted as a checkpoint.
+
+    Scope "model": it changes what the model computes and shows in the adapted checkpoint. "lanes": the same, but the
+    function is bound to the number of ranks, each of which keeps values of its own (a lane); the adapted checkpoint
+    computes all of them. "runtime": it changes how ranks compute, and shows in the runtime module only.
     `apply` raises RewriterError with the reason when it matches nothing.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
-    scope: ClassVar[Scope]
+
+    @property
+    def scope(self) -> Scope: ...
 
     def apply(self, program: Program) -> Program: ...
 
@@ -36,13 +41,36 @@ def record(
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 
 
+def scopes(program: Program) -> tuple[Scope, ...]:
+    """The scope of every pass that was applied."""
+    return tuple(_rebuilt(entry).scope for entry in program.history)
+
+
+def bound_ranks(program: Program) -> int | None:
+    """The number of ranks that the function of `program` is bound to; None where it is the same on any number."""
+    return program.mesh["tp"] if "lanes" in scopes(program) else None
+
+
 def single_device(program: Program) -> Program:
-    """The program with only its model-level passes: what one device computes, and what the adapted checkpoint holds."""
+    """What the adapted checkpoint computes: the program with its passes of scope "model" alone, on one device.
+
+    A program that is bound to its ranks stays sharded: its lanes are what has to be computed. Passes of scope "runtime"
+    that only schedule communication are left out there too.
+    """
+    bound = bound_ranks(program) is not None
+    single = (program.origin or program).with_(mesh=program.mesh if bound else {})
+    for entry in program.history:
+        rewrite = _rebuilt(entry)
+        if rewrite.scope != "runtime" or (bound and rewrite.name in _SHARDING):
+            single = rewrite.apply(single)
+    return single
+
+
+# what lanes are made of: passes of scope "runtime" that say which rank computes what
+_SHARDING = ("tensor_parallel", "merge_reductions")
+
+
+def _rebuilt(entry: PassRecord) -> Any:
     from rewriter.passes import available
 
-    rewrites = available()
-    single = (program.origin or program).with_(mesh={})
-    for entry in program.history:
-        if rewrites[entry.name].scope == "model":
-            single = rewrites[entry.name](**entry.options).apply(single)
-    return single
+    return available()[entry.name](**entry.options)

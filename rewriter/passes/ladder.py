@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from rewriter.analysis.residual import annotate, residual_blocks, stream_values
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.rewiring import check_ranks, chosen_blocks, settle_reads
 from rewriter.program import Program
-from rewriter.selection import Selection, resolve
+from rewriter.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -19,45 +19,43 @@ class Ladder:
     `layers` selects decoder layers. In a selected layer each block reads the stream value before the one it would read,
     so that the all-reduce of the block in between hides behind it; the very first block has nothing to skip. Thereby a
     first selected layer reads the post-attention residual of the layer before (standard → ladder), and a layer after
-    the selection reads the full sum (ladder → standard drains). The function does not depend on the number of ranks.
+    the selection reads the full sum (ladder → standard drains).
 
-    Raises RewriterError when the model has no residual stream or a selected layer has no block.
+    `variant` "paper": the function does not depend on the number of ranks. "own_partial" (after Delayed Tensor
+    Parallelism, arXiv 2609.13846): block i+1 reads x_{i-1} + f_{i,r}, with this rank's own part of what block i writes;
+    the stream gets AR(f_i) when it arrives, and the own part is not stored. Closer to the original, bound to the number
+    of ranks.
+
+    Raises RewriterError when the model has no residual stream, a selected layer has no block, or "own_partial" is asked
+    for on one rank.
     """
 
     layers: Selection = "all"
+    variant: Literal["paper", "own_partial"] = "paper"
 
     name: ClassVar[str] = "ladder"
     kind: ClassVar[Kind] = "approximating"
-    scope: ClassVar[Scope] = "model"
+
+    @property
+    def scope(self) -> Scope:
+        return "model" if self.variant == "paper" else "lanes"
 
     def apply(self, program: Program) -> Program:
-        chosen = set(resolve(self.layers, program.source.num_layers))
-        if not chosen:
-            raise RewriterError(f"ladder: layers={self.layers!r} selects no layer of {program.source.num_layers}")
-        blocks = residual_blocks(program)
-        if not blocks:
-            annotate(program.edit()[0], program.source.num_layers)  # raises, saying where the stream ends
-            raise RewriterError("ladder: the model has no residual stream")
-        graph, env = program.edit()
-        stream = stream_values(program.graph)
-        rerouted = 0
-        for block in blocks:
-            if block.layer not in chosen:
-                continue
-            if block.reads != (block.index,):
-                raise RewriterError(
-                    f"ladder: block {block.path} reads stream values {block.reads}; it was rewired before"
-                )
-            if block.index == 0:
-                continue
-            fresh, stale = env[stream[block.index]], env[stream[block.index - 1]]
-            for node in block.branch:
-                env[node].replace_input_with(fresh, stale)
-            rerouted += 1
-        lacking = chosen - {b.layer for b in blocks}
-        if lacking:
-            raise RewriterError(f"ladder: layer {min(lacking)} has no residual block")
-        if not rerouted:
+        if self.variant == "own_partial":
+            check_ranks(program, "ladder with variant own_partial")
+        blocks = chosen_blocks(program, self.name, self.layers)
+        if blocks[-1].index == 0:
             raise RewriterError("ladder: only the first block of the model is selected, which has nothing to skip")
-        summary = f"{rerouted} of {len(blocks)} blocks read the stream one block earlier"
-        return record(program, self, summary, graph=graph)
+        graph, env = program.edit()
+        for block in blocks:
+            env[block.add].meta["mode"] = "ladder" if self.variant == "paper" else "own_partial"
+        rewired = settle_reads(program, graph, self.name)
+        late = len(blocks) - (blocks[0].index == 0)
+        summary = f"{late} of {_count(program)} blocks read the stream one block earlier"
+        if self.variant == "own_partial":
+            summary += ", with this rank's own partial sum of the block between"
+        return record(rewired, self, summary)
+
+
+def _count(program: Program) -> int:
+    return sum("stream" in n.meta for n in program.graph.nodes) - 1

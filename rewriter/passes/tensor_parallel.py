@@ -201,7 +201,7 @@ class _Sharder:
     def _reduce(self, node: fx.Node) -> None:
         with self.graph.inserting_after(node):
             total = self.graph.call_function(ops.all_reduce, (node, AXIS))
-        total.meta["layer"] = node.meta.get("layer")
+        total.meta.update({k: v for k, v in node.meta.items() if k in ("layer", "block")})
         if "stream" in node.meta:
             total.meta["stream"] = node.meta.pop("stream")
         node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)

@@ -146,8 +146,11 @@ class Simulator:
             [inputs[0], *parameters.values()],
         )
         if module.kind.startswith("RowParallel") and "bias" in parameters:
-            bias = parameters["bias"][0]  # added once, by one rank
-            result = Lanes((result[0] + bias, *result.values[1:]))
+            bias = parameters["bias"][0]
+            if module.options.get("bias_share"):
+                result = Lanes(tuple(value + bias / self.ranks for value in result.values))
+            else:  # added once, by one rank
+                result = Lanes((result[0] + bias, *result.values[1:]))
         return result
 
     def _vocabulary(self, ids: Lanes, weight: Lanes) -> Lanes:

@@ -1,0 +1,226 @@
+"""Desynced Residual: reductions are dropped, and each rank keeps a residual of its own until the next one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.lanes import AXIS, local_values
+from rewriter.analysis.residual import Block, blocks_of, computes
+from rewriter.errors import RewriterError
+from rewriter.expressions import Concat
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.rewiring import (
+    check_ranks,
+    chosen_blocks,
+    partial_of,
+    replace_stream_value,
+    settle_reads,
+    split_writes,
+)
+from rewriter.program import Parameter, Program
+from rewriter.selection import Selection
+
+Choice = Literal["keep", "drop"]
+Resync = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Desync:
+    """x_r ← x_r + f_r where a reduction is dropped (Ladder Residual, arXiv 2501.06589, section 5).
+
+    In the selected `layers` the last of every `n` reductions in a row is kept (2: attention's are dropped; 4: the MLP's
+    of every second layer are kept), or what `pattern` says: one entry per selected layer, repeated as needed, with
+    "keep" or "drop" per reduction of the layer (`[[drop, drop], [drop, keep]]` is n = 4). The last reduction before
+    leaving a run of selected layers is always kept. A kept reduction brings the ranks together again:
+
+    - `resync` "mean": x = AR(f_r + x_r / P), what the authors' code does: what ranks added alone survives as its mean;
+    - "sum": x = x_last_sync + AR(everything that rank r added since): nothing is scaled by 1 / P.
+
+    A block that every rank computes in full (it could not be split) is added to each rank's own residual as it is, and
+    counts 1 / P per rank in a sum. `untie_norms` gives each rank weights of its own in the norms that read a rank's own
+    residual.
+
+    The function is bound to the number of ranks. Raises RewriterError on one rank, when nothing would be dropped, and
+    for a block whose reduction is followed by something that is not linear.
+    """
+
+    layers: Selection = "all"
+    n: int | None = None
+    pattern: tuple[tuple[Choice, ...], ...] | None = None
+    resync: Resync = "mean"
+    untie_norms: bool = False
+
+    name: ClassVar[str] = "desync"
+    kind: ClassVar[Kind] = "approximating"
+    scope: ClassVar[Scope] = "lanes"
+
+    def __post_init__(self) -> None:
+        if (self.n is None) == (self.pattern is None):
+            raise RewriterError("desync: give either n (keep the last of every n reductions) or a pattern")
+        if self.n is not None and self.n < 2:
+            raise RewriterError(f"desync: n={self.n} drops nothing: expected 2 or more")
+        if self.pattern is not None and not any("drop" in layer for layer in self.pattern):
+            raise RewriterError(f"desync: pattern {self.pattern} drops nothing")
+
+    def apply(self, program: Program) -> Program:
+        ranks = check_ranks(program, self.name)
+        blocks = chosen_blocks(program, self.name, self.layers)
+        kept: dict[int, bool] = {}
+        for run in runs(blocks):
+            kept |= self._kept(run)
+        dropped = sum(not keep for keep in kept.values())
+        if not dropped:
+            raise RewriterError("desync: no reduction of the selected layers can be dropped: each ends a run of layers")
+        result = desynchronise(program, kept, self.resync, self.name, self.untie_norms)
+        summary = f"{dropped} of {len(kept)} reductions dropped on {ranks} ranks; kept ones resync by {self.resync}"
+        return record(result, self, summary)
+
+    def _kept(self, run: Sequence[Block]) -> dict[int, bool]:
+        """Of each block of a run that reduces, whether its reduction is kept."""
+        reducing = [b for b in run if split_writes(b, self.name)[0]]
+        if self.n is not None:
+            kept = {b.index: (i + 1) % self.n == 0 for i, b in enumerate(reducing)}
+        else:
+            kept = self._patterned(reducing)
+        if reducing:
+            kept[reducing[-1].index] = True
+        return kept
+
+    def _patterned(self, reducing: Sequence[Block]) -> dict[int, bool]:
+        assert self.pattern is not None
+        kept: dict[int, bool] = {}
+        for place, layer in enumerate(dict.fromkeys(b.layer for b in reducing)):
+            choices, blocks = self.pattern[place % len(self.pattern)], [b for b in reducing if b.layer == layer]
+            if len(choices) != len(blocks):
+                raise RewriterError(
+                    f"desync: pattern entry {list(choices)} is about {len(choices)} reductions, layer {layer} has "
+                    f"{len(blocks)}: {', '.join(b.path for b in blocks)}"
+                )
+            kept |= {b.index: choice == "keep" for b, choice in zip(blocks, choices, strict=True)}
+        return kept
+
+
+def runs(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks that follow each other without a gap."""
+    found: list[list[Block]] = []
+    for block in blocks:
+        if found and found[-1][-1].index + 1 == block.index:
+            found[-1].append(block)
+        else:
+            found.append([block])
+    return found
+
+
+def desynchronise(
+    program: Program, kept: Mapping[int, bool], resync: Resync, name: str, untie_norms: bool = False
+) -> Program:
+    """`program` whose blocks (by index) keep their reduction or drop it; each run ends with one that is kept.
+
+    Raises RewriterError for a block that is not linear behind its reduction, or that reduces inside while it reads a
+    rank's own residual.
+    """
+    graph, _ = program.edit()
+    lane = _Lane(graph, program.mesh[AXIS], resync, name)
+    for block in blocks_of(graph, program.modules):
+        if block.index in kept or lane.varying:
+            lane.through(block, kept.get(block.index, True))
+        else:
+            lane.current = None
+    if lane.varying:
+        raise RewriterError(f"{name}: the last reduction of a run of layers has to be kept")
+    if untie_norms:
+        program = program.with_(parameters=_untied_norms(program, graph), origin=program.origin or program)
+    return settle_reads(program, graph, name)
+
+
+class _Lane:
+    """Walks along a run of blocks, with what each rank holds."""
+
+    def __init__(self, graph: fx.Graph, ranks: int, resync: Resync, name: str) -> None:
+        self.graph, self.ranks, self.resync, self.name = graph, ranks, resync, name
+        self.current: fx.Node | None = None  # the stream value that the last block got, if it got another one
+        self.synchronised: fx.Node | None = None  # the stream where the ranks last agreed; None while they do
+        self.added: fx.Node | None = None  # what this rank added since
+
+    @property
+    def varying(self) -> bool:
+        return self.synchronised is not None
+
+    def through(self, block: Block, keep: bool) -> None:
+        reduced, whole = split_writes(block, self.name)
+        current, self.block = self.current or block.skip, block
+        if not self.varying and (keep or not reduced):
+            block.add.meta["mode"] = "desync"
+            self.current = None
+            return
+        with self.graph.inserting_before(block.add):
+            parts = [partial_of(w, block, self.name) for w in reduced]
+            if not self.varying:  # ranks part ways here; what they share enters
+                self.synchronised = current
+                current = self._made(ops.enter, current, AXIS)
+                whole = [self._made(ops.enter, w, AXIS) for w in whole]
+            if keep and reduced:
+                value = self._kept(current, parts, whole)
+                self.synchronised = self.added = None
+            else:
+                value = self._sum(current, *parts, *whole)
+                if self.resync == "sum":
+                    self.added = self._added(parts, whole)
+        replace_stream_value(block.add, value, "desync")
+        self.current = value
+
+    def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
+        if self.resync == "mean":
+            lane = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
+            return self._made(ops.all_reduce, self._sum(*parts, lane), AXIS)
+        total = self._made(ops.all_reduce, self._added(parts, whole), AXIS)
+        assert self.synchronised is not None
+        return self._made(operator.add, self.synchronised, total)
+
+    def _added(self, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
+        shares = [self._made(operator.mul, w, 1 / self.ranks) for w in whole]
+        return self._sum(*([self.added] if self.added else []), *parts, *shares)
+
+    def _sum(self, *terms: fx.Node) -> fx.Node:
+        total = terms[0]
+        for term in terms[1:]:
+            total = self._made(operator.add, total, term)
+        return total
+
+    def _made(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(layer=self.block.layer, writes=self.block.index)
+        return node
+
+
+def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
+    """The parameters of `program`, where norms on a rank's own residual have weights per rank.
+
+    Rank r holds rows r·D … (r+1)·D of a parameter [P · D], which starts as P copies of the original.
+    """
+    local, ranks = local_values(graph, program.parameters), program.mesh[AXIS]
+    parameters: dict[str, Parameter] = dict(program.parameters)
+    for node in graph.nodes:
+        if node.op != "call_module" or "block" not in node.meta or node.all_input_nodes[0] not in local:
+            continue
+        path = str(node.target)
+        own = [n for n in parameters if n.rpartition(".")[0] == path]
+        if computes(program.modules[path]) or any(len(parameters[n].shape) != 1 for n in own):
+            continue
+        for name in own:
+            known = parameters[name]
+            size = known.shape[0]
+            parameters[name] = replace(
+                known,
+                expression=None if known.expression is None else Concat((known.expression,) * ranks, 0),
+                full_shape=(ranks * size,),
+                dim=0,
+                ranges=tuple(((r * size, (r + 1) * size),) for r in range(ranks)),
+            )
+    return parameters

@@ -1,0 +1,113 @@
+"""Parallel attention and MLP: both read the stream before the layer, and one reduction brings them home."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from rewriter.analysis.residual import Block, blocks_of, computes, read_index
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.rewiring import chosen_blocks, replace_stream_value, settle_reads
+from rewriter.program import Program
+from rewriter.selection import Selection
+
+
+@dataclass(frozen=True)
+class ParallelBlock:
+    """x ← x + attn(norm(x)) + mlp(norm(x)) (PaLM, arXiv 2204.02311, section 2; GPT-J).
+
+    In the selected `layers` the MLP reads what attention reads. `norm` says which norm serves both: "attention" or
+    "mlp" (one norm, whose weights fit one of the two), or "own" (each keeps its own). With one norm, both halves read
+    one value, and `fuse_projections` makes one projection of their entries. Under tensor parallelism `merge_reductions`
+    makes one reduction of the two.
+
+    Raises RewriterError for a layer that is not attention followed by an MLP, and for one without entry norms where one
+    is to serve both.
+    """
+
+    layers: Selection = "all"
+    norm: Literal["attention", "mlp", "own"] = "attention"
+
+    name: ClassVar[str] = "parallel_block"
+    kind: ClassVar[Kind] = "approximating"
+    scope: ClassVar[Scope] = "model"
+
+    def apply(self, program: Program) -> Program:
+        by_layer: dict[int, list[Block]] = {}
+        for block in chosen_blocks(program, self.name, self.layers):
+            by_layer.setdefault(block.layer, []).append(block)
+        for layer, found in by_layer.items():
+            if [b.kind == "attention" for b in found] != [True, False]:
+                kinds = ", ".join(b.kind for b in found)
+                raise RewriterError(
+                    f"parallel_block: layer {layer} has the blocks {kinds}: expected attention, then an MLP. Leave it "
+                    "out of the selection."
+                )
+        graph, _ = program.edit()
+        blocks = blocks_of(graph, program.modules)
+        for first, _ in by_layer.values():
+            self._join(program, graph, blocks[first.index], blocks[first.index + 1])
+        _renumber(graph)
+        rewired = settle_reads(program, graph, self.name)
+        summary = f"attention and MLP of {len(by_layer)} layers side by side"
+        return record(rewired, self, summary)
+
+    def _join(self, program: Program, graph: fx.Graph, attention: Block, mlp: Block) -> None:
+        start = next(n for n in graph.nodes if n.meta.get("stream") == attention.index)
+        for node in mlp.branch:
+            for source in node.all_input_nodes:
+                if source not in mlp.branch and read_index(source) == mlp.index:
+                    node.replace_input_with(source, start)
+        if self.norm != "own":
+            self._share_norm(program, attention, mlp)
+        for node in attention.branch:
+            node.meta["block"] = mlp.index
+        with graph.inserting_before(mlp.add):
+            written, *others = (*attention.writes, *mlp.writes)
+            for write in others:
+                written = graph.call_function(operator.add, (written, write))
+                written.meta.update(layer=attention.layer, block=mlp.index)
+            total = graph.call_function(operator.add, (start, written))
+        replace_stream_value(mlp.add, total, "parallel")
+        attention.add.replace_all_uses_with(start)
+        graph.erase_node(attention.add)
+
+    def _share_norm(self, program: Program, attention: Block, mlp: Block) -> None:
+        norms = [_entry_norm(program, block) for block in (attention, mlp)]
+        for norm, block in zip(norms, (attention, mlp), strict=True):
+            if norm is None:
+                raise RewriterError(
+                    f"parallel_block: block {block.path} reads the residual stream without a norm, so no norm can "
+                    "serve both halves. Use norm: own."
+                )
+        first, second = (n for n in norms if n is not None)
+        if self.norm == "mlp":
+            first.append(second)  # it has to be there when attention begins
+            first, second = second, first
+        second.replace_all_uses_with(first)
+
+
+def _entry_norm(program: Program, block: Block) -> fx.Node | None:
+    """The one module through which the block reads the stream, if it is a norm."""
+    entries = [n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes)]
+    if len(entries) != 1 or entries[0].op != "call_module" or computes(program.modules[str(entries[0].target)]):
+        return None
+    return entries[0]
+
+
+def _renumber(graph: fx.Graph) -> None:
+    """Number stream values and blocks anew, after some of them went. Block b writes stream value b + 1."""
+    left = sorted(n.meta["stream"] for n in graph.nodes if "stream" in n.meta)
+    for node in graph.nodes:
+        if "stream" in node.meta:
+            node.meta["stream"] = bisect.bisect_left(left, node.meta["stream"])
+        if "reads" in node.meta:
+            node.meta["reads"] = bisect.bisect_right(left, node.meta["reads"]) - 1
+        for mark in ("block", "writes"):
+            if mark in node.meta:
+                node.meta[mark] = bisect.bisect_left(left, node.meta[mark] + 1) - 1

@@ -1,0 +1,168 @@
+"""What desync, parallel_block and the own-partial ladder do to the wiring, alone and side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from programs import traced, weights
+from transformers import AutoConfig
+
+from rewriter import ops
+from rewriter.analysis.residual import residual_blocks
+from rewriter.apply import lint
+from rewriter.errors import RewriterError
+from rewriter.passes import available
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.trace import trace
+from rewriter.verify.simulate import simulate
+
+PASSES = available()
+
+
+def sharded(name="llama", tp=2):
+    return PASSES["tensor_parallel"]().apply(traced(name).with_(mesh={"tp": tp} if tp > 1 else {}))
+
+
+def apply(program, *rewrites):
+    for name, options in rewrites:
+        program = PASSES[name](**options).apply(program)
+        lint(program, name)
+    return program
+
+
+def reductions(program):
+    return sum(n.target is ops.all_reduce and n.meta["layer"] is not None for n in program.graph.nodes)
+
+
+def modes(program):
+    return [(b.layer, b.kind, b.reads, b.mode) for b in residual_blocks(program)]
+
+
+def logits(program, name="llama", extra=None):
+    ids = zoo.batch(2, 21, zoo.shared(name).config.vocab_size)
+    return simulate(program, ids, weights=weights(name) | (extra or {}))
+
+
+@pytest.mark.parametrize(("n", "left"), [(2, 4), (3, 3), (4, 2), (8, 1), (100, 1)])
+@pytest.mark.parametrize("resync", ["mean", "sum"])
+def test_desync_keeps_every_nth_reduction_and_the_last(n, left, resync):
+    assert reductions(apply(sharded(), ("desync", {"n": n, "resync": resync}))) == left
+
+
+def test_a_pattern_is_repeated_over_the_selected_layers():
+    by_pattern = apply(sharded(), ("desync", {"pattern": (("drop", "drop"), ("drop", "keep"))}))
+    assert by_pattern.text() == apply(sharded(), ("desync", {"n": 4})).text().replace(
+        "n=4, pattern=None", "n=None, pattern=(('drop', 'drop'), ('drop', 'keep'))"
+    )
+
+
+def test_the_last_reduction_of_each_run_is_kept():
+    program = apply(sharded(), ("desync", {"layers": [0, 2], "pattern": (("drop", "drop"),)}))
+    assert reductions(program) == 2 + 2 + 2  # two standard layers, and one reduction of each desynced one
+
+
+def test_modes_mix_freely_and_transitions_are_those_of_the_semantics():
+    program = apply(
+        sharded("qwen3"),
+        ("parallel_block", {"layers": [0]}),
+        ("ladder", {"layers": [1]}),
+        ("desync", {"layers": [2], "n": 2}),
+        ("ladder", {"layers": [3], "variant": "own_partial"}),
+        ("ladder", {"layers": [4]}),
+    )
+    assert modes(program) == [
+        (0, "parallel", (0,), "parallel"),
+        (1, "attention", (0,), "ladder"),  # after a parallel layer: that layer's input
+        (1, "mlp", (1,), "ladder"),
+        (2, "attention", (3,), "desync"),  # drained
+        (2, "mlp", (4,), "desync"),
+        (3, "attention", (5,), "own_partial"),  # synchronised and drained
+        (3, "mlp", (5,), "own_partial"),
+        (4, "attention", (7,), "ladder"),  # after another variant: drained
+        (4, "mlp", (7,), "ladder"),
+    ]
+
+
+def test_the_order_of_the_passes_does_not_matter():
+    steps = [
+        ("ladder", {"layers": [1]}),
+        ("parallel_block", {"layers": [0]}),
+        ("desync", {"layers": [3], "n": 2}),
+        ("ladder", {"layers": [2], "variant": "own_partial"}),
+    ]
+    one, other = apply(sharded(), *steps), apply(sharded(), *reversed(steps))
+    assert modes(one) == modes(other)
+    with torch.no_grad():
+        assert torch.equal(logits(one), logits(other))
+
+
+def test_without_anything_to_disagree_on_a_sum_is_exact():
+    """Dropping the reduction of a block whose partials are read by nobody in between changes nothing."""
+    program = apply(sharded(), ("parallel_block", {"norm": "own"}))
+    graph, _ = program.edit()
+    with torch.no_grad():
+        expected = logits(program)
+        merged = PASSES["merge_reductions"]().apply(program.with_(graph=graph))
+        torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-4)
+    assert reductions(merged) == 4
+
+
+def test_untied_norms_start_as_copies_and_have_gradients_of_their_own():
+    tied, untied = (apply(sharded(), ("desync", {"n": 2, "untie_norms": flag})) for flag in (False, True))
+    name = "model.layers.1.post_attention_layernorm.weight"
+    assert untied.parameters[name].full_shape == (128,)
+    assert untied.parameters["model.layers.1.input_layernorm.weight"].ranges is None
+    copies = {
+        n: weights("llama")[n].repeat(2)
+        for n, p in untied.parameters.items()
+        if n.endswith("layernorm.weight") and p.ranges
+    }
+    assert len(copies) == 4
+    leaf = copies[name].clone().requires_grad_()
+    result = logits(untied, extra=copies | {name: leaf})
+    assert torch.equal(result, logits(tied))
+    result.square().mean().backward()
+    first, second = leaf.grad.chunk(2)
+    assert not torch.allclose(first, second)
+
+
+def test_programs_with_lanes_are_bound_to_their_ranks():
+    bound = apply(sharded(tp=4), ("desync", {"n": 2}), ("overlap", {}))
+    assert bound_ranks(bound) == 4
+    assert bound_ranks(apply(sharded(), ("ladder", {}))) is None
+    single = single_device(bound)
+    assert single.mesh == {"tp": 4}
+    assert [r.name for r in single.history] == ["tensor_parallel", "desync"]
+    own = apply(sharded(), ("ladder", {"variant": "own_partial"}))
+    assert bound_ranks(own) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rewrite", "message"),
+    [
+        ("llama", ("desync", {"layers": [1], "pattern": (("keep", "drop"),)}), "no reduction .* can be dropped"),
+        ("llama", ("desync", {"pattern": (("drop",),)}), "about 1 reductions, layer 0 has 2"),
+        ("gemma2", ("desync", {"n": 2}), "followed by .*post_attention_layernorm"),
+        ("gpt_neox", ("parallel_block", {}), "blocks parallel: expected attention, then an MLP"),
+        ("olmo2", ("parallel_block", {}), "without a norm"),
+    ],
+)
+def test_what_cannot_be_rewired_is_refused_by_name(name, rewrite, message):
+    with pytest.raises(RewriterError, match=message):
+        apply(sharded(name), ("merge_reductions", {}), rewrite)
+
+
+@pytest.mark.parametrize("rewrite", [("desync", {"n": 2}), ("ladder", {"variant": "own_partial"})])
+def test_lane_rewrites_need_ranks(rewrite):
+    with pytest.raises(RewriterError, match="give --tp 2 or more"):
+        apply(sharded(tp=1), rewrite)
+    with pytest.raises(RewriterError, match="Put overlap after it"):
+        apply(sharded(), ("overlap", {}), rewrite)
+
+
+def test_a_norm_over_all_heads_cannot_read_a_residual_of_each_ranks_own():
+    config = AutoConfig.for_model("olmoe", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256)
+    program = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    with pytest.raises(RewriterError, match="reduces over the ranks inside"):
+        apply(program, ("ladder", {"variant": "own_partial"}))
