@@ -25,10 +25,11 @@ from rewriter.verify import drift as drift_module
 from rewriter.verify import rehearsal as rehearsal_module
 from rewriter.verify.compare import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
-from rewriter.verify.reference import decoder_layers, find_entries, ladder_reference
+from rewriter.verify.reference import ladder_reference
 from rewriter.verify.rehearsal import random_model, rehearse
 from rewriter.verify.shrink import WINDOW, representatives, shrink
 from rewriter.verify.simulate import load_weights
+from rewriter.verify.stream import decoder_layers, find_structure
 
 # Comparing
 
@@ -76,11 +77,11 @@ def test_the_general_reference_equals_the_oracle(family: str) -> None:
 
 
 def test_parallel_blocks_are_one_block_and_sequential_ones_two() -> None:
-    assert [e.block for e in find_entries(zoo.shared("gpt_neox"))] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [e.block for e in find_entries(zoo.shared("gpt_neox_sequential"))] == list(range(8))
-    # OLMo2 has no entry norms: attention and MLP themselves are given the stream.
-    names = {type(e.module).__name__ for e in find_entries(zoo.shared("olmo2"))}
-    assert names == {"Olmo2Attention", "Olmo2MLP"}
+    assert find_structure(zoo.shared("gpt_neox")).layers == (0, 1, 2, 3)
+    assert find_structure(zoo.shared("gpt_neox_sequential")).layers == (0, 0, 1, 1, 2, 2, 3, 3)
+    # OLMo2 has no entry norms: the projections of attention and MLP themselves are given the stream.
+    names = {type(module).__name__ for readers in find_structure(zoo.shared("olmo2")).readers for module in readers}
+    assert names == {"Linear"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_parallel_blocks_are_one_block_and_sequential_ones_two() -> None:
 def test_the_reference_reads_families_that_no_table_lists(model_type: str) -> None:
     config = shrink(AutoConfig.for_model(model_type), [0, 1, 2, 3])
     model = random_model(config)
-    blocks = max(e.block for e in find_entries(model)) + 1
+    blocks = len(find_structure(model).layers)
     assert blocks in (len(decoder_layers(model)), 2 * len(decoder_layers(model)))
     ids = rehearsal_module.random_ids(config, 21)
     with torch.no_grad():

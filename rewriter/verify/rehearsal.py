@@ -26,9 +26,10 @@ from rewriter.trace import trace
 from rewriter.verify import outside
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
 from rewriter.verify.drift import context_length
-from rewriter.verify.reference import decoder_layers, ladder_reference
+from rewriter.verify.reference import ladder_reference
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.simulate import simulate
+from rewriter.verify.stream import decoder_layers
 
 LENGTHS = (1, 21, 100)
 # Starting this many ranks of a tiny model takes about half a minute on two cores; beyond it `simulate` has to do.

@@ -1,0 +1,343 @@
+"""Watching the residual stream of an eager Hugging Face model, call by call, and handing its readers other values.
+
+Nothing here knows the IR, the analyses or the passes; they are what it checks. The stream begins as the hidden states
+given to the first decoder layer. An addition of the stream and another tensor of its shape makes the next stream value,
+and the other tensor is a *write*; a cast or a view of the stream is the stream; whatever else is computed from it is a
+*read*. This is seen in the calls of torch functions, so it does not matter which module adds, norms or reads.
+
+While a model is watched, the tensors that it holds as its stream are filled with NaN: they are tokens that say where in
+the stream a computation stands. Values come from a `Ledger` alone. A read that goes unnoticed therefore gives NaN
+logits, never wrong ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from rewriter.errors import RewriterError
+
+# Functions that may stand between a stream value and its next addition: the result holds the same numbers.
+_SAME = frozenset(
+    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "detach", "dropout"}
+    | {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
+)
+_ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+# In-place functions whose result no longer is what the stream was, other than additions.
+_CHANGES = frozenset(
+    {"__imul__", "__isub__", "__itruediv__", "__setitem__", "mul_", "sub_", "div_", "copy_", "fill_", "zero_"}
+    | {"masked_fill_", "masked_scatter_", "index_add_", "scatter_", "clamp_"}
+)
+
+# Calls that ask for the shape, type or place of a tensor alone.
+_QUESTIONS = frozenset(
+    {"size", "dim", "numel", "is_floating_point", "get_device", "element_size", "stride", "__len__", "__hash__"}
+    | {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A place that reads the stream: the innermost module whose code does, and the decoder layer around it."""
+
+    module: nn.Module
+    layer: int
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The blocks of a model: block b reads stream value `starts[b]` and makes the values up to `starts[b + 1]`.
+
+    `layers[b]` is its decoder layer, `readers[b]` are the modules that read for it, `modules[b]` those that run in it.
+    `chain` names the additions that make the stream: value t + 1 comes from the `chain[t]`-th addition to value t.
+    """
+
+    chain: tuple[int, ...]
+    starts: tuple[int, ...]
+    layers: tuple[int, ...]
+    readers: tuple[tuple[nn.Module, ...], ...]
+    modules: tuple[tuple[nn.Module, ...], ...]
+
+    @property
+    def last(self) -> int:
+        """The number of the last stream value, which the final norm reads."""
+        return len(self.chain)
+
+
+class Ledger(Protocol):
+    """Holds the values of the stream while a model runs. Called in the order of execution."""
+
+    def begin(self, stream: torch.Tensor) -> None:
+        """A forward pass begins: `stream`, [B, S, D], is what the first layer is given."""
+
+    def write(self, value: int, written: torch.Tensor) -> None:
+        """`written` is added to stream value number `value`, which makes value + 1."""
+
+    def read(self, value: int) -> torch.Tensor:
+        """What a reader of stream value number `value` is given."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers: the longest ModuleList that is inside no other one."""
+    lists: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = list(module)
+    if not lists:
+        raise RewriterError(f"{type(model).__name__}: no list of decoder layers")
+    return max(lists.values(), key=lambda layers: len(layers))
+
+
+@contextmanager
+def watched(model: PreTrainedModel, ledger: Ledger, chain: tuple[int, ...] | None = None) -> Iterator[Watch]:
+    """Within the `with`, `ledger` holds the stream of `model` in every forward pass, `generate` included.
+
+    Without `chain` every addition to the stream counts as one. Raises RewriterError, from within the forward pass, for
+    what is done to the stream and cannot be followed.
+    """
+    watch = Watch(ledger, chain)
+    with ExitStack() as stack:
+        layers = decoder_layers(model)
+        numbers = {id(layer): number for number, layer in enumerate(layers)}
+        if len(numbers) < len(layers):
+            raise RewriterError(f"{type(model).__name__}: one decoder layer stands for several; they share a module")
+        for module in model.modules():
+            before = module.register_forward_pre_hook(watch.enters, with_kwargs=True, prepend=True)
+            after = module.register_forward_hook(watch.leaves, with_kwargs=True, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        watch.layers = numbers
+        stack.enter_context(watch)
+        yield watch
+
+
+@dataclass
+class _Token:
+    """A tensor of the model that stands for a stream value. `as_token` makes of the value what the model made of it."""
+
+    tensor: torch.Tensor  # holding it keeps its identity unique
+    value: int
+    as_token: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Watch(TorchFunctionMode):
+    """Follows the stream through the torch calls of a forward pass."""
+
+    def __init__(self, ledger: Ledger, chain: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.ledger, self.chain = ledger, chain
+        self.layers: dict[int, int] = {}
+        self.layer: int | None = None
+        self.made: list[tuple[int, int]] = [(-1, 0)]  # of each value: the value before it, the how-manieth addition
+        self.reads: list[tuple[int, Reader]] = []
+        self.calls: list[tuple[int, nn.Module]] = []  # modules called in the layers, with the newest value then
+        self.returned = -1  # the value that the newest layer returned
+        self._tokens: dict[int, _Token] = {}
+        self._shape = torch.Size()
+        self._additions: dict[int, int] = {}
+        self._inside: list[nn.Module] = []
+
+    # hooks
+
+    def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside.append(module)
+        number = self.layers.get(id(module))
+        if number is not None:
+            self.layer = number
+            if number == 0:
+                return self._begin(module, args, kwargs)
+        if self._tokens:
+            self.calls.append((len(self.made) - 1, module))
+        return None
+
+    def leaves(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._inside.pop()
+        number = self.layers.get(id(module))
+        if number is None or output is None:
+            return
+        hidden = _hidden(output)
+        token = self._token(hidden)
+        if token is None:
+            raise RewriterError(
+                f"layer {number} ({type(module).__name__}) returns something other than the residual stream plus what "
+                "its blocks write: the stream is scaled or normed, or added where it cannot be followed"
+            )
+        self.returned = token.value
+        self.layer = None if number == len(self.layers) - 1 else number
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden((args, kwargs))
+        if hidden is None:
+            raise RewriterError(f"layer 0 ({type(module).__name__}) is given no hidden states")
+        self._tokens.clear()
+        self._additions.clear()
+        del self.made[1:], self.reads[:], self.calls[:]
+        self._shape = hidden.shape
+        self.ledger.begin(hidden)
+        token = torch.full_like(hidden.detach(), torch.nan)
+        self._remember(token, 0, lambda value: value)
+        leaves, spec = tree_flatten((args, kwargs))
+        return tree_unflatten([token if leaf is hidden else leaf for leaf in leaves], spec)
+
+    # torch calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = tree_flatten((args, kwargs))
+        tokens = [self._token(leaf) for leaf in leaves]
+        if not any(tokens):
+            return func(*args, **kwargs)
+        name = _name(func)
+        if name in _ADDS and (made := self._add(func, args, kwargs)) is not None:
+            return made
+        if name in _CHANGES and tokens[0] is not None:
+            raise RewriterError(f"the residual stream is changed in place by {name} in {self._place()}")
+        if name in _SAME and tokens[0] is not None and not any(tokens[1:]):
+            return self._same(func, tokens[0], args, kwargs)
+        if name == "__get__":  # shape, dtype, device
+            result = func(*args, **kwargs)
+            if not isinstance(result, torch.Tensor):
+                return result
+        if name in _QUESTIONS:
+            return func(*args, **kwargs)
+        given = [leaf if token is None else self._read(token) for leaf, token in zip(leaves, tokens, strict=True)]
+        args, kwargs = tree_unflatten(given, spec)
+        return func(*args, **kwargs)
+
+    def _add(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The token of the sum when this addition makes a stream value; None when it is a read like any other."""
+        first = self._token(args[0])
+        token, other = (first, args[1]) if first is not None else (self._token(args[1]), args[0])
+        assert token is not None
+        if not isinstance(other, torch.Tensor) or other.shape != token.tensor.shape:
+            return None
+        if self._token(other) is not None:
+            raise RewriterError(f"two values of the residual stream are added to each other in {self._place()}")
+        count = self._additions.get(token.value, 0)
+        self._additions[token.value] = count + 1
+        if self.chain is not None and (token.value >= len(self.chain) or self.chain[token.value] != count):
+            return None
+        result: torch.Tensor = func(*args, **kwargs)
+        value = len(self.made)
+        self.made.append((token.value, count))
+        written = other if kwargs.get("alpha", 1) == 1 else other * kwargs["alpha"]
+        self.ledger.write(token.value, written.reshape(self._shape))
+        self._remember(result, value, token.as_token)
+        return result
+
+    def _same(self, func: Callable[..., Any], token: _Token, args: Any, kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = func(*args, **kwargs)
+        if result is token.tensor:
+            return result
+        rest = args[1:]
+        self._remember(result, token.value, lambda value: func(token.as_token(value), *rest, **kwargs))
+        return result
+
+    def _read(self, token: _Token) -> torch.Tensor:
+        if self._inside and self.layer is not None:
+            self.reads.append((token.value, Reader(self._inside[-1], self.layer)))
+        return token.as_token(self.ledger.read(token.value)).to(token.tensor.dtype)
+
+    def _remember(self, tensor: torch.Tensor, value: int, as_token: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._tokens[id(tensor)] = _Token(tensor, value, as_token)
+
+    def _token(self, leaf: Any) -> _Token | None:
+        return self._tokens.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+
+    def _place(self) -> str:
+        return f"layer {self.layer}, {type(self._inside[-1]).__name__}" if self._inside else "the model's own code"
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", None) or str(resolve_name(func))
+    return name.rpartition(".")[2]
+
+
+def _hidden(tree: Any) -> torch.Tensor | None:
+    """The hidden states among arguments or results: by name, else the first floating-point tensor [B, S, D]."""
+    if isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[1], dict) and "hidden_states" in tree[1]:
+        return tree[1]["hidden_states"]
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim == 3:
+            return leaf
+    return None
+
+
+class Plain:
+    """The ledger of the unmodified model: every read is fresh. Remembers values and writes of one forward pass."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
+
+    def begin(self, stream: torch.Tensor) -> None:
+        self.values, self.writes = [stream.clone()], []
+
+    def write(self, value: int, written: torch.Tensor) -> None:
+        self.writes.append(written.clone())
+        self.values.append(self.values[value] + written)
+
+    def read(self, value: int) -> torch.Tensor:
+        return self.values[value]
+
+
+@torch.no_grad()
+def find_structure(model: PreTrainedModel) -> Structure:
+    """The blocks of `model` (eval mode), found by running it on three tokens.
+
+    Raises RewriterError when the stream cannot be followed, or when its reads do not explain the model's logits.
+    """
+    ids = few_ids(model)
+    expected = model(input_ids=ids, use_cache=False).logits
+    with watched(model, Plain()) as watch:
+        model(input_ids=ids, use_cache=False)
+    chain: list[int] = []
+    value = watch.returned
+    while value > 0:
+        value, count = watch.made[value]
+        chain.insert(0, count)
+    with watched(model, Plain(), tuple(chain)) as watch:
+        actual = model(input_ids=ids, use_cache=False).logits
+    # The same additions in the same order: a difference means a read that was not seen, or a change of the stream.
+    if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+        raise RewriterError(
+            f"{type(model).__name__}: the residual stream cannot be followed: something reads or changes it elsewhere "
+            "than in additions, casts and calls of torch functions"
+        )
+    return _blocks(model, watch, tuple(chain))
+
+
+def _blocks(model: PreTrainedModel, watch: Watch, chain: tuple[int, ...]) -> Structure:
+    last = len(chain)
+    starts = tuple(sorted({value for value, _ in watch.reads if value < last}))
+    if not starts or starts[0] != 0:
+        raise RewriterError(f"{type(model).__name__}: no layer reads the residual stream that the first one is given")
+    layers: list[int] = []
+    readers: list[tuple[nn.Module, ...]] = []
+    modules: list[tuple[nn.Module, ...]] = []
+    for start, end in zip(starts, (*starts[1:], last), strict=True):
+        own = [reader for value, reader in watch.reads if value == start]
+        if strays := [reader for reader in own if reader.layer != own[0].layer]:
+            raise RewriterError(
+                f"layer {strays[0].layer} ({type(strays[0].module).__name__}) reads the residual stream as it was for "
+                f"layer {own[0].layer}"
+            )
+        layers.append(own[0].layer)
+        readers.append(tuple(dict.fromkeys(reader.module for reader in own)))
+        modules.append(tuple(dict.fromkeys(module for value, module in watch.calls if start <= value < end)))
+    return Structure(chain, starts, tuple(layers), tuple(readers), tuple(modules))
+
+
+def few_ids(model: PreTrainedModel) -> torch.Tensor:
+    """int64 [2, 3]: enough to see which module does what."""
+    return torch.tensor([[2, 3, 5], [7, 3, 2]], device=next(model.parameters()).device)
