@@ -58,7 +58,7 @@ class Body:
     graph: fx.Graph
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, torch.Tensor]
-    modules: Mapping[str, Leaf | Body]
+    modules: Mapping[str, Module]
     outputs: int = 1
     kept: tuple[int, ...] = (0,)
     dropout: float = 0.0
@@ -77,7 +77,34 @@ class Body:
                 yield f"{path}.{name}", shape
 
 
-Module = Leaf | Body
+@dataclass(frozen=True)
+class Opaque:
+    """A child of a decoder layer that stays the source's own module, because its inside cannot be represented.
+
+    The adapted checkpoint calls it as the source's layer does; `simulate` calls it in a live model (`host`), with the
+    arguments that the unmodified model gives it there, but for the tensors that the wiring computes: `places` are their
+    paths into (args, kwargs), in the order of the node's inputs. `reason` says in words what stopped the trace.
+    `outputs` are the shapes of the tensors returned ("B", "S", "N" as in the wiring), `indices` where they stand in the
+    returned tuple; None when a bare tensor is returned. `parameters` have names relative to the module.
+    """
+
+    class_name: str
+    reason: str
+    parameters: Mapping[str, tuple[int, ...]]
+    places: tuple[tuple[Any, ...], ...]
+    outputs: tuple[Shape, ...]
+    indices: tuple[int, ...] | None
+
+    @property
+    def modules(self) -> Mapping[str, Module]:
+        """Nothing of its inside is known."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{self.class_name}, the source's own module: {self.reason}"
+
+
+Module = Leaf | Body | Opaque
 
 
 def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:

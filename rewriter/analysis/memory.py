@@ -14,7 +14,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.shapes import Value, is_shape, wiring_shapes
-from rewriter.program import Body, Leaf, Module, Program, args_of
+from rewriter.program import Body, Leaf, Module, Opaque, Program, args_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def _widths(module: Module) -> int:
     """Elements per token that the projections of one module make together, on this rank."""
     if isinstance(module, Leaf):
         return int(module.options.get("out_features") or module.options.get("nf") or "0")
+    if isinstance(module, Opaque):
+        return 0  # what it makes inside is not known
     own = sum(_widths(m) for m in module.modules.values())
     for node in module.graph.nodes:
         if node.target is ops.experts:  # each token passes top-k experts, three values of the intermediate size in each

@@ -22,7 +22,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Program
+from rewriter.program import Body, Leaf, Module, Opaque, Program
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
@@ -198,11 +198,13 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
             kinds.setdefault("attention", node)
         elif _has_experts(module):
             kinds.setdefault("moe", node)
+        elif isinstance(module, Opaque):
+            kinds.setdefault("mixer", node)
         elif _has_projection(module):
             kinds.setdefault("mlp", node)
-    if "attention" in kinds and len(kinds) > 1:
+    if "attention" in kinds and {"moe", "mlp"} & kinds.keys():
         return "parallel", kinds["attention"]
-    for kind in ("attention", "moe", "mlp"):
+    for kind in ("attention", "mixer", "moe", "mlp"):
         if kind in kinds:
             return kind, kinds[kind]
     return "mixer", calls[-1]

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.program import Body, Leaf, Program, Shape, args_of
+from rewriter.program import Body, Leaf, Opaque, Program, Shape, args_of
 
 Value = Shape | tuple[Shape, ...] | None
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
@@ -34,6 +34,8 @@ def wiring_shapes(program: Program) -> dict[fx.Node, Value]:
             module = program.modules[str(node.target)]
             if isinstance(module, Leaf):
                 shapes[node] = leaf_shape(module, inputs[0])
+            elif isinstance(module, Opaque):
+                shapes[node] = module.outputs if len(module.outputs) > 1 else module.outputs[0]
             else:
                 key = (id(module), inputs)
                 if key not in bodies:

@@ -64,6 +64,7 @@ class ClassTable:
         """The expression that builds `module`, inside a constructor that has `tp`."""
         if isinstance(module, Leaf):
             return leaf_constructor(module)
+        assert isinstance(module, Body)
         cls = self.add(module)
         given = {"tp": "tp", "slot": slot} | {n: str(s) for n, s in _size_arguments(module).items()}
         return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"

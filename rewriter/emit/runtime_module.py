@@ -20,7 +20,7 @@ from rewriter.emit.expressions import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments, with_values_in_flight
 from rewriter.emit.statements import Lines, Names
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Program, args_of
+from rewriter.program import Body, Leaf, Module, Opaque, Program, args_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
 
     `header` is the file's docstring. Raises RewriterError for what cannot be printed.
     """
+    for path, module in program.modules.items():
+        if isinstance(module, Opaque):
+            raise RewriterError(
+                f"{path} is {module}. The sharded runtime module cannot hold it yet; the adapted checkpoint can: "
+                "convert without --tp, or for a recipe that is not bound to ranks"
+            )
     return _Emitter(program).source(header)
 
 
@@ -107,7 +113,7 @@ class _Emitter:
         constructors = {name: self.table.construct(child) for name, child in children.items()}
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group |= any("tp" in c.arguments for c in classes) or any(
-            leaf_needs_group(m) for m in children.values() if not isinstance(m, Body)
+            leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf)
         )
         attentions = self._slots(children)
         arguments = [*(["tp"] if needs_group else []), *(["slot"] if attentions else [])]
@@ -247,7 +253,9 @@ class _Emitter:
         outside = {p: m for p, m in self.program.modules.items() if not p.startswith(inside) and not _is_dropout(m)}
         paths = {p: p.replace("#", "_variant_") for p in outside}
         dropout = max(
-            m.dropout if isinstance(m, Body) else m.options.get("p", 0.0) for m in self.program.modules.values()
+            m.dropout if isinstance(m, Body) else m.options.get("p", 0.0)
+            for m in self.program.modules.values()
+            if not isinstance(m, Opaque)
         )
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.slot_specs)})"]
         if dropout:

@@ -15,7 +15,7 @@ from rewriter.analysis.placement import AXIS, Shard, SplitBody, split_body
 from rewriter.analysis.residual import attends
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Body, Leaf, Module, Parameter, Program, args_of, copy_graph, walk_modules
+from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class _Sharder:
                 continue
             path = str(node.target)
             body = self.modules[path]
+            if isinstance(body, Opaque):
+                self.refused.setdefault(f"it stays the source's own module, since {body.reason}", []).append(path)
             if not isinstance(body, Body) or (not body.modules and not attends(body)):
                 continue  # norms and other small modules stay replicated
             if id(body) not in done:
@@ -169,7 +171,7 @@ class _Sharder:
             width = module.parameters["weight"][1]
             options = {"num_embeddings": rows, "embedding_dim": width}
             self.modules[path] = Leaf("VocabParallelEmbedding", options, {"weight": (rows, width)})
-        else:
+        elif isinstance(module, Body):
             body_graph, _ = copy_graph(module.graph)
             for inner in list(body_graph.nodes):
                 if inner.target is aten.embedding.default:

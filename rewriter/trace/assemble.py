@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from transformers import DynamicCache
 
 from rewriter.errors import RewriterError
-from rewriter.program import Module, parameters_of
+from rewriter.program import Body, Module, Opaque, parameters_of
 from rewriter.trace.bodies import (
-    BATCH,
-    LENGTH,
     SYMBOLS,
     BodyTracer,
     base_name,
@@ -29,8 +26,13 @@ from rewriter.trace.bodies import (
     tensors_of,
 )
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
+from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
-from rewriter.trace.wiring import SPLAT, forward_signature, layer_signature, leaves_with_paths, trace_wiring
+from rewriter.trace.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
+from rewriter.trace.probe import absent_arguments, bind, example_inputs
+from rewriter.trace.wiring import layer_signature, leaves_with_paths, trace_wiring
+
+_MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,6 @@ class Outside:
     constants: dict[str, torch.Tensor]
 
 
-class _Reached(Exception):
-    """Ends a run of the model once the arguments of a layer are known."""
-
-
 class ModelTracer:
     """Traces one skeleton, inside `lifted_interfaces`."""
 
@@ -82,7 +80,7 @@ class ModelTracer:
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
         self._check_sizes()
-        self.absent = self._absent_arguments()
+        self.absent = absent_arguments(self.model, self.layers)
 
     def _check_sizes(self) -> None:
         clash = {int(d) for p in self.model.parameters() for d in p.shape} & set(SYMBOLS)
@@ -90,42 +88,6 @@ class ModelTracer:
             raise RewriterError(
                 f"the model has a dimension of {min(clash)}, a size that tracing reserves for its example"
             )
-
-    def _example(self) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.zeros_like(ids)}
-
-    def _absent_arguments(self) -> dict[str, None]:
-        """The layer arguments that stay None even when the model runs with a cache: the wiring holds them constant."""
-        first, found = self.layers[0], {}
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            found.update(self.bind(first, args, kwargs))
-            raise _Reached
-
-        handle = first.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                self.model(**self._example(), past_key_values=DynamicCache(config=self.model.config), use_cache=True)
-        except _Reached:
-            return {name: None for name in layer_signature(first)[0] if found.get(name) is None}
-        finally:
-            handle.remove()
-        raise RewriterError(
-            f"{type(self.model).__name__} does not call its decoder layers as modules; nothing to trace."
-        )
-
-    def bind(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by the layer's own parameter names; what goes into its **kwargs stands under SPLAT."""
-        kind: Any = type(layer)
-        signature = forward_signature(kind)
-        bound = signature.bind(layer, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(list(bound.arguments.items())[1:])
-        variadic = next((n for n, p in signature.parameters.items() if p.kind == p.VAR_KEYWORD), None)
-        if variadic:
-            arguments[SPLAT] = arguments.pop(variadic)
-        return arguments
 
     def hidden_name(self, layer: nn.Module) -> str:
         return layer_signature(layer)[0][0]
@@ -136,9 +98,9 @@ class ModelTracer:
         return self._fingerprints[layer]
 
     def wiring(self, layer: nn.Module) -> fx.Graph:
-        key = self.fingerprint(layer)
+        key = (self.fingerprint(layer), tuple(self.absent[layer]))
         if key not in self._wirings:
-            self._wirings[key] = trace_wiring(layer, self.absent)
+            self._wirings[key] = trace_wiring(layer, self.absent[layer])
         return self._wirings[key]
 
     @contextlib.contextmanager
@@ -151,7 +113,7 @@ class ModelTracer:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 self.calls[layer] = Recorded(args, kwargs)
-                stream = self.bind(layer, args, kwargs)[hidden]
+                stream = bind(layer, args, kwargs)[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
                 tensors, _ = tensors_of(self.calls[layer])
@@ -188,7 +150,7 @@ class ModelTracer:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
-        example, model = self._example(), self.model
+        example, model = example_inputs(self.model), self.model
 
         class Logits(nn.Module):
             def __init__(self) -> None:
@@ -243,7 +205,11 @@ class ModelTracer:
         layer = self.layers[index]
         call, wiring = self.calls[layer], self.wiring(layer)
         modules = {str(n.target): layer.get_submodule(str(n.target)) for n in wiring.nodes if n.op == "call_module"}
-        with torch.no_grad():
+        with (
+            torch.no_grad(),
+            attributes_left_behind(self.model) as left_behind,
+            surviving_failures(modules, wiring) as failures,
+        ):
             calls = record_calls(lambda: type(layer).forward(layer, *call.args, **call.kwargs), modules)
         if missing := set(modules) - set(calls):
             raise RewriterError(f"{type(layer).__name__}.{min(missing)} is in the wiring but was not called")
@@ -256,7 +222,13 @@ class ModelTracer:
             name = str(node.target)
             key = (fingerprint(modules[name]), _static(calls[name]))
             if key not in alike:
-                alike[key] = self.bodies.trace(f"{self.path}.{index}.{name}", modules[name], calls[name])
+                path = f"{self.path}.{index}.{name}"
+                alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name))
+                if isinstance(alike[key], Opaque) and left_behind:
+                    raise RewriterError(
+                        f"{path} cannot be traced: {alike[key].reason}. It cannot stay the source's own module either: "
+                        f"the layer leaves a tensor behind in {left_behind[0]}, which others may read."
+                    )
             body = bodies[name] = alike[key]
             paths = [
                 p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)
@@ -264,6 +236,20 @@ class ModelTracer:
             kept = getattr(body, "kept", range(len(paths)))
             children[node.name] = Child(name, tuple(paths[i] for i in kept), _outputs(calls[name].output))
         return LayerKind(wiring, bodies, children)
+
+    def _trace_child(self, path: str, module: nn.Module, call: Recorded, failure: Exception | None) -> Module:
+        """The body of a child of a layer; the child itself, called as it is, where its inside cannot be represented."""
+        if failure is not None:
+            return opaque_child(path, module, call, reason_of(failure))
+        if convolves(module):  # known before the export of a recurrence, which takes long
+            return opaque_child(path, module, call, _MIXES.format("a convolution"))
+        try:
+            body = self.bodies.trace(path, module, call)
+        except RewriterError as error:
+            return opaque_child(path, module, call, reason_of(error))
+        if isinstance(body, Body) and (operator := mixing_operator(body)):
+            return opaque_child(path, module, call, _MIXES.format(operator))
+        return body
 
 
 def _static(call: Recorded) -> str:

@@ -11,6 +11,7 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.trace.assemble import Child, ModelTracer, Outside
 from rewriter.trace.bodies import tensors_of
+from rewriter.trace.probe import bind
 from rewriter.trace.wiring import SPLAT
 
 
@@ -30,10 +31,6 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
     ctx: fx.Node | None = None
     for node in outside.graph.nodes:
         if node.op == "placeholder":
-            if node.target == "attention_mask" and not node.users:
-                continue
-            if node.target == "attention_mask":
-                raise RewriterError("the model computes with its attention mask, which is not supported yet")
             env[node] = graph.placeholder(str(node.target))
             continue
         if ctx is None:
@@ -72,7 +69,7 @@ class _Layer:
         """`arguments` are the hidden state and the tensors of the layer's call; returns the layer's hidden output."""
         hidden, *tensors = arguments
         _, rebuild = tensors_of(self.tracer.calls[self.layer])
-        bound = self.tracer.bind(self.layer, *rebuild(tensors))
+        bound = bind(self.layer, *rebuild(tensors))
         env: dict[fx.Node, Any] = {}
         for node in self.kind.wiring.nodes:
             if node.op == "placeholder":

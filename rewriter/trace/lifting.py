@@ -12,11 +12,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -216,7 +217,12 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
         for config in configs.values():
             config._attn_implementation = LIFTED
             config._experts_implementation = LIFTED
-        yield
+        # Without a mask, transformers looks for packed sequences and for padding; a program has neither.
+        with (
+            mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+            mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None),
+        ):
+            yield
     finally:
         for config, attention, experts in before:
             config._attn_implementation = attention

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
-from rewriter.program import Body, Leaf, Module, Program, args_of
+from rewriter.program import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.verify.host import Host, load_host, opaque_modules
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,18 @@ def simulate(
     position_ids: torch.Tensor | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    host: nn.Module | None = None,
 ) -> torch.Tensor:
     """Logits [B, S, vocabulary] of `program` for `input_ids` [B, S] (int64), all ranks in this process, no cache.
 
     `weights` are full (unsharded) tensors by runtime name; by default they are read from the program's checkpoint and
-    cast to `dtype`. Raises RewriterError when the program has no weights, or when ranks end with different logits.
+    cast to `dtype`. `host` is the live model whose own modules compute what the program holds as opaque; by default it
+    is loaded from the checkpoint too. Raises RewriterError when the program has no weights, or no host where it needs
+    one, or when ranks end with different logits.
     """
     if weights is None:
         weights = load_weights(program, dtype)
-    simulator = Simulator(program, weights)
+    simulator = Simulator(program, weights, host)
     out = simulator.run(input_ids, position_ids)
     if not out.replicated and not all(torch.equal(v, out[0]) for v in out.values):
         raise RewriterError("the ranks end with different logits: a reduction is missing")
@@ -68,6 +72,22 @@ def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str
     return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in loaded.items()}
 
 
+def _host(program: Program, weights: Mapping[str, torch.Tensor], model: nn.Module | None) -> Host | None:
+    """The host of a program that has opaque modules: `model`, or the one in the program's checkpoint."""
+    found = opaque_modules(program)
+    if not found:
+        return None
+    if model is None and program.source.path is None:
+        path, module = next(iter(found.items()))
+        raise RewriterError(
+            f"{path} is {module}. It has to be called in a live model: pass `host=`, or trace a checkpoint"
+        )
+    if model is None:
+        dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
+        model = load_host(str(program.source.path), program.source.remote_code, dtype)
+    return Host(program, model)
+
+
 def _whole(expression: Expression | None, name: str) -> Expression:
     if expression is None:
         raise RewriterError(f"{name} is not in the checkpoint")
@@ -77,13 +97,16 @@ def _whole(expression: Expression | None, name: str) -> Expression:
 class Simulator:
     """Interprets one program over `ranks` lanes."""
 
-    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None = None) -> None:
         self.program, self.weights = program, weights
+        self.host = _host(program, weights, host)
         self.ranks = program.mesh.get("tp", 1)
         self.cache: dict[str, Lanes] = {}
         self.buffers: dict[int, torch.Tensor] = {}
 
     def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Lanes:
+        if self.host is not None:
+            self.host.run(input_ids, position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None}
@@ -138,6 +161,8 @@ class Simulator:
         if isinstance(module, Body):
             return self._graph(module.graph, inputs, path + ".", module)
         parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
+        if isinstance(module, Opaque):
+            return self._opaque(module, path, inputs, {name: tensor[0] for name, tensor in parameters.items()})
         if module.kind == "VocabParallelEmbedding":
             return self._vocabulary(inputs[0], parameters["weight"])
         names = list(parameters)
@@ -152,6 +177,11 @@ class Simulator:
             else:  # added once, by one rank
                 result = Lanes((result[0] + bias, *result.values[1:]))
         return result
+
+    def _opaque(self, module: Opaque, path: str, inputs: list[Lanes], parameters: Mapping[str, torch.Tensor]) -> Lanes:
+        host = self.host
+        assert host is not None
+        return self._each(lambda *xs: host.call(path, module, list(xs), parameters), inputs)
 
     def _vocabulary(self, ids: Lanes, weight: Lanes) -> Lanes:
         outs = []
