@@ -27,7 +27,8 @@ from rewriter.verify.compare import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.verify.reference import ladder_reference
 from rewriter.verify.rehearsal import random_model, rehearse
-from rewriter.verify.shrink import WINDOW, representatives, shrink
+from rewriter.verify.shrink import representatives, shrink
+from rewriter.verify.shrink_sizes import WINDOW
 from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream import decoder_layers, find_structure
 
