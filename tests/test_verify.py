@@ -25,8 +25,9 @@ from rewriter.verify import drift as drift_module
 from rewriter.verify import rehearsal as rehearsal_module
 from rewriter.verify.compare import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
+from rewriter.verify.random_model import random_ids, random_model
 from rewriter.verify.reference import ladder_reference
-from rewriter.verify.rehearsal import random_model, rehearse
+from rewriter.verify.rehearsal import rehearse
 from rewriter.verify.shrink import representatives, shrink
 from rewriter.verify.shrink_sizes import WINDOW
 from rewriter.verify.simulate import load_weights
@@ -93,7 +94,7 @@ def test_the_reference_reads_families_that_no_table_lists(model_type: str) -> No
     model = random_model(config)
     blocks = len(find_structure(model).layers)
     assert blocks in (len(decoder_layers(model)), 2 * len(decoder_layers(model)))
-    ids = rehearsal_module.random_ids(config, 21)
+    ids = random_ids(config, 21)
     with torch.no_grad():
         original = model(ids, use_cache=False).logits
         with ladder_reference(model, [0]):

@@ -6,7 +6,7 @@ What is particular to a type stands in `oddities.yaml` beside this file, with it
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rewriter.errors import RewriterError
-from rewriter.suggestions import did_you_mean
+from rewriter.suggestions import nearest
 from rewriter.verify.shrink import representatives, shrink, text_table
 
 # Sizes divide by it, so that two and four ranks can be tried.
@@ -25,6 +25,18 @@ RANKS = 4
 def registered_types() -> list[str]:
     """The model types that AutoModelForCausalLM knows, sorted."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def require_registered(types: Sequence[str]) -> list[str]:
+    """`types`, or all of them where none is named. Raises RewriterError for one that is not registered."""
+    for name in types:
+        if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            guess = nearest(name, registered_types())
+            hint = f"Did you mean {guess!r}? " if guess else ""
+            raise RewriterError(
+                f"{name}: no causal-LM type of transformers. {hint}`rewrite coverage` tries all of them."
+            )
+    return list(dict.fromkeys(types)) or registered_types()
 
 
 @functools.cache
@@ -37,24 +49,34 @@ def oddities() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 def small_config(model_type: str) -> PreTrainedConfig:
     """A config of `model_type` with few layers of every kind and small sizes, of which the model is causal.
 
-    Query heads share key/value heads wherever the type can do that. Raises RewriterError for a type that is not
-    registered or cannot be shrunken; what the config's class raises is passed on.
+    Query heads share key/value heads wherever the type can do that. Raises RewriterError for a type that cannot be
+    shrunken; what the config's class raises is passed on.
     """
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise RewriterError(f"{model_type}: no causal-LM type. {did_you_mean(model_type, registered_types(), what='')}")
     oddity = oddities().get(model_type, {})
     config = CONFIG_MAPPING[model_type](**oddity.get("default", {}))
     return shrink(config, representatives(config, []), RANKS, _changes(config) | dict(oddity.get("set", {})))
 
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Settings whose defaults would leave something untried."""
-    changes: dict[str, Any] = {}
-    table = text_table(config)
-    if "is_decoder" in config.to_dict():
+    """Settings whose defaults would leave something untried, or stop everything: dropout, attention to the future."""
+    data, table = config.to_dict(), text_table(config)
+    changes: dict[str, Any] = {path: 0.0 for path, value in _settings(data) if "drop" in path and _is_rate(value)}
+    if "is_decoder" in data:
         changes["is_decoder"] = True  # encoders attend to the future without it
     heads, kv_heads = table.get("num_attention_heads"), table.get("num_key_value_heads")
     if heads == kv_heads and isinstance(heads, int) and heads % RANKS == 0 and "kv_lora_rank" not in table:
-        prefix = next((f"{k}." for k, v in config.to_dict().items() if isinstance(v, dict) and v == table), "")
+        prefix = next((f"{name}." for name, inner in data.items() if isinstance(inner, dict) and inner == table), "")
         changes[f"{prefix}num_key_value_heads"] = RANKS // 2
     return changes
+
+
+def _settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1

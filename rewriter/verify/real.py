@@ -13,7 +13,8 @@ from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.verify.compare import REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
-from rewriter.verify.rehearsal import compare_emitted, random_ids, reference_layers, reference_logits, test_lengths
+from rewriter.verify.random_model import random_ids
+from rewriter.verify.rehearsal import compare_emitted, reference_layers, reference_logits, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

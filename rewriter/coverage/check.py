@@ -1,0 +1,188 @@
+"""One type: build it small, trace it, rewrite it in every way, and compare each result with an independent reference.
+
+Every comparison is in fp32 with the unmodified eager model, loaded from the checkpoint that was traced, or with a
+reference made of that model by hooks; at lengths beyond every window. A refusal is a result too, with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from rewriter.analysis.residual import residual_blocks
+from rewriter.coverage.configs import small_config
+from rewriter.coverage.result import Coverage, explain
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.errors import RewriterError, VerificationError
+from rewriter.passes.ladder import Ladder
+from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.program import Program
+from rewriter.trace import trace
+from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, compare, relative_error
+from rewriter.verify.random_model import build_model, random_ids, randomize
+from rewriter.verify.reference import ladder_reference
+from rewriter.verify.rehearsal import test_lengths
+from rewriter.verify.simulate import load_weights, simulate
+from rewriter.verify.stream import decoder_layers
+
+
+def check(model_type: str) -> Coverage:
+    """Everything about one type. Raises nothing that a model or a rewrite may cause: that is in the result."""
+    result = Coverage(model_type)
+    begin = time.perf_counter()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    with (
+        tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch,
+        torch.no_grad(),
+        contextlib.suppress(_Stopped),
+    ):
+        _Subject(result, Path(scratch)).run()
+    result.seconds = round(time.perf_counter() - begin, 2)
+    return result
+
+
+class _Stopped(Exception):
+    """Without this check there is nothing to compare in those that follow."""
+
+
+class _Subject:
+    """One small model, its program, and what its logits must be."""
+
+    def __init__(self, result: Coverage, scratch: Path) -> None:
+        self.result, self.scratch = result, scratch
+        self.source = scratch / "model"
+
+    def run(self) -> None:
+        with self._check("builds", needed=True):
+            self.config = small_config(self.result.type)
+            model = build_model(self.config)
+        with self._check("traces", needed=True):
+            self.model = self._telling(model)
+            self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
+            self.expected = [self._logits(ids) for ids in self.batches]
+            self.program = trace(self.source)
+            self.weights = load_weights(self.program, torch.float32)
+            self._require(self.program, self.expected, EXACT, "the traced program")
+        self.result.blocks = len(residual_blocks(self.program))
+        self.result.stream = self.result.blocks > 0
+        with self._check("ladder"):
+            self._ladder()
+        for ranks in (2, 4):
+            with self._check(f"tp{ranks}"):
+                self._tensor_parallel(ranks)
+        with self._check("desync"):
+            self._desync()
+        with self._check("emitted"):
+            self._emitted()
+
+    @contextlib.contextmanager
+    def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
+        """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
+        try:
+            yield
+        except Exception as error:  # models, and what reads them, raise whatever they like
+            self.result.reasons[name] = explain(error)
+            if isinstance(error, VerificationError):
+                self.result.wrong.append(name)
+            if needed:
+                raise _Stopped from error
+        else:
+            setattr(self.result, name, True)
+
+    def _telling(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
+        for strength in (1.0, 2.0, 4.0):
+            randomize(model, strength)
+            ids = random_ids(self.config, 21)
+            original = model(input_ids=ids, use_cache=False).logits
+            if not bool(original.isfinite().all()):
+                raise RewriterError("with large random weights the model's own logits are not finite")
+            try:
+                layers = range(len(decoder_layers(model)))
+                with ladder_reference(model, layers):
+                    rewired = model(input_ids=ids, use_cache=False).logits
+            except Exception:  # a model without reference still has a trace; the ladder's check says the reason
+                break
+            if relative_error(rewired, original) >= DIFFERENT:
+                break
+        model.save_pretrained(self.source)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.source, dtype=torch.float32, attn_implementation="eager"
+        )
+        return loaded.eval()
+
+    def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
+        """What the unmodified model computes, or its ladder on `layers`."""
+        with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
+            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+    def _require(self, program: Program, expected: list[torch.Tensor], limit: float, what: str) -> None:
+        for ids, logits in zip(self.batches, expected, strict=True):
+            _require_equal(simulate(program, ids, weights=self.weights), logits, limit, what)
+
+    def _ladder(self) -> None:
+        """Every layer, then every second one: both transitions. The last one is what is emitted."""
+        count = self.program.source.num_layers
+        for layers in (set(range(count)), set(range(1, count, 2))):
+            program = Ladder(sorted(layers)).apply(self.program)
+            expected = [self._logits(ids, layers) for ids in self.batches]
+            difference = max(relative_error(a, b) for a, b in zip(expected, self.expected, strict=True))
+            if difference < DIFFERENT:
+                raise RewriterError(
+                    f"shows nothing: the ladder differs from the original by {difference:.1e} only, {DIFFERENT:.0e} is "
+                    "needed to tell them apart"
+                )
+            self._require(program, expected, EXACT, "the ladder")
+            self.rewritten, self.rewritten_logits = program, expected
+
+    def _tensor_parallel(self, ranks: int) -> None:
+        program = TensorParallel().apply(self.program.with_(mesh={"tp": ranks}, origin=self.program))
+        self._require(program, self.expected, RANKS, f"the program on {ranks} ranks")
+        entry = program.history[-1]
+        self.result.split = self.result.split or entry.summary
+        self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
+
+    def _desync(self) -> None:
+        raise RewriterError("not checked: desync has no reference yet")
+
+    def _emitted(self) -> None:
+        """The adapted checkpoint of the ladder, loaded as its users load it, where `rewriter` cannot be imported."""
+        if not self.result.ladder:
+            raise RewriterError("not tried: there is no verified ladder to emit")
+        out = self.scratch / f"emitted_{self.result.type.replace('-', '_')}"
+        shutil.copytree(self.source, out)
+        files = emit_huggingface(self.rewritten)
+        (out / "config.json").write_text(json.dumps(files.config), encoding="utf-8")
+        if files.modeling_name is not None and files.modeling is not None:
+            (out / files.modeling_name).write_text(files.modeling, encoding="utf-8")
+        with mock.patch.dict(sys.modules, {"rewriter": None}):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                out, trust_remote_code=True, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, loaded.get(what) or ())):
+                raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+        for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
+            actual = model.eval()(input_ids=ids, use_cache=False).logits
+            _require_equal(actual, expected, EXACT, "the emitted checkpoint")
+
+
+def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
+    found = compare(what, actual, expected, limit)
+    if not found.passed:
+        raise VerificationError(
+            f"WRONG: {what} differs at {expected.shape[1]} tokens: {found.worst}; relative error {found.error:.1e}"
+        )

@@ -1,0 +1,99 @@
+"""Models with random weights that make a wrong rewrite show: all random, and blocks that write as much as they read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rewriter.errors import RewriterError
+from rewriter.verify.shrink import text_config
+from rewriter.verify.stream import decoder_layers
+
+
+def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
+    """int64 [rows, length], the same for the same length; tokens that stand for padding do not occur."""
+    text = text_config(config)
+    ids = torch.randint(2, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(length))
+    padding = getattr(text, "pad_token_id", None)
+    return ids if padding is None else ids.masked_fill(ids == padding, 1 if padding != 1 else 0)
+
+
+def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_code: bool = False) -> PreTrainedModel:
+    """An eager fp32 model in eval mode with large random weights: a stream of about 1, blocks that write as much.
+
+    Norms and biases are random too, so that one that is skipped, doubled or exchanged shows.
+    """
+    try:
+        model = build_model(config, trust_remote_code)
+    except Exception as error:  # constructors of models raise whatever they like
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RewriterError(
+            f"model type {config.model_type!r} cannot be rehearsed: its shrunken copy cannot be built ({text}). "
+            "Use --verify full or none"
+        ) from error
+    randomize(model, strength)
+    return model
+
+
+def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises whatever that raises."""
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32, **kwargs
+        )
+    return model.eval()
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
+    """Overwrite the weights of `model`; what blocks write grows with `strength`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            _randomize(model, name, parameter, strength)
+        stored = model.state_dict().keys()
+        for name, buffer in model.named_buffers():
+            # Stored, and zero at first: a bias that training moves without gradients, as routers have.
+            if name in stored and buffer.is_floating_point() and not buffer.any():
+                buffer.add_(torch.randn(buffer.shape) * 0.15)
+    _calibrate(model, model.config)
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, strength: float) -> None:
+    noise = torch.randn(parameter.shape)
+    if parameter.ndim < 2:
+        # Around what initialisation gave: norms that multiply by the weight hold 1, by 1 + weight 0.
+        parameter.add_(noise * (0.15 if name.endswith("bias") else 0.3))
+        return
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, torch.nn.Embedding) or owner is model.get_output_embeddings():
+        parameter.copy_(noise)
+        return
+    inputs = parameter.shape[0] if type(owner).__name__ == "Conv1D" else parameter.shape[-1]
+    parameter.copy_(noise * strength / math.sqrt(inputs))
+
+
+@torch.no_grad()
+def _calibrate(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Scale the embeddings so that the first layer is given a stream of about 1, whatever factors they meet before."""
+    seen: list[float] = []
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen.append(float(hidden.pow(2).mean().sqrt()))
+
+    with_hook = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        model(input_ids=random_ids(config, 21), use_cache=False)
+    finally:
+        with_hook.remove()
+    if seen and math.isfinite(seen[0]) and seen[0] > 0:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.mul_(1 / seen[0])

@@ -1,0 +1,159 @@
+"""`rewrite coverage`: what it finds on small models, that a wrong result is loud, and that no type can stop a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import coverage_faults
+import pytest
+
+from rewriter.cli import main
+from rewriter.coverage import check as check_module
+from rewriter.coverage import pool, report
+from rewriter.coverage.check import check
+from rewriter.coverage.configs import oddities, registered_types, small_config
+from rewriter.coverage.result import CHECKS, Coverage
+from rewriter.program import Program
+from rewriter.trace import trace
+from rewriter.trace.model import build_skeleton
+from rewriter.verify.shrink import depth, text_config
+
+# Types
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "mixtral"])
+def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
+    row = check(model_type)
+    assert all(getattr(row, name) for name in ("builds", "traces", "ladder", "tp2", "tp4", "emitted")), row.reason
+    assert row.stream
+    assert row.blocks == (4 if model_type == "gpt_neox" else 8)
+    assert not row.wrong
+    assert not row.replicated
+
+
+def test_a_model_without_residual_stream_says_so_and_is_still_sharded() -> None:
+    row = check("bart")
+    assert (row.builds, row.traces, row.tp2, row.tp4) == (True, True, True, True)
+    assert (row.stream, row.blocks, row.ladder, row.emitted) == (False, 0, False, False)
+    assert "ladder: no residual stream: in layer" in (row.reason or "")
+    assert "there is no verified ladder" in row.reasons["emitted"]
+
+
+def test_a_wrong_trace_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*args: Any) -> Program:
+        program = trace(*args)
+        graph, _ = program.edit()
+        calls = [node for node in graph.nodes if node.op == "call_module" and str(node.target).endswith("layernorm")]
+        calls[0].replace_all_uses_with(calls[0].all_input_nodes[0])  # one norm is skipped
+        graph.erase_node(calls[0])
+        return program.with_(graph=graph)
+
+    monkeypatch.setattr(check_module, "trace", faulty)
+    row = check("llama")
+    assert row.wrong == ["traces"]
+    assert not any(getattr(row, name) for name in CHECKS if name != "builds")
+    assert row.reasons["traces"].startswith("WRONG: the traced program differs at")
+
+
+def test_a_refusal_names_the_line_of_the_model_that_stopped_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def needs_values(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("needs values")
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", needs_values)
+    row = check("llama")
+    assert not row.traces
+    assert not row.wrong
+    assert (row.reason or "").startswith("traces: RuntimeError: needs values (llama/modeling_llama.py:")
+
+
+# A process per type
+
+
+def test_types_that_hang_or_crash_cost_their_own_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "PRELOADED", ())
+    types = ["crashes", "hangs", "a", "b"]
+    rows = {row.type: row for row in pool.run(types, coverage_faults.check, jobs=2, limit=5.0)}
+    assert set(rows) == set(types)
+    assert rows["a"].builds
+    assert rows["b"].builds
+    assert rows["crashes"].reason == "builds: its process died: signal SIGKILL, likely out of memory"
+    assert rows["hangs"].reason == "builds: it took more than 5 s and was stopped"
+
+
+# Configs
+
+
+def test_oddities_are_of_registered_types() -> None:
+    assert set(oddities()) <= set(registered_types())
+    assert all(set(entry) <= {"default", "set"} for entry in oddities().values())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v3", "gemma3", "falcon_h1", "whisper"])
+def test_a_small_config_keeps_the_kinds_of_layers_and_divides_by_four(model_type: str) -> None:
+    config = small_config(model_type)
+    text = text_config(config)
+    if kinds := getattr(text, "layer_types", None):
+        assert len(kinds) == depth(config)
+    assert text.num_attention_heads % 4 == 0
+    model = build_skeleton(config).model
+    assert sum(p.numel() for p in model.parameters()) < 3e6
+
+
+@pytest.mark.slow
+def test_nearly_every_registered_type_builds() -> None:
+    failed = {}
+    for model_type in registered_types():
+        try:
+            build_skeleton(small_config(model_type))
+        except Exception as error:
+            failed[model_type] = str(error)
+    assert len(registered_types()) - len(failed) >= 160, failed
+
+
+# The command
+
+
+def rows() -> list[Coverage]:
+    good = Coverage("good", *[True] * len(CHECKS), stream=True, blocks=8)
+    refused = Coverage("refused", builds=True, reasons=dict.fromkeys(CHECKS[1:], "its mask needs_values | *here*"))
+    return [good, refused]
+
+
+def test_json_has_the_promised_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(pool, "run", lambda *args, **kwargs: iter(rows()))
+    monkeypatch.setattr("rewriter.coverage.configs.require_registered", lambda types: ["refused", "good"])
+    assert main(["coverage", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert {"type", *CHECKS, "reason"} <= set(first)
+    assert (first["type"], second["type"], second["reason"]) == ("refused", "good", None)
+    assert first["reason"].startswith("traces, ladder, tp2, tp4, desync, emitted: its mask")
+
+
+def test_a_wrong_type_fails_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = Coverage("llama", builds=True, reasons={"traces": "WRONG: x"}, wrong=["traces"])
+    monkeypatch.setattr(pool, "run", lambda *args, **kwargs: iter([wrong]))
+    assert main(["coverage", "llama"]) == 3
+    captured = capsys.readouterr()
+    assert "WRONG" in captured.out
+    assert "1 of 1 types are wrong: llama" in captured.err
+
+
+def test_an_unknown_type_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "lama"]) == 2
+    assert "lama: no causal-LM type of transformers. Did you mean 'llama'?" in capsys.readouterr().err
+
+
+def test_the_page_has_totals_and_reasons() -> None:
+    page = report.markdown(rows())
+    assert "| ladder | 1 |" in page
+    assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
+    assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in page
+    assert "Wrong: none." in page
+
+
+def test_rows_survive_the_way_between_processes() -> None:
+    for row in rows():
+        assert Coverage.from_dict(json.loads(json.dumps(row.to_dict()))) == row
