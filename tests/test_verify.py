@@ -238,7 +238,7 @@ class Faulty(Ladder):
 def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal_module, "single_device", lambda program: program)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
-        rehearse(small_config("llama"), [Faulty("upper-half", fault)])
+        rehearse(small_config("llama"), [Faulty("upper-half", fault=fault)])
 
 
 def test_without_a_fault_the_same_pass_passes(monkeypatch: pytest.MonkeyPatch) -> None:
