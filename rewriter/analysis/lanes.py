@@ -57,6 +57,15 @@ def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx
     return local
 
 
+def without_idle_enters(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
+    """Take out of a wiring each `enter` of a value that is local already: it would sum gradients of different ones."""
+    local = local_values(graph, parameters)
+    for node in list(graph.nodes):
+        if node.target is ops.enter and node.all_input_nodes[0] in local:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
 def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping[str, Parameter]) -> dict[str, Module]:
     """`modules` with bodies fit for the local values that reach them in the wiring `graph`; alike layers stay alike.
 
@@ -167,4 +176,4 @@ class _Localiser:
             node.replace_input_with(source, self.entered[source])
 
 
-__all__ = ["AXIS", "local_values", "localise", "share_bias"]
+__all__ = ["AXIS", "local_values", "localise", "share_bias", "without_idle_enters"]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.lanes import AXIS, localise, share_bias
+from rewriter.analysis.lanes import AXIS, localise, share_bias, without_idle_enters
 from rewriter.analysis.residual import Block, annotate, blocks_of, read_index, stream_values
 from rewriter.errors import RewriterError
 from rewriter.program import Module, Program, args_of, drop_dead_nodes
@@ -187,6 +187,7 @@ def _with_lanes(program: Program, graph: fx.Graph, lanes: set[int]) -> Program:
         return program.with_(graph=graph, origin=origin)
     modules: Mapping[str, Module] = program.modules
     paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and node.meta.get("block") in lanes}
+    without_idle_enters(graph, program.parameters)
     modules = share_bias(modules, paths)
     modules = localise(graph, modules, program.parameters)
     return program.with_(graph=graph, modules=modules, origin=origin)

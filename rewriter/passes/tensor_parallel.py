@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.chains import chains
 from rewriter.analysis.gradients import with_constant_inputs
 from rewriter.analysis.labels import Unsplittable, aten, reduced_shape, value_of
 from rewriter.analysis.placement import AXIS, Shard, SplitBody, split_body
@@ -44,6 +45,7 @@ class TensorParallel:
         graph = _without_dropout(program)
         sharder = _Sharder(program, graph, ranks)
         sharder.layers()
+        sharder.chains()
         sharder.vocabulary()
         counts = ", ".join(f"{n} {what}" for what, n in sharder.counts.items())
         summary = f"{ranks} ranks: {counts or 'nothing'} split"
@@ -122,6 +124,48 @@ class _Sharder:
                 self._shard(f"{path}.{name}", shard)
             self._reduce(node)
             self.counts["attention blocks" if attends(body) else "MLP blocks"] += 1
+
+    def chains(self) -> None:
+        """Split the MLPs whose projections are the layer's own children."""
+        for chain in chains(self.graph, self.modules):
+            path = str(chain.exit.target)
+            sizes = {
+                self.program.parameters[f"{e.target}.weight"].shape[_outputs(self._leaf(e))] for e in chain.entries
+            }
+            size = self.program.parameters[f"{path}.weight"].shape[1 - _outputs(self._leaf(chain.exit))]
+            if sizes != {size} or size % self.ranks:
+                self.refused.setdefault(f"{size} channels do not divide by {self.ranks}", []).append(path)
+                continue
+            local = size // self.ranks
+            ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
+            for entry in chain.entries:
+                self._split_leaf(entry, "ColumnParallel", _outputs(self._leaf(entry)), ranges)
+                with self.graph.inserting_before(entry):
+                    entered = self.graph.call_function(ops.enter, (args_of(entry)[0], AXIS))
+                entered.meta.update(entry.meta)
+                entered.meta.pop("python", None)
+                entry.args = (entered,)
+            self._split_leaf(chain.exit, "RowParallel", 1 - _outputs(self._leaf(chain.exit)), ranges)
+            self._reduce(chain.exit)
+            self.counts["MLP blocks"] += 1
+
+    def _leaf(self, node: fx.Node) -> Leaf:
+        leaf = self.modules[str(node.target)]
+        assert isinstance(leaf, Leaf)
+        return leaf
+
+    def _split_leaf(self, node: fx.Node, how: str, dim: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+        """Give every rank its part of a projection, along dimension `dim` of the weight."""
+        path, leaf = str(node.target), self._leaf(node)
+        column, size = how == "ColumnParallel", ranges[0][0][1]
+        names = {"Linear": ("in_features", "out_features"), "Conv1D": ("nx", "nf")}[leaf.kind]
+        shapes = dict(leaf.parameters)
+        shapes["weight"] = tuple(size if d == dim else s for d, s in enumerate(shapes["weight"]))
+        self._shard(f"{path}.weight", Shard(dim, ranges))
+        if column and "bias" in shapes:
+            shapes["bias"] = (size,)
+            self._shard(f"{path}.bias", Shard(0, ranges))
+        self.modules[path] = Leaf(f"{how}{leaf.kind}", {**leaf.options, names[column]: size}, shapes)
 
     def vocabulary(self) -> None:
         """Split embedding and head by vocabulary rows, tied ones together."""
@@ -215,6 +259,11 @@ class _Sharder:
         self.parameters[name] = replace(
             full, shape=shape, full_shape=full.shape, ranges=shard.ranges, dim=shard.dim, shared=shard.shared
         )
+
+
+def _outputs(leaf: Leaf) -> int:
+    """The dimension of a projection's weight that counts its outputs."""
+    return 0 if leaf.kind.endswith("Linear") else 1
 
 
 def _several(paths: list[str]) -> str:

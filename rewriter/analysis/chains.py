@@ -1,0 +1,69 @@
+"""MLPs that a layer spells out: projections among its direct children, with activations between them (OPT, BART)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from rewriter.analysis.labels import is_pointwise, is_tensor
+from rewriter.analysis.placement import is_projection
+from rewriter.program import Body, Module
+
+_POINTWISE = frozenset({operator.mul, operator.imul, torch.mul, F.gelu, F.relu, F.silu, torch.relu, torch.tanh})
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`exit(pointwise(entries(x)))`: wiring nodes; every entry's output channel becomes one input channel of `exit`."""
+
+    entries: tuple[fx.Node, ...]
+    exit: fx.Node
+
+
+def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
+    """The chains of a wiring, in order. Nothing inside one is used elsewhere."""
+    found = []
+    for node in graph.nodes:
+        if node.meta.get("layer") is not None and _is_loose(node, modules):
+            inside, entries = _behind(node, modules)
+            closed = all(set(n.users) <= {*inside, node} for n in (*inside, *entries))
+            if entries and closed and not any(_behind(e, modules)[1] for e in entries):
+                found.append(Chain(tuple(entries), node))
+    return found
+
+
+def _is_loose(node: fx.Node, modules: Mapping[str, Module]) -> bool:
+    return node.op == "call_module" and is_projection(modules.get(str(node.target)))
+
+
+def _behind(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(pointwise nodes, projections) that make the input of `exit`; no projections where something else does, too."""
+    inside: list[fx.Node] = []
+    entries: list[fx.Node] = []
+    todo = list(exit.all_input_nodes)
+    while todo:
+        node = todo.pop()
+        if _is_loose(node, modules):
+            entries.append(node)
+        elif _keeps_channels(node, modules):
+            inside.append(node)
+            todo += node.all_input_nodes
+        else:
+            return [], []
+    return inside, list(dict.fromkeys(entries))
+
+
+def _keeps_channels(node: fx.Node, modules: Mapping[str, Module]) -> bool:
+    if node.op == "call_function":
+        return node.target in _POINTWISE
+    module = modules.get(str(node.target)) if node.op == "call_module" else None
+    return (
+        isinstance(module, Body)
+        and not (module.parameters or module.buffers or module.modules)
+        and all(is_pointwise(n) for n in module.graph.nodes if n.op == "call_function" and is_tensor(n))
+    )
