@@ -122,6 +122,12 @@ def type_as_model(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.to(like.dtype)
 
 
+def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
+    """The identity: a Program computes in eval mode. Kept so that an adapted checkpoint trains as its source does."""
+    del p
+    return x
+
+
 # --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
 
 

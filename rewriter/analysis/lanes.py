@@ -16,7 +16,7 @@ from rewriter import ops
 from rewriter.analysis.labels import is_tensor, tensor_inputs, value_of
 from rewriter.analysis.placement import AXIS, differentiable, insertion_point
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Module, Parameter, copy_graph
+from rewriter.program import Body, Leaf, Module, Parameter, copy_graph
 
 _REPLICATING = frozenset({ops.all_reduce, ops.all_reduce_wait, ops.all_gather})
 
@@ -34,7 +34,7 @@ def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[st
                 inner = {name: shared(child) for name, child in module.modules.items()}
                 alike = all(inner[name] is child for name, child in module.modules.items())
                 done[id(module)] = module if alike else replace(module, modules=inner)
-            elif module.kind.startswith("RowParallel") and "bias" in module.parameters:
+            elif isinstance(module, Leaf) and module.kind.startswith("RowParallel") and "bias" in module.parameters:
                 done[id(module)] = replace(module, options={**module.options, "bias_share": True})
             else:
                 done[id(module)] = module
@@ -101,7 +101,11 @@ def _localised(module: Module, inputs: frozenset[int], split: frozenset[str], pa
     """`module` for local values at `inputs`; `split` are those of its parameters of which ranks hold parts."""
     if isinstance(module, Body):
         return _Localiser(module, inputs, split, path).run()
-    if module.kind.startswith(("ColumnParallel", "RowParallel")) or not set(module.parameters) - split:
+    if (
+        not isinstance(module, Leaf)
+        or module.kind.startswith(("ColumnParallel", "RowParallel"))
+        or not set(module.parameters) - split
+    ):
         return module
     return replace(module, options={**module.options, "entered": True})
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.program import Input, LayerArgument, PythonCall
 from rewriter.trace.wiring import SPLAT
@@ -114,6 +115,8 @@ def call_parts(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> 
     keywords = [f"{k}={tree(v, leaf)}" for k, v in node.kwargs.items()]
     if node.op == "call_method":
         return f"{items[0]}.{node.target}(", [*items[1:], *keywords], ")"
+    if node.target is ops.dropout:
+        return "torch.nn.functional.dropout(", [items[0], f"p={items[1]}", "training=self.training"], ")"
     if node.target in _INFIX and not keywords:
         return f"{items[0]} {_INFIX[node.target]} {items[1]}", [], ""
     if node.target is operator.getitem:

@@ -257,6 +257,8 @@ class _Emitter:
             for m in self.program.modules.values()
             if not isinstance(m, Opaque)
         )
+        traced = (self.program.origin or self.program).graph.nodes  # tensor_parallel leaves dropout out
+        dropout = max([dropout, *(args_of(n)[1] for n in traced if n.target is ops.dropout)])
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")

@@ -76,12 +76,12 @@ def check_heads(program: Program, ranks: int) -> None:
 
 
 def _without_dropout(program: Program) -> fx.Graph:
-    """The wiring without dropout modules: a runtime module computes in eval mode, and between a partial sum and its
+    """The wiring without dropout: a runtime module computes in eval mode, and between a partial sum and its
     all-reduce they would only be in the way."""
     graph, _ = program.edit()
     for node in list(graph.nodes):
         module = program.modules.get(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, Leaf) and module.kind == "Dropout":
+        if node.target is ops.dropout or (isinstance(module, Leaf) and module.kind == "Dropout"):
             node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)
     return graph

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.trace.assemble import Child, ModelTracer, Outside
@@ -98,10 +99,7 @@ class _Layer:
         if node.op == "call_function" and getattr(node.target, "__name__", "") == "dropout":
             probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             if probability:
-                raise RewriterError(
-                    f"{self.path} calls dropout as a function with probability {probability}, which the adapted "
-                    "checkpoint could not train with. Set the dropout probabilities in config.json to 0."
-                )
+                return self._add("call_function", ops.dropout, (args[0], probability), {})
             return args[0]
         return self._add(node.op, node.target, args, kwargs)
 
