@@ -97,7 +97,10 @@ def _depth(body: Body) -> int:
 def body_text(body: Body, kind: Callable[[Module], str], full: bool = False) -> str:
     """One body: what it holds, then its graph. With `full`, constants are told apart by a hash of their bytes."""
     lines = [f"  {name} = {kind(module)}" for name, module in body.modules.items()]
-    lines += [f"  {name}: parameter{_sizes(shape)}" for name, shape in body.parameters.items()]
+    lines += [
+        f"  {name}: {'buffer' if name in body.stored else 'parameter'}{_sizes(shape)}"
+        for name, shape in body.parameters.items()
+    ]
     lines += [f"  {name}: {constant(value, full)}" for name, value in body.buffers.items()]
     inputs = [n.name for n in body.graph.nodes if n.op == "placeholder"]
     lines.append(f"  ({', '.join(inputs)}) {{")

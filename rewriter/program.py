@@ -51,7 +51,9 @@ class Body:
     lifted children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are
     the indices of the tensors of the source's call that are inputs here. `dropout` is the largest probability found
     inside. `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines). `shared` are own
-    parameters of which ranks hold some elements more than once: (full size, ranges per rank).
+    parameters of which ranks hold some elements more than once: (full size, ranges per rank). `stored` are own
+    parameters that are buffers of the source module: checkpoints hold their values (a router's correction bias) and
+    training leaves them alone. Each has a dtype that it keeps, or None where it follows the model's.
     """
 
     class_name: str
@@ -64,6 +66,7 @@ class Body:
     dropout: float = 0.0
     constant_inputs: frozenset[str] = frozenset()
     shared: Mapping[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype | None] = field(default_factory=dict)
 
     @property
     def attends(self) -> bool:

@@ -451,7 +451,7 @@ def differentiable(node: fx.Node, body: Body) -> bool:
     if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
         return False
     if node.op == "get_attr":
-        return str(node.target) in body.parameters
+        return str(node.target) in body.parameters and str(node.target) not in body.stored
     if node.op == "placeholder":
         return node.name not in body.constant_inputs
     if node.op == "call_module":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -75,14 +76,20 @@ class ClassTable:
             lines.append("        self.tp = tp")
         if "slot" in arguments:
             lines.append("        self.slot = slot")
-        lines += [f"        {line}" for line in containers([*body.modules, *body.parameters])]
+        lines += [f"        {line}" for line in containers([*body.modules, *body.parameters, *body.buffers])]
         for name, module in body.modules.items():
             lines.append(f"        self.{name} = {self.construct(module)}")
         for name, shape in body.parameters.items():
-            size = name if name in sizes else ", ".join(map(str, shape))
-            lines.append(f"        self.{name} = nn.Parameter(torch.empty({size}))")
+            size = name if name in sizes else ", ".join(map(str, shape)) or "()"
+            if name not in body.stored:
+                lines.append(f"        self.{name} = nn.Parameter(torch.empty({size}))")
+                continue
+            dtype = body.stored[name]
+            lines.append(_buffer(name, f"torch.empty({size}{f', dtype={dtype}' if dtype else ''})"))
+        if keeps := [name for name in body.parameters if body.stored.get(name)]:
+            lines.append(f"        self.keeps_dtype = {tuple(keeps)!r}")
         for name, value in body.buffers.items():
-            lines.append(f'        self.register_buffer("{name}", {tensor_literal(name, value)}, persistent=False)')
+            lines.append(_buffer(name, f"{tensor_literal(name, value)}, persistent=False"))
         for name, rows in body.shared.items():
             lines.append(f"        self.{name}_shared = {shared_rows(*rows)}")
 
@@ -95,6 +102,11 @@ class ClassTable:
 
     def source(self) -> str:
         return "\n\n\n".join(f"class {c.name}(nn.Module):\n{c.text}" for c in self.by_text.values())
+
+
+def _buffer(name: str, value: str) -> str:
+    owner, _, last = f"self.{name}".rpartition(".")
+    return f'        {owner}.register_buffer("{last}", {value})'
 
 
 def _size_arguments(body: Body) -> dict[str, int]:
@@ -127,7 +139,8 @@ def tensor_literal(name: str, value: torch.Tensor) -> str:
         raise RewriterError(
             f"constant {name} has {value.numel()} elements, more than {MAX_BUFFER}: it cannot be printed"
         )
-    return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+    numbers = re.sub(r"-?\b(?:inf|nan)\b", lambda found: f'float("{found[0]}")', repr(value.tolist()))
+    return f"torch.tensor({numbers}, dtype={value.dtype})"
 
 
 def shared_rows(size: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> str:

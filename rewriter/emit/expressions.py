@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,6 +72,8 @@ class Printer:
             return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
         if isinstance(x, torch.dtype):
             return str(x)
+        if isinstance(x, float) and not math.isfinite(x):
+            return f'float("{x}")'
         return f'"{x}"' if isinstance(x, str) else repr(x)
 
     def arguments(self, args: Any, kwargs: Mapping[str, Any]) -> str:

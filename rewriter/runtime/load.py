@@ -175,9 +175,10 @@ def fill(model: nn.Module, path: Path, *, device: torch.device | str, dtype: tor
     """Give `model` the tensors of one safetensors file, by name, without a copy on the CPU, and move its constants.
 
     A parameter with several names (tied weights) may stand in the file under any of them, and stays one parameter.
+    With `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
     Raises RewriterError for names that the file lacks or the model does not know, and for shapes that differ.
     """
-    alias = _first_names(model)
+    alias, kept = _first_names(model), _kept_dtypes(model)
     expected = model.state_dict()
     state: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -195,9 +196,8 @@ def fill(model: nn.Module, path: Path, *, device: torch.device | str, dtype: tor
                     problems.append(f"{name} has shape {list(shape)}, the module expects {list(wanted)}")
                 elif not problems:
                     tensor = file.get_tensor(name)
-                    state[alias[name]] = (
-                        tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-                    )
+                    wanted_dtype = kept.get(name, dtype if tensor.is_floating_point() else None)
+                    state[alias[name]] = tensor if wanted_dtype is None else tensor.to(wanted_dtype)
     except (SafetensorError, OSError) as error:
         raise RewriterError(f"{path}: cannot be read as safetensors ({error}). Rewrite the model again") from error
     if problems:
@@ -222,6 +222,15 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     """For every name of the state, the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _kept_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The buffers that keep their own dtype whatever the model's is, by full name."""
+    return {
+        f"{path}.{name}".lstrip("."): module.get_buffer(name).dtype
+        for path, module in model.named_modules()
+        for name in getattr(module, "keeps_dtype", ())
+    }
 
 
 def _listed(what: str, names: Sequence[str]) -> Iterable[str]:

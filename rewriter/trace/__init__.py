@@ -15,9 +15,8 @@ from transformers import PreTrainedConfig
 
 from rewriter.analysis.residual import annotate
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Parameter, Program, Source, parameters_of, walk_modules
+from rewriter.program import Body, Parameter, Program, Source, parameters_of
 from rewriter.trace.assemble import ModelTracer
-from rewriter.trace.bodies import base_name
 from rewriter.trace.flatten import flatten
 from rewriter.trace.lifting import lifted_interfaces
 from rewriter.trace.model import build_skeleton, layer_source_hash, load_config
@@ -65,7 +64,6 @@ def trace_skeleton(
         ) from error
     if outside.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
-    _refuse_stored_buffers(skeleton.model, modules)
     with contextlib.suppress(
         RewriterError
     ):  # a model without a residual stream can still be sharded; ladder says why not
@@ -80,19 +78,19 @@ def trace_skeleton(
     for alias, canonical in ties.items():
         shape = tuple(skeleton.model.get_parameter(alias).shape)
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
+    if path is not None:
+        _require_stored(skeleton, parameters, path)
     return Program(_source(skeleton, path, remote_code), graph, modules, parameters, ties)
 
 
-def _refuse_stored_buffers(model: Any, modules: dict[str, Any]) -> None:
-    """Refuse to read a buffer that checkpoints store (a router's correction bias): the trace has its initial values."""
-    stored = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    inside = walk_modules(modules)
-    read = {f"{base_name(path)}.{name}" for path, body in inside if isinstance(body, Body) for name in body.buffers}
-    if found := stored & read:
-        raise RewriterError(
-            f"{min(found)} is a buffer whose values lie in the checkpoint, which this version cannot read: "
-            f"{type(model).__name__} cannot be traced."
-        )
+def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: str) -> None:
+    """Refuse a checkpoint without a buffer that the program reads: transformers would leave it at its initial value."""
+    for name, parameter in parameters.items():
+        if name in skeleton.stored and parameter.expression is None:
+            raise RewriterError(
+                f"the checkpoint in {path} lacks {name}, a buffer that {type(skeleton.model).__name__} computes with. "
+                "Load and save the model with transformers once, which adds it."
+            )
 
 
 def _source(skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:

@@ -25,6 +25,7 @@ from rewriter.trace.bodies import (
     symbolic,
     tensors_of,
 )
+from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
@@ -74,7 +75,7 @@ class ModelTracer:
         self.model = skeleton.model
         self.path = skeleton.layers_path
         self.layers: list[nn.Module] = list(skeleton.layers)
-        self.bodies = BodyTracer(skeleton.buffers)
+        self.bodies = BodyTracer(skeleton.buffers, skeleton.stored)
         self.calls: dict[nn.Module, Recorded] = {}
         self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
@@ -173,7 +174,7 @@ class ModelTracer:
                 )
         try:
             with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
-                exported = export_graph(Logits(), list(example.values()))
+                exported = functional(export_graph(Logits(), list(example.values())))
         except RewriterError:
             raise
         except Exception as error:
@@ -191,15 +192,20 @@ class ModelTracer:
     def kind(self, index: int) -> LayerKind:
         """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
         layer = self.layers[index]
-        key = (self.fingerprint(layer), _static(self.calls[layer]), self._buffer_values(index))
+        key = (self.fingerprint(layer), _static(self.calls[layer]), self._constants(f"{self.path}.{index}", layer))
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
 
-    def _buffer_values(self, index: int) -> tuple[str, ...]:
-        """A hash of every buffer of a layer: its values are constants of the trace, and may differ by layer."""
-        values = [self.bodies.buffers[f"{self.path}.{index}.{name}"] for name, _ in self.layers[index].named_buffers()]
-        return tuple(hashlib.sha256(v.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for v in values)
+    def _constants(self, path: str, module: nn.Module) -> tuple[str, ...]:
+        """A hash of every buffer of a module that is a constant of its trace: its values may differ by layer."""
+        names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.bodies.stored]
+        return tuple(
+            hashlib.sha256(
+                self.bodies.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+            for n in names
+        )
 
     def _trace_kind(self, index: int) -> LayerKind:
         layer = self.layers[index]
@@ -220,9 +226,9 @@ class ModelTracer:
             if node.op != "call_module":
                 continue
             name = str(node.target)
-            key = (fingerprint(modules[name]), _static(calls[name]))
+            path = f"{self.path}.{index}.{name}"
+            key = (fingerprint(modules[name]), _static(calls[name]), self._constants(path, modules[name]))
             if key not in alike:
-                path = f"{self.path}.{index}.{name}"
                 alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name))
                 if isinstance(alike[key], Opaque) and left_behind:
                     raise RewriterError(

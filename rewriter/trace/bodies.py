@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.wiring import leaves_with_paths
@@ -143,11 +144,12 @@ def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.e
 class BodyTracer:
     """Traces modules to Bodies; modules that are alike (same fingerprint key) share one Body.
 
-    `buffers` are real values by full name. `trace(path, module, recorded)` raises RewriterError naming the module.
+    `buffers` are real values by full name, `stored` those whose values lie in checkpoints instead, with the dtype that
+    each keeps. `trace(path, module, recorded)` raises RewriterError naming the module.
     """
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype | None]) -> None:
+        self.buffers, self.stored = buffers, stored
 
     def trace(self, path: str, module: nn.Module, recorded: Recorded) -> Module:
         leaf = as_leaf(module)
@@ -164,7 +166,7 @@ class BodyTracer:
         try:
             with lifted_modules(lifted, calls):
                 exported = export_graph(_Wrapper(module, rebuild), tensors)
-            graph, used = clean(exported, prefix="inner.")
+                graph, used = clean(functional(exported), prefix="inner.")
         except RewriterError:
             raise
         except Exception as error:
@@ -177,7 +179,10 @@ class BodyTracer:
                 node.args = tuple(args_of(node)[i] for i in child.kept)
         kept = prune_inputs(graph, input_names(module, recorded))
         parameters = {n: tuple(p.shape) for n, p in module.named_parameters() if n in used}
-        buffers = {n: self.buffers[f"{path}.{n}"] for n, _ in module.named_buffers() if n in used}
+        own = {n: b for n, b in module.named_buffers() if n in used}
+        stored = {n: self.stored[f"{path}.{n}"] for n in own if f"{path}.{n}" in self.stored}
+        parameters |= {n: tuple(own[n].shape) for n in stored}
+        buffers = {n: self.buffers[f"{path}.{n}"] for n in own if n not in stored}
         buffers |= {n: value for n, value in used.items() if value is not None}
         outputs = len(args_of(graph.output_node())[0])
         if outputs == 1:
@@ -185,7 +190,8 @@ class BodyTracer:
         called = [args_of(n)[1] for n in exported.graph.nodes if n.target is aten.dropout.default]
         dropout = max([0.0, *called, *(m.p for m in module.modules() if isinstance(m, nn.Dropout))])
         dropout = max(dropout, float(getattr(module, "attention_dropout", 0.0) or 0.0))
-        return Body(type(module).__name__, graph, parameters, buffers, children, outputs, kept, dropout)
+        name = type(module).__name__
+        return Body(name, graph, parameters, buffers, children, outputs, kept, dropout, stored=stored)
 
 
 def base_name(variant: str) -> str:
@@ -327,63 +333,10 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             kwargs.pop("pin_memory", None)
             if kwargs.pop("device", None) is not None and model_dtype:
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
-            env[node] = emit(node, _functional(target), args, kwargs)
-            if target is not env[node].target:  # later readers of what was overwritten read the result
-                env.update(dict.fromkeys(_overwritten(node), env[node]))
+            env[node] = emit(node, target, args, kwargs)
     drop_dead_nodes(graph)
     live = {n.target for n in graph.nodes if n.op == "get_attr"}
     return graph, {name: value for name, value in used.items() if name in live}
-
-
-def _functional(target: Any) -> Any:
-    """The out-of-place twin of an in-place ATen operator; other operators as they are."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return target
-    name = schema.name.removeprefix("aten::")
-    twin = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
-    if not name.endswith("_") or twin is None:
-        raise RewriterError(f"{target} overwrites its input and has no out-of-place form")
-    return twin
-
-
-def _overwritten(node: fx.Node) -> list[fx.Node]:
-    """The nodes that stand for the tensor which the in-place operator `node` writes to.
-
-    Raises RewriterError where part of another tensor is written, or a view made before is read afterwards: the
-    out-of-place twin would lose the write.
-    """
-    base = args_of(node)[0]
-    while _aliases_whole(base):
-        base = args_of(base)[0]
-    views: list[fx.Node] = []
-    same, order = [base], {n: i for i, n in enumerate(node.graph.nodes)}
-    for alias in same:
-        for user in alias.users:
-            if order[user] < order[node] and args_of(user)[0] is alias:
-                (same if _aliases_whole(user) else views).append(user) if _is_view(user) else None
-    for view in views:
-        views += [u for u in view.users if order[u] < order[node] and _is_view(u)]
-    partly = base.op == "call_function" and _is_view(base)
-    if partly or base.op == "placeholder" or any(order[u] > order[node] for v in views for u in v.users):
-        what = (
-            "part of a tensor" if partly else "its input" if base.op == "placeholder" else "a tensor with views in use"
-        )
-        raise RewriterError(f"{node.target} overwrites {what}, which this version cannot represent")
-    return same
-
-
-def _aliases_whole(node: fx.Node) -> bool:
-    """Whether a node returns its first argument itself."""
-    return node.op == "call_function" and (_is_no_op(node) or (_is_view(node) and node.target._schema.is_mutable))
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the result of a node may share memory with its first argument."""
-    if node.target is operator.getitem:
-        return _is_view(args_of(node)[0])
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def input_names(module: nn.Module, recorded: Recorded) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,17 @@ TRACE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers."""
+    """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers.
+
+    `stored` are the buffers whose values lie in checkpoints, each with the dtype it keeps (None: the model's).
+    """
 
     model: PreTrainedModel
     config: PreTrainedConfig
     layers_path: str
     layers: nn.ModuleList
     buffers: dict[str, torch.Tensor]
+    stored: dict[str, torch.dtype | None]
 
 
 def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -93,11 +98,29 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
+    stored = stored_buffers(model)
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to("meta")
+                follows = stored.get(f"{path}.{name}" if path else name, buffer.dtype) is None
+                module._buffers[name] = buffer.to("meta", TRACE_DTYPE if follows else buffer.dtype)
     path, layers = find_layers(model)
-    return Skeleton(model, model.config, path, layers, buffers)
+    return Skeleton(model, model.config, path, layers, buffers, stored)
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
+    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    found: dict[str, torch.dtype | None] = {}
+    for name, tensor in model.state_dict().items():
+        if name in parameters:
+            continue
+        if not tensor.is_floating_point():
+            found[name] = tensor.dtype
+        else:
+            found[name] = torch.float32 if any(re.search(pattern, name) for pattern in kept) else None
+    return found
 
 
 @contextlib.contextmanager
@@ -134,12 +157,16 @@ def layer_source_hash(layer: nn.Module) -> str:
         raise RewriterError(f"the source of {cls.__module__}.{cls.__name__} cannot be read: {error}") from error
 
 
+# what differs between layers that trace alike, and what every module has
+_NO_DIFFERENCE = frozenset({"layer_idx", "layer_index", "forward", *nn.Module().__dict__})
+
+
 def fingerprint(module: nn.Module) -> Any:
-    """What makes two modules trace alike: class tree, parameter shapes and scalar attributes (layer indices aside)."""
-    scalars = tuple(
-        (k, v)
-        for k, v in sorted(module.__dict__.items())
-        if isinstance(v, (bool, int, float, str, type(None))) and k not in ("layer_idx", "layer_index", "training")
+    """What makes two modules trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
+    attributes = tuple(
+        (name, repr(value) if _is_plain(value) else _function_name(value))
+        for name, value in sorted(module.__dict__.items())
+        if name not in _NO_DIFFERENCE and (_is_plain(value) or inspect.isroutine(value))
     )
     tensors = tuple(
         (k, tuple(p.shape), p.dtype)
@@ -147,4 +174,17 @@ def fingerprint(module: nn.Module) -> Any:
         for k, p in group.items()
         if p is not None
     )
-    return (type(module), scalars, tensors, tuple((k, fingerprint(m)) for k, m in module.named_children()))
+    return (type(module), attributes, tensors, tuple((k, fingerprint(m)) for k, m in module.named_children()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is told from others by how it prints: numbers, text, dtypes, and collections of them."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
+
+
+def _function_name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"

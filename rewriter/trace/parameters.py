@@ -22,12 +22,14 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 
 
 def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Expression]:
-    """Runtime name → expression, for every parameter of `model`; tied aliases are left out.
+    """Runtime name → expression, for every parameter of `model`, and for the buffers that the checkpoint holds of those
+    that checkpoints hold; tied aliases are left out.
 
     Raises RewriterError naming tensors that are missing, surplus or of another shape, before any weight is read.
     Tensors that transformers itself ignores on load are no error.
     """
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ties = tied_parameters(model)
     renamings, converters = _transforms(model)
     collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -49,9 +51,9 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
             if canonical not in expressions and alias in expressions:
                 expressions[canonical] = expressions[alias]
             expressions.pop(alias, None)
-    missing = [n for n in wanted if n not in expressions and ties.get(n) not in expressions]
+    missing = [n for n in wanted if n in trained and n not in expressions and ties.get(n) not in expressions]
     if missing:
-        raise RewriterError(_listing(f"the checkpoint in {checkpoint.directory} lacks", missing, len(wanted)))
+        raise RewriterError(_listing(f"the checkpoint in {checkpoint.directory} lacks", missing, len(trained)))
     if surplus:
         raise RewriterError(
             _listing(
