@@ -7,11 +7,8 @@ so that the source's own `Model.forward` (masks, caches, final norm, losses, gen
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -19,13 +16,25 @@ import transformers
 import rewriter
 from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.layers import PrintedLayer, print_layers
+from rewriter.emit.modeling_file import (
+    STANDARD,
+    Names,
+    conversions,
+    docstring,
+    imports,
+    model_classes,
+    own_config,
+    source_check,
+    source_config,
+    table,
+    untraced,
+    wrapped,
+)
 from rewriter.emit.naming import camel, identifier
-from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
-from rewriter.emit.source import Argument, config_module, layer_arguments, require_importable, returned_values
+from rewriter.emit.python import LINE_LENGTH, bracketed
+from rewriter.emit.source import Argument, layer_arguments, require_importable, returned_values
 from rewriter.passes.base import scopes, single_device
-from rewriter.program import LayerArgument, Program, Source
-
-STANDARD = "standard"  # the kind of a layer that keeps the source's class
+from rewriter.program import Program, Source
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     as layers (the message names the node).
     """
     single = _model_level(program)
-    config = _source_config(single.source)
+    config = source_config(single.source)
     plain = HuggingFaceFiles(config, None, None, single.source.model_type)
     if single.origin is None:  # no pass changed what the model computes
         return plain
@@ -72,20 +81,8 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     kinds, assignment = _kinds(single, arguments)
     if set(assignment) == {STANDARD}:
         return plain
-    names = _Names(single.source)
-    config = {k: v for k, v in config.items() if k != "_name_or_path"}
-    if "tie_word_embeddings" in single.source.config:  # said outright: its default is not the same for every class
-        config.setdefault("tie_word_embeddings", single.source.config["tie_word_embeddings"])
-    config = config | {
-        "architectures": [names.architecture],
-        "auto_map": {
-            "AutoConfig": f"{names.module}.{names.config}",
-            "AutoModel": f"{names.module}.{names.base}",
-            "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
-        },
-        "model_type": names.model_type,
-        "rewriter_layers": assignment,
-    }
+    names = Names(single.source)
+    config = own_config(single.source, names) | {"rewriter_layers": assignment}
     modeling = _modeling(single, arguments, kinds, names)
     return HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
 
@@ -95,24 +92,6 @@ def _model_level(program: Program) -> Program:
     if program.mesh or "runtime" in scopes(program):
         return single_device(program).with_(recipe=program.recipe)
     return program
-
-
-class _Names:
-    """What the generated classes are called: the source's names with a prefix."""
-
-    def __init__(self, source: Source) -> None:
-        self.model_type = f"rewriter_{source.model_type}"
-        self.module = f"modeling_{identifier(self.model_type)}"
-        self.config = f"Rewriter{source.config_class}"
-        self.base = f"Rewriter{source.base_class}"
-        self.architecture = f"Rewriter{source.architecture}"
-
-
-def _source_config(source: Source) -> dict[str, Any]:
-    """config.json as it lies on disk; what the trace knows of it where there is none."""
-    file = Path(source.path) / "config.json" if source.path else None
-    config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
-    return config
 
 
 def _kinds(program: Program, arguments: list[Argument]) -> tuple[list[_Kind], list[str]]:
@@ -156,26 +135,21 @@ def _kind_name(rewrite: str, touched: bool, takes: int, gives: int) -> str:
 # --- the modeling file -----------------------------------------------------------------------------------------------
 
 
-def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], names: _Names) -> str:
+def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], names: Names) -> str:
     parts = [
         _header(program, kinds, names),
-        f"{_imports(program.source)}\n\n{_source_check(program.source)}",
+        f"{imports(program.source)}\n\n{source_check(program.source)}",
         *(_layer_class(program, arguments, kind) for kind in kinds),
-        _table(program.source, kinds),
+        table(program.source, [(kind.name, kind.class_name) for kind in kinds]),
         _rewire(program.source),
-        *_model_classes(program.source, names),
-        _conversions(program.source, names),
+        *model_classes(program.source, names, {"rewriter_layers": "list[str]"}),
+        conversions(program.source, names),
     ]
     header, *code = (part.strip("\n") for part in parts)
     return header + "\n\n" + "\n\n\n".join(code) + "\n"
 
 
-def _wrapped(text: str, indent: int = 0, first: str = "") -> str:
-    pad = " " * indent
-    return textwrap.fill(text, LINE_LENGTH, initial_indent=pad + first, subsequent_indent=pad + " " * len(first))
-
-
-def _header(program: Program, kinds: list[_Kind], names: _Names) -> str:
+def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
     source = program.source
     recipe = (program.recipe or {}).get("name")
     by = f"recipe {recipe}" if recipe else "passes " + (", ".join(r.name for r in program.history) or "by hand")
@@ -187,12 +161,12 @@ def _header(program: Program, kinds: list[_Kind], names: _Names) -> str:
     ]
     for entry in program.history:
         options = ", ".join(f"{k}={v!r}" for k, v in entry.options.items())
-        lines.append(_wrapped(f"{entry.name}({options}): {entry.summary}", 4))
+        lines.append(wrapped(f"{entry.name}({options}): {entry.summary}", 4))
     about = (
         "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
         "names the kind of every layer:"
     )
-    lines += ["", *_wrapped(about).splitlines(), ""]
+    lines += ["", *wrapped(about).splitlines(), ""]
     listed = [(STANDARD, f"{source.layer_class}, unchanged.")]
     listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
     for name, text in listed:
@@ -231,83 +205,20 @@ def _count(blocks: int) -> str:
     return "one block" if blocks == 1 else f"{blocks} blocks"
 
 
-def _imports(source: Source) -> str:
-    classes = sorted({source.layer_class, source.architecture, source.base_class})
-    origin = [
-        f"from {config_module(source)} import {source.config_class}",
-        bracketed(f"from {source.module} import ", classes, "", 0),
-    ]
-    if "\n" in origin[1]:
-        origin[1] = f"from {source.module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
-    mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
-    mapping += "    register_checkpoint_conversion_mapping,\n)"
-    third_party = ["from transformers import __version__ as transformers_version", mapping, *origin]
-    return "\n".join(["import hashlib", "import inspect", "", "import torch", *third_party])
-
-
-def _source_check(source: Source) -> str:
-    return f'''\
-# The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
-SOURCE_SHA256 = "{source.layer_source_sha256}"
-if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
-    raise ImportError(
-        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated "
-        "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
-    )
-'''
-
-
 def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> str:
     source = program.source
     parameters = [str(a) for a in arguments]
     if source.layer_var_kwargs:
         parameters.append("**kwargs")
     lines = [f"class {kind.class_name}({source.layer_class}):"]
-    lines += _docstring(_what(program, kind), 4)
+    lines += docstring(_what(program, kind), 4)
     lines += ["", f"    takes = {len(kind.layer.takes)}", f"    gives = {len(kind.layer.gives)}", ""]
     lines.append(bracketed("def forward(", ["self", *parameters], "):", 4))
-    for name in _untraced(program, arguments):
+    for name in untraced(program, arguments):
         lines.append(f"        if {name} is not None:")
         lines.append(f'            raise ValueError("{name}: {kind.class_name} was generated without it")')
     lines.append(kind.layer.text(returned_values(source)))
     return "\n".join(lines)
-
-
-def _docstring(sentences: list[str], indent: int) -> list[str]:
-    """Lines of a docstring: one line where it fits, else the first sentence, a blank line and the others."""
-    pad = " " * indent
-    whole = f'{pad}"""{" ".join(sentences)}"""'
-    if len(whole) <= LINE_LENGTH:
-        return [whole]
-    width = LINE_LENGTH - indent - 6
-    first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
-    body = [*first, *(["", *rest] if rest else [])]
-    return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
-
-
-def _untraced(program: Program, arguments: list[Argument]) -> list[str]:
-    """Arguments that the source's layer reads, though its wiring does not: it was traced with None for them."""
-    used: set[str] = set()
-
-    def walk(value: Any) -> None:
-        if isinstance(value, LayerArgument):
-            used.add(value.name.partition("[")[0])
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, Mapping):
-            walk(list(value.values()))
-
-    for node in (program.origin or program).graph.nodes:
-        if call := node.meta.get("python"):
-            walk(call.args)
-            walk(call.kwargs)
-    return [a.name for a in arguments[1:] if a.read and a.name not in used]
-
-
-def _table(source: Source, kinds: list[_Kind]) -> str:
-    rows = [(STANDARD, source.layer_class), *((kind.name, kind.class_name) for kind in kinds)]
-    return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
 
 
 def _rewire(source: Source) -> str:
@@ -341,58 +252,3 @@ def narrow_hidden_states(model, args, output):
         output.hidden_states = tuple(state if state is None else state[..., :width] for state in recorded)
     return output
 '''
-
-
-def _model_classes(source: Source, names: _Names) -> list[str]:
-    config = f'''
-class {names.config}({source.config_class}):
-    """{source.config_class} that also names the kind of every decoder layer.
-
-    The model type is not the source's: under that name, loading without trust_remote_code would silently build the
-    original wiring.
-    """
-
-    model_type = "{names.model_type}"
-
-    rewriter_layers: list[str] | None = None
-'''
-    inner = source.layers.partition(".")[2]
-    base = _model_class(names.base, source.base_class, names.config, f"rewire(self, self.{inner})")
-    root = f"self.{source.layers.partition('.')[0]}"
-    causal = _model_class(
-        names.architecture, source.architecture, names.config, f"rewire({root}, self.{source.layers})"
-    )
-    return [config, base, causal]
-
-
-def _model_class(name: str, parent: str, config: str, rewire: str) -> str:
-    return f"""
-class {name}({parent}):
-    config_class = {config}
-    _no_split_modules = (*({parent}._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
-
-    def __init__(self, config):
-        super().__init__(config)
-        {rewire}
-"""
-
-
-def _conversions(source: Source, names: _Names) -> str:
-    pairs = [
-        (source.model_type, names.model_type),
-        (source.base_class, names.base),
-        (source.architecture, names.architecture),
-    ]
-    rows = [f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs]
-    return "\n".join(
-        [
-            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert",
-            "# them by model type or class name, so the source's conversions, if any, are registered under ours too.",
-            "for source_name, own_name in [",
-            *rows,
-            "]:",
-            "    conversion = get_checkpoint_conversion_mapping(source_name)",
-            "    if conversion is not None:",
-            "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
-        ]
-    )

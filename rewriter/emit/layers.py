@@ -66,7 +66,7 @@ def print_layers(program: Program, argument_names: tuple[str, ...]) -> list[Prin
     `argument_names` are the parameters of the source layer's forward, the hidden state first. Raises RewriterError when
     a layer needs a value from outside the layers other than the embedding, or when more than one value leaves the last.
     """
-    flow = _Flow(program)
+    flow = Flow(program)
     labels = _stream_labels(program)
     count = program.source.num_layers
     crossing = [flow.crossing(boundary) for boundary in range(count + 1)]
@@ -76,7 +76,7 @@ def print_layers(program: Program, argument_names: tuple[str, ...]) -> list[Prin
     ]
 
 
-class _Flow:
+class Flow:
     """Who computes what, and how long it is needed."""
 
     def __init__(self, program: Program) -> None:
@@ -132,7 +132,7 @@ def _stream_labels(program: Program) -> dict[str, str]:
 def _print_layer(
     program: Program,
     index: int,
-    flow: _Flow,
+    flow: Flow,
     takes: list[fx.Node],
     gives: list[fx.Node],
     labels: Mapping[str, str],
@@ -167,4 +167,4 @@ def _wish(node: fx.Node, path: str, labels: Mapping[str, str]) -> str:
     return "total" if node.name.startswith("add") else node.name
 
 
-__all__ = ["PrintedLayer", "print_layers"]
+__all__ = ["Flow", "PrintedLayer", "print_layers"]

@@ -1,0 +1,185 @@
+"""What generated modeling files have in common: names, imports, the check of the source, model classes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from rewriter.emit.naming import identifier
+from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
+from rewriter.emit.source import Argument, config_module
+from rewriter.program import LayerArgument, Program, Source
+
+STANDARD = "standard"  # the kind of a layer that keeps the source's class
+
+
+class Names:
+    """What the generated classes are called: the source's names with a prefix."""
+
+    def __init__(self, source: Source) -> None:
+        self.model_type = f"rewriter_{source.model_type}"
+        self.module = f"modeling_{identifier(self.model_type)}"
+        self.config = f"Rewriter{source.config_class}"
+        self.base = f"Rewriter{source.base_class}"
+        self.architecture = f"Rewriter{source.architecture}"
+
+
+def own_config(source: Source, names: Names) -> dict[str, Any]:
+    """The source's config.json with the generated classes instead of its own."""
+    config = {k: v for k, v in source_config(source).items() if k != "_name_or_path"}
+    if "tie_word_embeddings" in source.config:  # said outright: its default is not the same for every class
+        config.setdefault("tie_word_embeddings", source.config["tie_word_embeddings"])
+    return config | {
+        "architectures": [names.architecture],
+        "auto_map": {
+            "AutoConfig": f"{names.module}.{names.config}",
+            "AutoModel": f"{names.module}.{names.base}",
+            "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
+        },
+        "model_type": names.model_type,
+    }
+
+
+def source_config(source: Source) -> dict[str, Any]:
+    """config.json as it lies on disk; what the trace knows of it where there is none."""
+    file = Path(source.path) / "config.json" if source.path else None
+    config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
+    return config
+
+
+def wrapped(text: str, indent: int = 0, first: str = "") -> str:
+    """Lines of at most LINE_LENGTH; `first` opens the first one, and the others are as far in."""
+    pad = " " * indent
+    return textwrap.fill(text, LINE_LENGTH, initial_indent=pad + first, subsequent_indent=pad + " " * len(first))
+
+
+def imports(
+    source: Source, own: Collection[str] = (), standard: Collection[str] = (), others: Collection[str] = ()
+) -> str:
+    """The import statements; besides the model's classes, `own` from its module, `standard` modules, and `others`."""
+    classes = sorted({source.layer_class, source.architecture, source.base_class, *own})
+    origin = [
+        f"from {config_module(source)} import {source.config_class}",
+        bracketed(f"from {source.module} import ", classes, "", 0),
+    ]
+    if "\n" in origin[1]:
+        origin[1] = f"from {source.module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
+    mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
+    mapping += "    register_checkpoint_conversion_mapping,\n)"
+    third_party = ["from transformers import __version__ as transformers_version", mapping, *origin, *others]
+    first = [f"import {module}" for module in sorted(["hashlib", "inspect", *standard])]
+    return "\n".join([*first, "", "import torch", *third_party])
+
+
+def source_check(source: Source) -> str:
+    """Statements that raise where the source's layer is not the one that was read."""
+    return f'''\
+# The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
+SOURCE_SHA256 = "{source.layer_source_sha256}"
+if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
+    raise ImportError(
+        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated "
+        "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
+    )
+'''
+
+
+def docstring(sentences: list[str], indent: int) -> list[str]:
+    """Lines of a docstring: one line where it fits, else the first sentence, a blank line and the others."""
+    pad = " " * indent
+    whole = f'{pad}"""{" ".join(sentences)}"""'
+    if len(whole) <= LINE_LENGTH:
+        return [whole]
+    width = LINE_LENGTH - indent - 6
+    first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
+    body = [*first, *(["", *rest] if rest else [])]
+    return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
+
+
+def untraced(program: Program, arguments: list[Argument]) -> list[str]:
+    """Arguments that the source's layer reads, though its wiring does not: it was traced with None for them."""
+    used: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, LayerArgument):
+            used.add(value.name.partition("[")[0])
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                walk(item)
+        elif isinstance(value, Mapping):
+            walk(list(value.values()))
+
+    for node in (program.origin or program).graph.nodes:
+        if call := node.meta.get("python"):
+            walk(call.args)
+            walk(call.kwargs)
+    return [a.name for a in arguments[1:] if a.read and a.name not in used]
+
+
+def table(source: Source, kinds: Sequence[tuple[str, str]]) -> str:
+    """LAYER_CLASSES: the class of every kind of layer; `kinds` are (name, class) of the generated ones."""
+    rows = [(STANDARD, source.layer_class), *kinds]
+    return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
+
+
+def model_classes(source: Source, names: Names, config_fields: Mapping[str, str]) -> list[str]:
+    """The config and model classes; `config_fields` are what the config has besides the source's: name → type."""
+    fields = "\n".join(f"    {name}: {kind} | None = None" for name, kind in config_fields.items())
+    config = f'''
+class {names.config}({source.config_class}):
+    """{source.config_class} that also names the kind of every decoder layer.
+
+    The model type is not the source's: under that name, loading without trust_remote_code would silently build the
+    original wiring.
+    """
+
+    model_type = "{names.model_type}"
+
+{fields}
+'''
+    inner = source.layers.partition(".")[2]
+    base = _model_class(names.base, source.base_class, names.config, f"rewire(self, self.{inner})")
+    root = f"self.{source.layers.partition('.')[0]}"
+    causal = _model_class(
+        names.architecture, source.architecture, names.config, f"rewire({root}, self.{source.layers})"
+    )
+    return [config, base, causal]
+
+
+def _model_class(name: str, parent: str, config: str, rewire: str) -> str:
+    return f"""
+class {name}({parent}):
+    config_class = {config}
+    _no_split_modules = (*({parent}._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
+
+    def __init__(self, config):
+        super().__init__(config)
+        {rewire}
+"""
+
+
+def conversions(source: Source, names: Names) -> str:
+    """Statements that register the source type's conversion of checkpoints for the generated classes."""
+    pairs = [
+        (source.model_type, names.model_type),
+        (source.base_class, names.base),
+        (source.architecture, names.architecture),
+    ]
+    rows = [f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs]
+    return "\n".join(
+        [
+            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert",
+            "# them by model type or class name, so the source's conversions, if any, are registered under ours too.",
+            "for source_name, own_name in [",
+            *rows,
+            "]:",
+            "    conversion = get_checkpoint_conversion_mapping(source_name)",
+            "    if conversion is not None:",
+            "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
+        ]
+    )
