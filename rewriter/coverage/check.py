@@ -22,14 +22,17 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.analysis.residual import residual_blocks
 from rewriter.coverage.configs import small_config
+from rewriter.coverage.lanes import computed_whole, desync_modes
 from rewriter.coverage.result import Coverage, explain
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.errors import RewriterError, VerificationError
+from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.program import Program
 from rewriter.trace import trace
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, compare, relative_error
+from rewriter.verify.lane_reference import LaneReference
 from rewriter.verify.random_model import build_model, random_ids, randomize
 from rewriter.verify.reference import ladder_reference
 from rewriter.verify.rehearsal import test_lengths
@@ -139,12 +142,7 @@ class _Subject:
         for layers in (set(range(count)), set(range(1, count, 2))):
             program = Ladder(sorted(layers)).apply(self.program)
             expected = [self._logits(ids, layers) for ids in self.batches]
-            difference = max(relative_error(a, b) for a, b in zip(expected, self.expected, strict=True))
-            if difference < DIFFERENT:
-                raise RewriterError(
-                    f"shows nothing: the ladder differs from the original by {difference:.1e} only, {DIFFERENT:.0e} is "
-                    "needed to tell them apart"
-                )
+            self._require_different(expected)
             self._require(program, expected, EXACT, "the ladder")
             self.rewritten, self.rewritten_logits = program, expected
 
@@ -156,7 +154,25 @@ class _Subject:
         self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
 
     def _desync(self) -> None:
-        raise RewriterError("not checked: desync has no reference yet")
+        """Two ranks, every second reduction dropped, kept ones resync by mean."""
+        if not self.result.stream:
+            raise RewriterError("no residual stream, so there is nothing that ranks could keep to themselves")
+        shared = TensorParallel().apply(self.program.with_(mesh={"tp": 2}, origin=self.program))
+        program = Desync(n=2).apply(shared)
+        blocks = residual_blocks(shared)
+        reference = LaneReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
+        expected = [reference(ids) for ids in self.batches]
+        self._require_different(expected)
+        self._require(program, expected, RANKS, "desync on 2 ranks")
+
+    def _require_different(self, expected: list[torch.Tensor]) -> None:
+        """Refuse a comparison that the unmodified model would pass as well."""
+        difference = max(relative_error(a, b) for a, b in zip(expected, self.expected, strict=True))
+        if difference < DIFFERENT:
+            raise RewriterError(
+                f"shows nothing: the rewritten model differs from the original by {difference:.1e} only, "
+                f"{DIFFERENT:.0e} is needed to tell them apart"
+            )
 
     def _emitted(self) -> None:
         """The adapted checkpoint of the ladder, loaded as its users load it, where `rewriter` cannot be imported."""
