@@ -166,3 +166,13 @@ def test_a_norm_over_all_heads_cannot_read_a_residual_of_each_ranks_own():
     program = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
     with pytest.raises(RewriterError, match="reduces over the ranks inside"):
         apply(program, ("ladder", {"variant": "own_partial"}))
+
+
+def test_a_block_that_every_rank_computes_cannot_read_a_ranks_own_partial():
+    """113 channels divide by nothing: the MLP is replicated, and from own partials the ranks would drift apart."""
+    config = zoo.config("llama")
+    config.intermediate_size = 113
+    program = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    with pytest.raises(RewriterError, match=r"layers\.0\.mlp could not be split"):
+        apply(program, ("ladder", {"variant": "own_partial"}))
+    apply(program, ("desync", {"pattern": (("drop",), ("keep",))}))

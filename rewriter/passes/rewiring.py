@@ -145,6 +145,11 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
         else:
             value = _with_own_partial(before, block, name)
             lanes.add(before.index)
+            if value is not before.add and split_writes(block, name)[1]:
+                raise RewriterError(
+                    f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
+                    "partial sum each would get another result. Leave its layer out of the selection."
+                )
         for node in block.branch:
             for source in node.all_input_nodes:
                 if source not in block.branch and read_index(source) is not None:
