@@ -21,6 +21,7 @@ from rewriter.trace.flatten import flatten
 from rewriter.trace.lifting import lifted_interfaces
 from rewriter.trace.model import build_skeleton, layer_source_hash, load_config
 from rewriter.trace.parameters import checkpoint_expressions, tied_parameters
+from rewriter.trace.tokens import keep_tokens
 from rewriter.trace.wiring import layer_signature
 from rewriter.weights import Checkpoint
 
@@ -54,6 +55,7 @@ def trace_skeleton(
             tracer = ModelTracer(skeleton)
             outside = tracer.outside()
             graph, modules = flatten(tracer, outside)
+            keep_tokens(graph, modules)
     except RewriterError:
         raise
     except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
