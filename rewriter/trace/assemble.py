@@ -110,19 +110,28 @@ class ModelTracer:
 
         def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
             hidden = self.hidden_name(layer)
-            is_tuple = isinstance(self.wiring(layer).output_node().args[0], (tuple, list))
+            returned = self.wiring(layer).output_node().args[0]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
+                if layer in called:
+                    raise RewriterError(
+                        f"{self.path}.{index} is called more than once in a forward pass, which is not supported yet"
+                    )
+                called.add(layer)
+                _refuse_other_results(f"{self.path}.{index}", bind(layer, args, kwargs))
                 self.calls[layer] = Recorded(args, kwargs)
                 stream = bind(layer, args, kwargs)[hidden]
                 if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
                     raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
                 tensors, _ = tensors_of(self.calls[layer])
                 out = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")[0]
-                return (out,) if is_tuple else out
+                if not isinstance(returned, (tuple, list)):
+                    return out
+                return (out, *(None if x is None else _OtherResult(layer) for x in returned[1:]))
 
             return forward
 
+        called: set[nn.Module] = set()
         functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {
             f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))
         }
@@ -230,10 +239,10 @@ class ModelTracer:
             key = (fingerprint(modules[name]), _static(calls[name]), self._constants(path, modules[name]))
             if key not in alike:
                 alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name))
-                if isinstance(alike[key], Opaque) and left_behind:
+                if isinstance(alike[key], Opaque) and (others := [a for a in left_behind if not a.startswith(path)]):
                     raise RewriterError(
                         f"{path} cannot be traced: {alike[key].reason}. It cannot stay the source's own module either: "
-                        f"the layer leaves a tensor behind in {left_behind[0]}, which others may read."
+                        f"the layer leaves a tensor behind in {others[0]}, which it may read."
                     )
             body = bodies[name] = alike[key]
             paths = [
@@ -256,6 +265,22 @@ class ModelTracer:
         if isinstance(body, Body) and (operator := mixing_operator(body)):
             return opaque_child(path, module, call, _MIXES.format(operator))
         return body
+
+
+class _OtherResult:
+    """What a layer returns besides the hidden state: a wiring has no place for it, so nothing may read it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
+def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
+    for where, leaf in leaves_with_paths(arguments):
+        if isinstance(leaf, _OtherResult):
+            raise RewriterError(
+                f"{path} reads another result of the layer before ({where[0]}), not only its hidden state: "
+                f"{type(leaf.layer).__name__} hands on more than one value, which is not supported yet"
+            )
 
 
 def _static(call: Recorded) -> str:

@@ -12,8 +12,9 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.trace.assemble import Child, ModelTracer, Outside
 from rewriter.trace.bodies import tensors_of
+from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.probe import bind
-from rewriter.trace.wiring import SPLAT
+from rewriter.trace.wiring import SPLAT, is_cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,14 @@ class _Layer:
             if probability:
                 return self._add("call_function", ops.dropout, (args[0], probability), {})
             return args[0]
+        if is_cast(node, TRACE_DTYPE):  # the trace's dtype stands for the model's: that of the layer's parameters
+            return self._add("call_function", ops.type_as_model, (args[0], self._parameter()), {})
         return self._add(node.op, node.target, args, kwargs)
+
+    def _parameter(self) -> fx.Node:
+        """A parameter of the layer, in the model's dtype."""
+        name = next(n for n, p in self.layer.named_parameters() if p.dtype == TRACE_DTYPE)
+        return self._add("get_attr", f"{self.path}.{name}", (), {})
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         new = self.graph.create_node(op, target, args, kwargs)
@@ -146,6 +154,8 @@ class _Layer:
                 tree = env[tree]
             if isinstance(tree, _Context):
                 tree = tree.value
+            if isinstance(tree, dict) and step not in tree and SPLAT in tree:
+                tree = env[tree[SPLAT]].value  # it came through the layer's **kwargs
             tree = tree[step]
         if isinstance(tree, fx.Node) and tree in env:
             tree = env[tree]

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec
-from rewriter.program import Opaque, args_of
+from rewriter.program import Opaque
 from rewriter.trace.bodies import symbolic
 from rewriter.trace.lifting import Recorded, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE
@@ -74,12 +74,7 @@ def _refuse(path: str, module: nn.Module, where: str, value: Any, reason: str) -
 def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> Iterator[dict[str, Exception]]:
     """In the block, a child that fails on meta tensors gives a stand-in for its result; which did, and why."""
     failures: dict[str, Exception] = {}
-    lengths: dict[str, int] = {}
-    for node in wiring.nodes:
-        if node.op == "call_module":
-            picked = [args_of(u)[1] for u in node.users if getattr(u.target, "__name__", "") == "getitem"]
-            if picked and all(isinstance(i, int) for i in picked):
-                lengths[str(node.target)] = 1 + max(picked)
+    lengths = {str(n.target): n.meta["returned"] for n in wiring.nodes if n.op == "call_module"}
 
     def forward_for(name: str, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
@@ -95,7 +90,8 @@ def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> It
                     if isinstance(x, torch.Tensor) and x.dtype == TRACE_DTYPE
                 )
                 stand_in = torch.empty_like(hidden)
-                return (stand_in, *[None] * (lengths[name] - 1)) if name in lengths else stand_in
+                length = lengths[name]
+                return stand_in if length is None else (stand_in, *[None] * (length - 1))
 
         return forward
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import fx, nn
 
 from rewriter.errors import RewriterError
-from rewriter.program import drop_dead_nodes
+from rewriter.program import args_of, drop_dead_nodes
 
 
 class _LayerTracer(fx.Tracer):
@@ -70,8 +72,44 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
             f"the wiring of {type(layer).__name__} cannot be traced: "
             f"{type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
+    for node in tracer.graph.nodes:
+        if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
+            node.meta["returned"] = _unpacked(node)
     drop_dead_nodes(tracer.graph)
+    _cast_writes_instead_of_the_stream(tracer.graph)
     return tracer.graph
+
+
+def _unpacked(node: fx.Node) -> int | None:
+    """The length of the tuple that a child returns, as far as its layer picks elements; None for a bare tensor."""
+    picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
+    return 1 + max(picked) if picked and all(isinstance(i, int) for i in picked) else None
+
+
+def _cast_writes_instead_of_the_stream(graph: fx.Graph) -> None:
+    """Write x.to(float32) + f as x + f.to(float32), which promotes alike: so that no cast stands on the stream."""
+    for cast in list(graph.nodes):
+        if not is_cast(cast, torch.float32):
+            continue
+        source = args_of(cast)[0]
+        for add in list(cast.users):
+            if add.target not in (operator.add, operator.iadd, torch.add) or len(add.all_input_nodes) != 2:
+                continue
+            other = next(n for n in add.all_input_nodes if n is not cast)
+            with graph.inserting_before(add):
+                promoted = graph.call_method("to", (other, torch.float32))
+            add.replace_input_with(other, promoted)
+            add.replace_input_with(cast, source)
+        if not cast.users:
+            graph.erase_node(cast)
+
+
+def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node of a layer's wiring converts its first argument to `dtype`."""
+    if node.op != "call_method" or node.target not in ("to", "type", "float"):
+        return False
+    given = [*args_of(node)[1:], *node.kwargs.values()]
+    return given == [dtype] or (node.target == "float" and dtype == torch.float32)
 
 
 def leaves_with_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
