@@ -89,7 +89,7 @@ def test_types_that_hang_or_crash_cost_their_own_row_only(monkeypatch: pytest.Mo
 
 def test_oddities_are_of_registered_types() -> None:
     assert set(oddities()) <= set(registered_types())
-    assert all(set(entry) <= {"default", "set"} for entry in oddities().values())
+    assert all(set(entry) <= {"default", "layers", "set"} for entry in oddities().values())
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v3", "gemma3", "falcon_h1", "whisper"])

@@ -40,8 +40,9 @@ def require_registered(types: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def oddities() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """The table of oddities by type: `default`, arguments of the config's class; `set`, settings of the small one."""
+def oddities() -> Mapping[str, Mapping[str, Any]]:
+    """The table of oddities by type: `default`, arguments of the config's class; `layers`, which of them to keep;
+    `set`, settings of the small config."""
     table: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("oddities.yaml").read_text(encoding="utf-8"))
     return table
 
@@ -54,7 +55,8 @@ def small_config(model_type: str) -> PreTrainedConfig:
     """
     oddity = oddities().get(model_type, {})
     config = CONFIG_MAPPING[model_type](**oddity.get("default", {}))
-    return shrink(config, representatives(config, []), RANKS, _changes(config) | dict(oddity.get("set", {})))
+    layers = oddity.get("layers", representatives(config, []))
+    return shrink(config, layers, RANKS, _changes(config) | dict(oddity.get("set", {})))
 
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from rewriter.verify.shrink_sizes import LAYERS, shrunken_sizes
 _LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers")
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _LAST_LAYERS = ("num_kv_shared_layers",)
+# Configs inside others that transformers does not know as the language model's: between byte encoder and decoder.
+_LANGUAGE_MODELS = ("global_config",)
 _KEYED_BY_LAYER = ("per_layer_config",)
 _STEPS = (
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "no_rope_layer_interval",
@@ -37,6 +39,9 @@ _DERIVED = ("qk_head_dim",)
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the language model inside `config`, which may be `config` itself."""
+    for name in _LANGUAGE_MODELS:
+        if hasattr(config, name):
+            return getattr(config, name)
     # A text encoder beside it (music generation) is not what is generated from.
     return config.get_text_config(decoder=True) if hasattr(config, "text_encoder") else config.get_text_config()
 
@@ -49,8 +54,9 @@ def text_table(config: PreTrainedConfig) -> Mapping[str, Any]:
 
 def depth(config: PreTrainedConfig) -> int:
     """Number of decoder layers. Raises RewriterError when the config does not say."""
-    table = text_table(config)
-    found = next((table[name] for name in LAYERS if isinstance(table.get(name), int)), None)
+    text = text_config(config)
+    # Some types compute it, and do not store it.
+    found = next((value for name in LAYERS if isinstance(value := getattr(text, name, None), int)), None)
     if found is None:
         raise RewriterError(
             f"model type {config.model_type!r}: its config names no number of layers, so it cannot be shrunken"
@@ -101,11 +107,10 @@ def shrink(
     text = text_config(config)
     inner = next((k for k, v in config.__dict__.items() if v is text), None) if text is not config else None
     data = {name: _shrink_beside(value) for name, value in table.items()}
-    small = _shrink_table(dict(table if inner is None else table[inner]), layers, depth(config), ranks)
     if inner is None:
-        data |= small
+        data = _shrink_table(data, layers, depth(config), ranks)
     else:
-        data[inner] = small
+        data[inner] = _shrink_table(dict(table[inner]), layers, depth(config), ranks)
     data.pop("quantization_config", None)
     if "auto_map" not in data:
         data["_name_or_path"] = ""
@@ -145,7 +150,7 @@ def _shrink_table(data: dict[str, Any], layers: Sequence[int], count: int, ranks
         if name in _LISTS_OF_LAYERS and isinstance(value, list):
             new[name] = [place for place, layer in enumerate(layers) if layer in value]
         elif name in _KEYED_BY_LAYER and isinstance(value, dict):
-            by_layer = {int(layer): setting for layer, setting in value.items()}
+            by_layer = {int(layer): _in_proportion(settings, data, new) for layer, settings in value.items()}
             new[name] = {place: by_layer[layer] for place, layer in enumerate(layers) if layer in by_layer}
         elif isinstance(value, (list, tuple)) and len(value) == count and count > len(layers):
             new[name] = [new[name][layer] for layer in layers]
@@ -154,3 +159,14 @@ def _shrink_table(data: dict[str, Any], layers: Sequence[int], count: int, ranks
         elif name in _LAST_LAYERS and isinstance(value, int):
             new[name] = sum(layer >= count - value for layer in layers)
     return new
+
+
+def _in_proportion(settings: Mapping[str, Any], real: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's own sizes, as much larger or smaller than the model's as they really are."""
+
+    def scaled(name: str, size: Any) -> Any:
+        if name in real and isinstance(size, int) and isinstance(real[name], int) and real[name]:
+            return max(size * small[name] // real[name], 1)
+        return size
+
+    return {name: scaled(name, size) for name, size in settings.items()}

@@ -14,7 +14,7 @@ MAX_POSITIONS = 192
 # Sizes that the tracer uses for batch and length in its examples are no sizes of a model: 3, 37 and 111.
 TAKEN = (3, 37, 111)
 
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size", "lru_width")
 INNER = (
     "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
     "shared_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "dim_ff", "dff",
@@ -41,18 +41,29 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
 # Sizes that have to agree with no other one.
 SMALL = {
     "n_group": 2, "topk_group": 1, "num_expert_group": 2, "zero_expert_num": 2, "o_lora_rank": 16, "o_groups": 2,
-    "index_head_dim": 16, "index_n_heads": 4, "index_block_size": 8, "index_topk_blocks": 2,
+    "index_head_dim": 16, "index_n_heads": 4, "indexer_head_dim": 16, "indexer_n_heads": 4,
+    "index_block_size": 8, "index_topk_blocks": 2,
     "laurel_rank": 8, "gated_norm_rank": 8, "hidden_size_per_layer_input": 16, "d_rel": 8, "rel_extent": 16,
     "router_hidden_size": 16, "adapter_rank": 8, "hc_lowrank": 16, "ple_embed_dim": 64,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
     "mamba_d_state": 16, "state_size": 16, "ssm_state_size": 16, "mamba_dt_rank": 8, "time_step_rank": 8,
     "mamba_chunk_size": 8, "chunk_size": 8, "mamba_n_groups": 2, "n_groups": 2,
     "encoder_layers": 2, "num_encoder_layers": 2,
+    "shape_vocab_size": 256, "shape_embed_dim": 32, "pronunciation_vocab_size": 256, "pronunciation_embed_dim": 32,
+    "image_size": 64, "crop_size": 64, "num_position_embeddings": 64,
 }  # fmt: skip
 # Heads of a state-space mixer and their size: together they are as wide as `expand` times the model.
 MIXERS = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("mamba_num_heads", "mamba_head_dim", "expand"))
 
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
 
 
 def shrunken_sizes(data: Mapping[str, Any], ranks: int) -> dict[str, Any]:
