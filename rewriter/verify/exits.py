@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from rewriter.errors import RewriterError
 from rewriter.verify.stream import Plain, Structure, few_ids, watched
 
-# Names of projections back into the stream, of modules or of weights that hold all experts.
-_EXITS = frozenset(
-    {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "fc2", "w2", "wo", "Wo", "o", "dense_4h_to_h", "fc_out"}
-    | {"output_linear", "output_proj", "proj", "lin2", "out_lin", "linear_out"}
+# How paths of projections back into the stream end: of modules, or of weights that hold all experts.
+_EXITS = (
+    *(".o_proj", ".o_proj.linear", ".out_proj", ".out_lin", ".dense", ".c_proj", ".proj", ".wo", ".Wo", ".o"),
+    *(".attention_out", ".output_proj", ".down_proj", ".fc2", ".fc2.linear", ".w2", ".dense_4h_to_h", ".fc_out"),
+    *(".output_linear", ".linear_out", ".lin2", ".w_out", ".ffn.2"),
 )
 
 
@@ -48,10 +49,11 @@ class Share:
 
 def exit_shares(path: str, module: nn.Module, hidden: int) -> Iterator[Share]:
     """The exit projections that `module` itself holds, `hidden` being the width of the stream."""
-    leaf = path.rpartition(".")[2]
+    if "norm" in path:
+        return  # one that multiplies by a small network of the stream
     parameters = dict(module.named_parameters(recurse=False))
     for name, weight in parameters.items():
-        if (leaf if name == "weight" else name) not in _EXITS:
+        if not (path if name == "weight" else f"{path}.{name}").endswith(_EXITS):
             continue
         dim = _input_dim(path, module, weight, hidden)
         if dim is not None:
@@ -63,6 +65,8 @@ def _input_dim(path: str, module: nn.Module, weight: torch.Tensor, hidden: int) 
     """Which dimension of an exit's weight its input has; None when its output is not the stream."""
     if weight.ndim == 2:
         turned = type(module).__name__ == "Conv1D"  # [in, out], not [out, in]
+        if hidden not in weight.shape:
+            return None
         if not turned and not isinstance(module, nn.Linear):
             raise RewriterError(f"lane reference: {path} is a {type(module).__name__}, whose layout is not known")
         return (0 if turned else 1) if weight.shape[1 if turned else 0] == hidden else None

@@ -12,7 +12,7 @@ logits, never wrong ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,14 +86,28 @@ class Ledger(Protocol):
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers: the longest ModuleList that is inside no other one."""
+    """The decoder layers: the longest ModuleList that is inside no other one and runs when the model is given text."""
     lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = list(module)
+    if len(lists) > 1:
+        lists = _that_run(model, lists)
     if not lists:
         raise RewriterError(f"{type(model).__name__}: no list of decoder layers")
     return max(lists.values(), key=lambda layers: len(layers))
+
+
+@torch.no_grad()
+def _that_run(model: PreTrainedModel, lists: Mapping[str, list[nn.Module]]) -> dict[str, list[nn.Module]]:
+    """Those lists of which every module is called: not the encoders of images, not what only training needs."""
+    called: set[nn.Module] = set()
+    with ExitStack() as stack:
+        for module in {module for modules in lists.values() for module in modules}:
+            handle = module.register_forward_pre_hook(lambda module, args: called.add(module))
+            stack.callback(handle.remove)
+        model(input_ids=few_ids(model), use_cache=False)
+    return {name: modules for name, modules in lists.items() if called.issuperset(modules)}
 
 
 @contextmanager
@@ -181,7 +195,7 @@ class Watch(TorchFunctionMode):
         self._additions.clear()
         del self.made[1:], self.reads[:], self.calls[:]
         self._shape = hidden.shape
-        self.ledger.begin(hidden)
+        self.ledger.begin(hidden.contiguous())
         token = torch.full_like(hidden.detach(), torch.nan)
         self._remember(token, 0, lambda value: value)
         leaves, spec = tree_flatten((args, kwargs))
@@ -231,7 +245,7 @@ class Watch(TorchFunctionMode):
         value = len(self.made)
         self.made.append((token.value, count))
         written = other if kwargs.get("alpha", 1) == 1 else other * kwargs["alpha"]
-        self.ledger.write(token.value, written.reshape(self._shape))
+        self.ledger.write(token.value, written.reshape(self._shape).contiguous())
         self._remember(result, value, token.as_token)
         return result
 
