@@ -1,5 +1,8 @@
 """Which layers a pass touches: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
 
+Parts of a model by name: the halves `lower-half` and `upper-half`, and the two quarters of the upper half,
+`third-quarter` and `last-quarter`. They join without a gap, whatever the number of layers.
+
 A selection is written before the model is known, so it is read in two steps: `check` refuses what can never be one,
 `resolve` turns it into layer numbers once the number of layers is known. Imports nothing of ours but the errors.
 """
@@ -17,6 +20,14 @@ Selection = str | int | Sequence[int]
 
 FORMS = "all, upper-half, last:16, first:4, 12-31, 7 or [1, 5, 9]"
 
+# (first, behind the last) in quarters of the number of layers, rounded down.
+_PARTS = {
+    "all": (0, 4),
+    "lower-half": (0, 2),
+    "upper-half": (2, 4),
+    "third-quarter": (2, 3),
+    "last-quarter": (3, 4),
+}
 _COUNT = re.compile(r"(first|last):([0-9]{1,6})")
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
@@ -46,10 +57,11 @@ def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
         layers = (selection,) if isinstance(selection, int) else tuple(sorted(selection))
         return _in_range(selection, layers, num_layers)
     text = selection.strip()
-    if text == "all":
-        return tuple(range(num_layers))
-    if text == "upper-half":
-        return tuple(range(num_layers // 2, num_layers))
+    if text in _PARTS:
+        start, stop = (num_layers * quarters // 4 for quarters in _PARTS[text])
+        if start == stop:
+            raise RewriterError(f"layers: {text} of {num_layers} layers is none. Name layers: 0 to {num_layers - 1}.")
+        return tuple(range(start, stop))
     if counted := _COUNT.fullmatch(text):
         count = int(counted[2])
         if count > num_layers:
@@ -69,7 +81,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _check_text(text: str) -> None:
-    if text in ("all", "upper-half"):
+    if text in _PARTS:
         return
     if counted := _COUNT.fullmatch(text):
         if int(counted[2]) == 0:
@@ -80,7 +92,7 @@ def _check_text(text: str) -> None:
         if first > last:
             raise RewriterError(f"layers: {text} runs backwards. Did you mean {last}-{first}?")
         return
-    guess = nearest(text.split(":")[0], ("all", "upper-half", "last:", "first:"))
+    guess = nearest(text.split(":")[0], (*_PARTS, "last:", "first:"))
     raise RewriterError(
         f"layers: {text!r} is no selection of layers. "
         + (f"Did you mean {guess + '4' if guess.endswith(':') else guess}? " if guess else "")

@@ -17,6 +17,11 @@ from rewriter.selection import check, resolve
         ("upper-half", 32, tuple(range(16, 32))),
         ("upper-half", 5, (2, 3, 4)),
         ("upper-half", 1, (0,)),
+        ("lower-half", 5, (0, 1)),
+        ("third-quarter", 32, tuple(range(16, 24))),
+        ("last-quarter", 32, tuple(range(24, 32))),
+        ("third-quarter", 6, (3,)),
+        ("last-quarter", 6, (4, 5)),
         ("last:20", 32, tuple(range(12, 32))),
         ("last:3", 3, (0, 1, 2)),
         ("first:4", 32, (0, 1, 2, 3)),
@@ -30,6 +35,18 @@ from rewriter.selection import check, resolve
 )
 def test_layers_of_a_selection(selection: object, num_layers: int, layers: tuple[int, ...]) -> None:
     assert resolve(selection, num_layers) == layers  # type: ignore[arg-type]
+
+
+@given(st.integers(3, 200))
+def test_parts_of_a_model_join_without_a_gap(num_layers: int) -> None:
+    parts = [layer for name in ("lower-half", "third-quarter", "last-quarter") for layer in resolve(name, num_layers)]
+    assert parts == list(range(num_layers))
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("lower-half", 1), ("third-quarter", 2), ("third-quarter", 1)])
+def test_a_part_that_a_shallow_model_lacks_is_refused(name: str, num_layers: int) -> None:
+    with pytest.raises(RewriterError, match=f"layers: {name} of {num_layers} layers is none. Name layers"):
+        resolve(name, num_layers)
 
 
 @pytest.mark.parametrize(
