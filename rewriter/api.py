@@ -25,15 +25,20 @@ def rewrite(
     tp: int = 1,
     set: Mapping[str, Any] | None = None,
     disable: Collection[str] = (),
+    text: str | None = None,
 ) -> Program:
     """Apply a recipe (a shipped name, a .yaml file, or a Recipe) to a traced program for `tp` ranks; a new Program.
 
-    `set` replaces options, as in `{"ladder.layers": "last:20"}`; `disable` leaves out passes by name. Raises
-    RewriterError for an unknown recipe, pass or option (with the nearest name), and when a pass cannot be applied.
+    `set` replaces options, as in `{"ladder.layers": "last:20"}`; `disable` leaves out passes by name. A
+    `drop_sync` that does not say which layers is measured on the program's weights, with `text` or the packaged
+    calibration text. Raises RewriterError for an unknown recipe, pass or option (with the nearest name), and when a
+    pass cannot be applied.
     """
     from rewriter.apply import apply_recipe, load_recipe
+    from rewriter.calibrate import calibrate
 
-    return apply_recipe(program, load_recipe(recipe, set), tp, disable)[0]
+    loaded = calibrate(load_recipe(recipe, set), program, tp, text)
+    return apply_recipe(program, loaded, tp, disable)[0]
 
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rewriter.apply import apply_recipe, load_recipe
+from rewriter.calibrate import calibrate
 from rewriter.collector import collector_paused
 from rewriter.emit import directory
 from rewriter.emit.card import model_card
@@ -106,6 +107,8 @@ def convert(
         from rewriter.trace import trace
 
         traced = trace(model, trust_remote_code=trust_remote_code)
+    loaded = calibrate(loaded, traced, tp, text, progress)
+    with collector_paused():
         program, skipped = apply_recipe(traced, loaded, tp)
     return save(
         program,

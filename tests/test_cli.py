@@ -96,6 +96,7 @@ DEFAULTS = {
     "link": False,
     "trust_remote_code": False,
     "set": {},
+    "text": None,
 }
 
 
@@ -114,6 +115,26 @@ def test_a_directory_named_like_a_command_is_reached_by_its_path(api: Api) -> No
     assert api.calls[0][:2] == ("convert", ("./inspect", "ladder"))
 
 
+def test_a_calibration_file_arrives_as_its_text(api: Api, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("naïve text", encoding="utf-8")
+    assert main(["m", "--recipe", "drop-sync", "--calibration", str(tmp_path / "text.txt")]) == 0
+    assert api.calls[0][2]["text"] == "naïve text"
+
+
+@pytest.mark.parametrize(("content", "part"), [(None, "No such file"), (b"\xff\xfe", "not UTF-8"), (b" \n", "empty")])
+def test_a_calibration_file_that_is_no_text_is_refused(
+    api: Api, tmp_path: Path, content: bytes | None, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["m", "--recipe", "drop-sync", "--calibration", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --calibration {file}: ")
+    assert part in error
+    assert not api.calls
+
+
 def test_every_option_of_a_conversion_arrives(api: Api) -> None:
     words = "m --recipe r.yaml --out o --tp 8 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
     assert main([*words.split(), "--dry-run", "--resume", "--link", "--trust-remote-code", "--json"]) == 0
@@ -123,6 +144,7 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
         "out": Path("o"),
         "tp": 8,
         "set": {"ladder.layers": "last:20", "a.b": "[1,2]"},
+        "text": None,
         "dtype": "bf16",
         "verify": "full",
         "dry_run": True,

@@ -32,6 +32,12 @@ def convert(
         Literal["none", "shrunken", "full"],
         typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
     ] = "shrunken",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")
@@ -49,6 +55,7 @@ def convert(
     exit code 3, and no output, where it does not compute what the recipe says.
     """
     overrides = parse_overrides(set or [])
+    text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, tp)
 
     from rewriter.cli.progress import Progress
@@ -68,15 +75,16 @@ def convert(
             link=link,
             trust_remote_code=trust_remote_code,
             set=overrides,
+            text=text,
             progress=progress,
         )
-    text = report.to_json()
+    told = report.to_json()
     if json:
-        typer.echo(text)
+        typer.echo(told)
         return
     from rewriter.cli.rendering import print_report
 
-    print_report(text, dry_run=dry_run)
+    print_report(told, dry_run=dry_run)
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:
@@ -90,6 +98,18 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
             raise RewriterError(f"--set {assignment}: {key.strip()} is set twice.")
         overrides[key.strip()] = value.strip()
     return overrides
+
+
+def read_text(file: Path) -> str:
+    """The text of a calibration file. Raises RewriterError where it cannot be read as UTF-8 or holds nothing."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RewriterError(f"--calibration {file}: {reason}. Give a text file to measure on.") from None
+    if not text.strip():
+        raise RewriterError(f"--calibration {file}: it is empty. Give a text file to measure on.")
+    return text
 
 
 def default_output(model: str, recipe: str, tp: int) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 def available() -> dict[str, type[Any]]:
     """Every pass by its recipe name."""
     from rewriter.passes.desync import Desync
+    from rewriter.passes.drop_sync import DropSync
     from rewriter.passes.ladder import Ladder
     from rewriter.passes.merge_reductions import MergeReductions
     from rewriter.passes.no_communication import NoCommunication
@@ -15,5 +16,5 @@ def available() -> dict[str, type[Any]]:
     from rewriter.passes.parallel_block import ParallelBlock
     from rewriter.passes.tensor_parallel import TensorParallel
 
-    passes = (TensorParallel, ParallelBlock, MergeReductions, Ladder, Desync, Overlap, NoCommunication)
+    passes = (TensorParallel, ParallelBlock, MergeReductions, Ladder, Desync, DropSync, Overlap, NoCommunication)
     return {p.name: p for p in passes}

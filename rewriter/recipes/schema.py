@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -122,6 +122,15 @@ class Recipe(_Strict):
             except ValidationError as error:
                 detail = error.errors()[0]
                 raise RewriterError(f"--set {key}: {detail['msg']}, not {detail['input']!r:.60}.") from None
+        return self._with_passes(specs, overrides)
+
+    def with_options(self, index: int, options: Mapping[str, Any]) -> Self:
+        """A copy in which the pass at `index` has `options`, as they are, beside those that it has."""
+        spec = self.passes[index]
+        changed = spec.model_copy(update={"options": {**spec.options, **options}})
+        return self._with_passes([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
+
+    def _with_passes(self, specs: Sequence[PassSpec], overrides: Mapping[str, Any]) -> Self:
         copy = self.model_copy(update={"passes": tuple(specs)})
         copy._source, copy._document = self._source, self._document
         copy._overrides = {**self._overrides, **overrides}

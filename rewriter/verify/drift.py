@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rewriter.emit.manifest import Drift
 from rewriter.errors import RewriterError
 from rewriter.program import Program
+from rewriter.verify.host import load_host, opaque_modules
 from rewriter.verify.simulate import load_weights, simulate
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
@@ -23,6 +25,45 @@ _BUDGET = 1.5e12
 _FEWEST, _MOST = 64, 2048
 
 
+class Comparison:
+    """Sums over windows of a text: what a `Drift` is the mean of."""
+
+    def __init__(self) -> None:
+        self.divergences: list[float] = []  # nats per token, by window
+        self.tokens = self.predicted = self.agreement = 0
+        self.divergence = self.before = self.after = 0.0
+
+    def add(self, tokens: torch.Tensor, original: torch.Tensor, rewritten: torch.Tensor) -> None:
+        """One window: token ids int64 [T] and the logits of both models after each, [T, vocabulary]."""
+        old, new = original.float().log_softmax(-1), rewritten.float().log_softmax(-1)
+        divergence = float((old.exp() * (old - new)).sum())
+        self.divergences.append(divergence / len(tokens))
+        self.divergence += divergence
+        self.agreement += int((old.argmax(-1) == new.argmax(-1)).sum())
+        self.tokens += len(tokens)
+        following = tokens[1:, None]
+        self.before -= float(old[:-1].gather(-1, following).sum())
+        self.after -= float(new[:-1].gather(-1, following).sum())
+        self.predicted += len(tokens) - 1
+
+    @property
+    def kl(self) -> float:
+        """Mean KL(original ‖ rewritten), nats per token; rounding never makes it negative."""
+        return max(self.divergence / self.tokens, 0.0)
+
+    def result(self, text: str) -> Drift:
+        """The means. `text` says what was read."""
+        predicted = max(self.predicted, 1)
+        return Drift(
+            kl=self.kl,
+            top1_agreement=self.agreement / self.tokens,
+            perplexity_before=math.exp(self.before / predicted),
+            perplexity_after=math.exp(self.after / predicted),
+            tokens=self.tokens,
+            text=text,
+        )
+
+
 @torch.no_grad()
 def drift(
     original: Program,
@@ -30,40 +71,60 @@ def drift(
     tokens: torch.Tensor,
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
+    rewritten_weights: Mapping[str, torch.Tensor] | None = None,
     text: str = "given tokens",
 ) -> Drift:
-    """Compare two single-device programs over one checkpoint on `tokens`, int64 [T].
+    """Compare two programs over one checkpoint on `tokens`, int64 [T]; a sharded one is computed on all its ranks.
 
     The tokens are read in windows without overlap, of 256 or as many as the model has positions. `weights` are full
-    fp32 tensors by runtime name; by default the original's checkpoint is read. Raises RewriterError for fewer than two
-    tokens or a program without weights.
+    fp32 tensors by runtime name, `rewritten_weights` those of the rewritten program where they differ (a pass may fuse
+    or repeat parameters); by default the checkpoint is read. Raises RewriterError for fewer than two tokens or a
+    program without weights.
     """
     if tokens.ndim != 1 or len(tokens) < 2:
         raise RewriterError(f"drift: {list(tokens.shape)} tokens; at least two in one row are needed")
     if weights is None:
         weights = load_weights(original, torch.float32)
-    divergence = agreement = before = after = 0.0
-    count = predicted = 0
-    for window in tokens.split(min(WINDOW, context_length(original.source.config))):
-        ids = window[None]
-        logits = [simulate(p, ids, weights=weights)[0].float().log_softmax(-1) for p in (original, rewritten)]
-        old, new = logits
-        divergence += float((old.exp() * (old - new)).sum())
-        agreement += int((old.argmax(-1) == new.argmax(-1)).sum())
-        count += len(window)
-        following = window[1:, None]
-        before -= float(old[:-1].gather(-1, following).sum())
-        after -= float(new[:-1].gather(-1, following).sum())
-        predicted += len(window) - 1
-    predicted = max(predicted, 1)
-    return Drift(
-        kl=max(divergence / count, 0.0),  # rounding may leave a negative zero
-        top1_agreement=agreement / count,
-        perplexity_before=math.exp(before / predicted),
-        perplexity_after=math.exp(after / predicted),
-        tokens=count,
-        text=text,
-    )
+    if rewritten_weights is None:
+        rewritten_weights = other_weights(rewritten, original, weights)
+    found, host = Comparison(), host_of(original)
+    for window in windows(original, tokens):
+        before, after = (
+            simulate(program, window[None], weights=tensors, host=host)[0]
+            for program, tensors in ((original, weights), (rewritten, rewritten_weights))
+        )
+        found.add(window, before, after)
+    return found.result(text)
+
+
+def windows(program: Program, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tokens`, int64 [T], in pieces of 256 or as many as the model has positions; the last may be shorter."""
+    return tokens.split(min(WINDOW, context_length(program.source.config)))
+
+
+def host_of(program: Program) -> nn.Module | None:
+    """The live model that computes what `program` holds as opaque, from its checkpoint; None where nothing is."""
+    if not opaque_modules(program) or program.source.path is None:
+        return None
+    return load_host(program.source.path, program.source.remote_code, torch.float32)
+
+
+def other_weights(
+    program: Program, original: Program, weights: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The weights of `program`, given those of the `original` that it was made from: equal ones are shared, not copied.
+
+    Only parameters that the original has not, or makes from other tensors of the checkpoint, are read again.
+    """
+    same = {
+        name: weights[name]
+        for name, parameter in program.parameters.items()
+        if name in weights and parameter.expression == original.parameters[name].expression
+    }
+    if len(same) == len(program.parameters):
+        return same
+    rest = {name: parameter for name, parameter in program.parameters.items() if name not in same}
+    return same | load_weights(program.with_(parameters=rest), torch.float32)
 
 
 def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch.Tensor, str]:

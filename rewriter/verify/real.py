@@ -12,9 +12,17 @@ from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.verify.compare import REAL_WEIGHTS, Verification
-from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
+from rewriter.verify.drift import (
+    calibration_tokens,
+    drift,
+    golden_logits,
+    golden_tokens,
+    other_weights,
+    too_large,
+)
 from rewriter.verify.random_model import random_ids
-from rewriter.verify.rehearsal import compare_emitted, reference_layers, reference_logits, test_lengths
+from rewriter.verify.references import reference_of
+from rewriter.verify.rehearsal import compare_emitted, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -33,10 +41,10 @@ class RealWeights:
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
         self.written = self.stored
+        self.target: torch.dtype | None = None
         if dtype not in (None, "fp32"):
-            target = DTYPES[str(dtype)]
-            rounded = {n: t.to(target).to(t.dtype) if t.is_floating_point() else t for n, t in self.stored.items()}
-            self.written = rounded
+            self.target = DTYPES[str(dtype)]
+            self.written = {n: self._rounded(t) for n, t in self.stored.items()}
 
     def golden(self) -> bytes:
         """A safetensors file: the golden tokens and the logits after them, of one device."""
@@ -56,7 +64,15 @@ class RealWeights:
         if what.startswith("random"):
             found.notes.append(f"drift was measured on {what}")
         original = self.program.origin or self.program
-        return drift(original, self.single, tokens, weights=self.written, text=what)
+        before = other_weights(original, self.single, self.written)
+        before = {n: t if self.written.get(n) is t else self._rounded(t) for n, t in before.items()}
+        return drift(original, self.single, tokens, weights=before, rewritten_weights=self.written, text=what)
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` with the precision that the output holds it in."""
+        if self.target is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.target).to(tensor.dtype)
 
     @torch.no_grad()
     def compare(self, found: Verification) -> None:
@@ -68,16 +84,16 @@ class RealWeights:
             found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
         passes = [available()[entry.name](**entry.options) for entry in self.program.history]
-        layers = reference_layers(passes, source.num_layers)
+        reference = reference_of(self.program, passes)
         self.progress("comparing the real weights")
         model = AutoModelForCausalLM.from_pretrained(
             source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
         ).eval()
-        name = "real weights: rewritten = " + ("original model" if layers is None else "its reference")
+        name = f"real weights: rewritten = {reference.name}"
         for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)
             actual = simulate(self.single, ids, weights=self.stored)
-            found.require(name, actual, reference_logits(model, layers, ids), REAL_WEIGHTS)
+            found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
 
     @torch.no_grad()
     def compare_emitted(self, found: Verification, directory: Path) -> None:

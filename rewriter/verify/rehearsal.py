@@ -7,7 +7,6 @@ everywhere (see `shrink`). Its weights are random and large, so that a block tha
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,19 +15,18 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from rewriter.errors import RewriterError, VerificationError
-from rewriter.passes.base import Pass, single_device
+from rewriter.errors import VerificationError
+from rewriter.passes.base import Pass, bound_ranks, single_device
 from rewriter.program import Program
-from rewriter.selection import resolve
 from rewriter.trace import trace
 from rewriter.verify import outside
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
 from rewriter.verify.drift import context_length
+from rewriter.verify.places import kinds_of_layers, on_places
 from rewriter.verify.random_model import random_ids, random_model
-from rewriter.verify.reference import ladder_reference
+from rewriter.verify.references import original_logits, reference_of
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.simulate import simulate
-from rewriter.verify.stream import decoder_layers
 
 LENGTHS = (1, 21, 100)
 # Starting this many ranks of a tiny model takes about half a minute on two cores; beyond it `simulate` has to do.
@@ -62,44 +60,40 @@ def rehearse(
 ) -> Verification:
     """Convert a shrunken copy of the model of `config` by `passes` for `ranks` ranks and compare everything.
 
-    Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; the passes on one
-    device with that model (exact ones) or an independent reference (ladder), which itself must differ from the
-    original; the simulated ranks with one device; and, given `write`, the emitted checkpoint and the sharded module on
-    real ranks. Raises VerificationError for the first that differs, RewriterError when the model cannot be rehearsed.
-    Nothing stays behind.
+    Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; what the adapted
+    checkpoint has to compute with that model (exact passes) or an independent reference (approximating ones), which
+    itself must differ from the original; the simulated ranks with that; and, given `write`, the emitted checkpoint and
+    the sharded module on real ranks. Raises VerificationError for the first that differs, RewriterError when the model
+    cannot be rehearsed. Nothing stays behind.
     """
     result = Verification()
-    selections = [set(resolve(p.layers, depth(config))) for p in passes if hasattr(p, "layers")]
-    kept = representatives(config, selections)
-    mapped = [_on(kept, p, depth(config)) for p in passes]
+    count = depth(config)
+    kept = representatives(config, [kind for p in passes for kind in kinds_of_layers(p, count)])
+    mapped = [small for p in passes for small in on_places(kept, p, count)]
     small = shrink(config, kept, ranks)
+    batches = [random_ids(small, length) for length in test_lengths(small)]
     with tempfile.TemporaryDirectory(prefix="rewriter-rehearsal-") as scratch:
-        directory = Path(scratch, "model")
-        progress("rehearsal: building")
-        model, reference = _telling_model(small, mapped, trust_remote_code)
-        with _no_progress_bar():
-            model.save_pretrained(directory)
-        progress("rehearsal: tracing")
-        traced = trace(directory, trust_remote_code=trust_remote_code)
-        for length in test_lengths(small):
-            ids = random_ids(small, length)
-            result.require("trace = original model", simulate(traced, ids), model(ids, use_cache=False).logits, EXACT)
-        program = _apply(traced, mapped, ranks)
-        single = single_device(program)
-        batches = [random_ids(small, length) for length in test_lengths(small)]
-        expected = [simulate(single, ids) for ids in batches]
-        name = "original model" if reference is None else "its reference"
+        model, traced, program = _telling(small, mapped, ranks, Path(scratch, "model"), trust_remote_code, progress)
+        reference, single = reference_of(program, mapped), single_device(program)
+        for ids in batches:
+            result.require(
+                "trace = original model", simulate(traced, ids, host=model), original_logits(model, ids), EXACT
+            )
+        # On several ranks partial sums are added in another order.
+        limit = EXACT if bound_ranks(program) is None else RANKS
+        expected = [simulate(single, ids, host=model) for ids in batches]
         for ids, logits in zip(batches, expected, strict=True):
-            result.require(f"rewritten = {name}", logits, reference_logits(model, reference, ids), EXACT)
+            result.require(f"rewritten = {reference.name}", logits, reference.logits(model, ids), limit)
         if ranks > 1:
             progress(f"rehearsal: simulating {ranks} ranks")
+            there = "1 device" if bound_ranks(program) is None else f"{ranks} lanes"
             for ids, logits in zip(batches, expected, strict=True):
-                result.require(f"{ranks} simulated ranks = 1 device", simulate(program, ids), logits, RANKS)
+                result.require(f"{ranks} simulated ranks = {there}", simulate(program, ids, host=model), logits, RANKS)
         if write is not None:
             progress("rehearsal: emitting")
             out = Path(scratch, "out")
             write(program, out)
-            compare_emitted(result, out, ranks, batches, expected, progress=progress)
+            compare_emitted(result, out, ranks, batches, expected, limit=limit, progress=progress)
     return result
 
 
@@ -133,37 +127,6 @@ def test_lengths(config: PreTrainedConfig) -> list[int]:
     return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
-def reference_layers(passes: Sequence[Pass], count: int) -> set[int] | None:
-    """The layers that the ladder passes select; None when every pass is exact.
-
-    Raises RewriterError for an approximating pass that has no independent reference.
-    """
-    layers: set[int] = set()
-    approximating = [p for p in passes if p.kind == "approximating"]
-    for p in approximating:
-        if p.name != "ladder":
-            raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
-        layers |= set(resolve(p.layers, count))  # type: ignore[attr-defined]
-    return layers if approximating else None
-
-
-@torch.no_grad()
-def reference_logits(model: PreTrainedModel, layers: set[int] | None, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [B, S, vocabulary] of the unmodified model, or of its ladder on `layers`."""
-    with contextlib.nullcontext() if layers is None else ladder_reference(model, layers):
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
-
-
-def _on(kept: Sequence[int], rewrite: Pass, count: int) -> Pass:
-    """The same pass on the kept layers: it selects the places of the layers that it selects in the real model."""
-    if not hasattr(rewrite, "layers"):
-        return rewrite
-    chosen = set(resolve(rewrite.layers, count))
-    places = [place for place, layer in enumerate(kept) if layer in chosen]
-    return dataclasses.replace(rewrite, layers=places)  # type: ignore[type-var]
-
-
 def _apply(program: Program, passes: Sequence[Pass], ranks: int) -> Program:
     if ranks > 1:
         program = program.with_(mesh={"tp": ranks}, origin=program)
@@ -172,19 +135,31 @@ def _apply(program: Program, passes: Sequence[Pass], ranks: int) -> Program:
     return program
 
 
-def _telling_model(
-    config: PreTrainedConfig, passes: Sequence[Pass], trust_remote_code: bool
-) -> tuple[PreTrainedModel, set[int] | None]:
-    """(a random model whose reference differs visibly from it, the layers of that reference)."""
+def _telling(
+    config: PreTrainedConfig,
+    passes: Sequence[Pass],
+    ranks: int,
+    directory: Path,
+    trust_remote_code: bool,
+    progress: Callable[..., None],
+) -> tuple[PreTrainedModel, Program, Program]:
+    """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
+    difference = 0.0
     for strength in (1.0, 2.0, 4.0):
+        progress("rehearsal: building")
         model = random_model(config, strength, trust_remote_code)
-        layers = reference_layers(passes, len(decoder_layers(model)))
-        if layers is None:
-            return model, None
+        with _no_progress_bar():
+            model.save_pretrained(directory)
+        progress("rehearsal: tracing")
+        traced = trace(directory, trust_remote_code=trust_remote_code)
+        program = _apply(traced, passes, ranks)
+        reference = reference_of(program, passes)
+        if reference.exact:
+            return model, traced, program
         ids = random_ids(config, 21)
-        difference = relative_error(reference_logits(model, layers, ids), reference_logits(model, None, ids))
+        difference = relative_error(reference.logits(model, ids), original_logits(model, ids))
         if difference >= DIFFERENT:
-            return model, layers
+            return model, traced, program
     raise VerificationError(
         f"the rehearsal of model type {config.model_type!r} shows nothing: its rewritten form differs from the "
         f"original by {difference:.1e} only, {DIFFERENT:.0e} is needed to tell them apart. Use --verify full or none"

@@ -104,12 +104,18 @@ class Simulator:
         self.cache: dict[str, Lanes] = {}
         self.buffers: dict[int, torch.Tensor] = {}
 
-    def run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Lanes:
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> Lanes:
+        """Every rank's logits. `given` holds the values of further inputs that the wiring has, equal on all ranks."""
         if self.host is not None:
             self.host.run(input_ids, position_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None}
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
         self.device = input_ids.device
         return self._graph(self.program.graph, [Lanes((inputs[p],)) for p in _inputs(self.program.graph)], "", None)
 

@@ -1,0 +1,113 @@
+"""Sync-Point Drop: attention reductions left out in the layers where it costs least."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rewriter.analysis.residual import Block, residual_blocks
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.desync import desynchronise
+from rewriter.passes.rewiring import check_ranks, chosen_blocks, is_reduced
+from rewriter.program import Program
+from rewriter.selection import Selection, resolve
+
+
+@dataclass(frozen=True)
+class DropSync:
+    """x_r = x + attn_r(norm1(x)), x ← x + AR(attn_r + mlp_r(norm2(x_r))) (SPD, arXiv 2502.20727, sections 3 and 4).
+
+    The attention's partial stays on its rank until the MLP's reduction brings it along: one all-reduce instead of two,
+    nothing scaled (desync with `resync: sum`). Where: in `layers`; or else in the `drop` cheapest layers by
+    `sensitivity`, the cost of each layer's drop alone (null: nothing to drop there), which is measured above the passes
+    and handed in; `measured_on` says in words with what. `drop` counts layers (an int), or is a fraction in (0, 1] of
+    those that could be chosen, rounded down. Of layers that cost the same, later ones go first: their error passes
+    through fewer layers. The paper measures in another way: dropping from the last layer on, one after the other.
+
+    The function is bound to the number of ranks. Raises RewriterError on one rank, without layers and sensitivity, and
+    for a layer whose attention has no reduction that could wait for a later one of that layer.
+    """
+
+    drop: int | float = 0.5
+    sensitivity: tuple[float | None, ...] | None = None
+    measured_on: str | None = None
+    layers: Selection | None = None
+
+    name: ClassVar[str] = "drop_sync"
+    kind: ClassVar[Kind] = "approximating"
+    scope: ClassVar[Scope] = "lanes"
+
+    def __post_init__(self) -> None:
+        if not self.drop > 0 or (isinstance(self.drop, float) and self.drop > 1):
+            raise RewriterError(f"drop: {self.drop}; expected a number of layers from 1, or a fraction in (0, 1].")
+        if self.sensitivity is not None and not all(_is_cost(c) for c in self.sensitivity):
+            raise RewriterError("sensitivity: costs are numbers from 0, or null where nothing can be dropped.")
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether a measurement is needed to say which layers it drops."""
+        return self.layers is None and self.sensitivity is None
+
+    def chosen(self, num_layers: int) -> tuple[int, ...]:
+        """The layers whose attention reductions go, ascending. Raises RewriterError when the options do not say."""
+        if self.layers is not None:
+            return resolve(self.layers, num_layers)
+        if self.sensitivity is None:
+            raise RewriterError(
+                "drop_sync: which layers cost least is measured on the weights, and there is no measurement. Convert a "
+                "checkpoint, or give drop_sync.sensitivity (a number per layer) or drop_sync.layers"
+            )
+        if len(self.sensitivity) != num_layers:
+            raise RewriterError(
+                f"drop_sync: sensitivity has {len(self.sensitivity)} numbers, the model has {num_layers} layers"
+            )
+        ranked = sorted((cost, -layer) for layer, cost in enumerate(self.sensitivity) if cost is not None)
+        count = self.drop if isinstance(self.drop, int) else int(self.drop * len(ranked))
+        if not 0 < count <= len(ranked):
+            raise RewriterError(
+                f"drop_sync: drop={self.drop} asks for {count} of {len(ranked)} attention reductions that could go"
+            )
+        return tuple(sorted(-negative for _, negative in ranked[:count]))
+
+    def apply(self, program: Program) -> Program:
+        ranks = check_ranks(program, self.name)
+        layers = self.chosen(program.source.num_layers)
+        droppable = attention_reductions(program)
+        kept: dict[int, bool] = {}
+        for block in chosen_blocks(program, self.name, layers):
+            if block.layer not in droppable:
+                raise RewriterError(
+                    f"drop_sync: layer {block.layer} has no attention whose reduction could wait for that of a later "
+                    f"block of the layer. Layers that have: {list(droppable)}"
+                )
+            kept[block.index] = block.index != droppable[block.layer].index
+        result = desynchronise(program, kept, "sum", self.name)
+        where = f"{len(layers)} of {len(droppable)} layers: {', '.join(map(str, layers))}"
+        summary = f"attention's reduction dropped on {ranks} ranks in {where}"
+        return record(result, self, summary, self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        if self.layers is not None or self.sensitivity is None:
+            return ()
+        costs = ", ".join(f"{i}: {'–' if cost is None else f'{cost:.3g}'}" for i, cost in enumerate(self.sensitivity))
+        source = f" ({self.measured_on})" if self.measured_on else ""
+        return (f"what each layer's drop alone costs, KL in nats per token{source}: {costs}",)
+
+
+def _is_cost(value: float | None) -> bool:
+    return value is None or 0 <= value < math.inf
+
+
+def attention_reductions(program: Program) -> dict[int, Block]:
+    """By layer, the attention block whose reduction can be dropped: a later block of the layer reduces, too."""
+    by_layer: dict[int, list[Block]] = {}
+    for block in residual_blocks(program):
+        by_layer.setdefault(block.layer, []).append(block)
+    found: dict[int, Block] = {}
+    for layer, blocks in by_layer.items():
+        reducing = [b for b in blocks if all(map(is_reduced, b.writes))]
+        if len(reducing) > 1 and reducing[0].kind == "attention":
+            found[layer] = reducing[0]
+    return found

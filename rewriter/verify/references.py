@@ -1,0 +1,152 @@
+"""Which independent reference a list of passes is verified with: the passes' options, read as modes of layers.
+
+The options are read here a second time, and not with the passes' own code, since that is what is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rewriter.analysis.residual import computes
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Pass, bound_ranks
+from rewriter.program import Program
+from rewriter.selection import resolve
+from rewriter.verify.exits import exit_shares
+from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.stream import Structure, find_structure
+
+
+@dataclass
+class Reference:
+    """What a rewritten program has to compute. `exact` says that it is the unmodified model itself.
+
+    `passes` are the approximating ones; `whole` are the paths of the modules that every rank computes in full.
+    """
+
+    passes: Sequence[Pass]
+    ranks: int
+    whole: tuple[str, ...]
+    _built: dict[int, LaneReference] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return not self.passes
+
+    @property
+    def name(self) -> str:
+        return "original model" if self.exact else "its reference"
+
+    @torch.no_grad()
+    def logits(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give."""
+        if self.exact:
+            return original_logits(model, ids)
+        if id(model) not in self._built:
+            mix = layer_modes(model, self.passes, self.whole)
+            self._built = {id(model): LaneReference(model, mix, self.ranks, whole=self.whole)}
+        return self._built[id(model)](ids)
+
+
+def reference_of(program: Program, passes: Sequence[Pass]) -> Reference:
+    """The reference of `program`, made by `passes`. Raises RewriterError for a pass that has none."""
+    approximating = [p for p in passes if p.kind == "approximating"]
+    for p in approximating:
+        if p.name not in _MODES:
+            raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
+    ranks = bound_ranks(program) or 1
+    return Reference(approximating, ranks, _whole(program) if ranks > 1 else ())
+
+
+@torch.no_grad()
+def original_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, vocabulary] of the unmodified model."""
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _whole(program: Program) -> tuple[str, ...]:
+    """Modules of the layers that have projections, none of which is split."""
+    split = {name for name, parameter in program.parameters.items() if parameter.ranges is not None}
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_module" and n.meta.get("layer") is not None]
+    return tuple(
+        path
+        for path in dict.fromkeys(called)
+        if computes(program.modules[path]) and not any(name.startswith(f"{path}.") for name in split)
+    )
+
+
+def layer_modes(model: PreTrainedModel, passes: Sequence[Pass], whole: Sequence[str]) -> dict[int, LayerMode]:
+    """The mode of every layer that a pass selects."""
+    structure = find_structure(model)
+    reducing = _reducing(model, structure, whole)
+    count = max(structure.layers) + 1
+    modes: dict[int, LayerMode] = {}
+    for rewrite in passes:
+        modes |= _MODES[rewrite.name](rewrite, count, reducing)
+    return modes
+
+
+Reducing = Mapping[int, Sequence[bool]]
+"""By layer, for each of its blocks: whether it ends in a reduction."""
+
+
+def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
+    hidden = model.config.get_text_config().hidden_size
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[int, list[bool]] = {}
+    for layer, modules in zip(structure.layers, structure.modules, strict=True):
+        paths = {names[id(m)]: m for m in modules}
+        mine = {p: m for p, m in paths.items() if not any(p == w or p.startswith(f"{w}.") for w in whole)}
+        found.setdefault(layer, []).append(any(list(exit_shares(p, m, hidden)) for p, m in mine.items()))
+    return found
+
+
+def _ladder(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
+    mode = LayerMode("ladder" if rewrite.variant == "paper" else "own_partial")
+    return dict.fromkeys(resolve(rewrite.layers, count), mode)
+
+
+def _parallel(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
+    return dict.fromkeys(resolve(rewrite.layers, count), LayerMode("parallel", norm=rewrite.norm))
+
+
+def _desync(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
+    modes: dict[int, LayerMode] = {}
+    for run in runs_of(resolve(rewrite.layers, count)):
+        number, place = 0, 0  # reductions, and layers that reduce, of this run so far
+        for layer in run:
+            keep: list[bool] = []
+            choices = iter(rewrite.pattern[place % len(rewrite.pattern)]) if rewrite.pattern else iter(())
+            for reduces in reducing[layer]:
+                number += reduces
+                asked = next(choices, "keep") == "keep" if rewrite.pattern else number % rewrite.n == 0
+                keep.append(not reduces or asked)
+            place += any(reducing[layer])
+            modes[layer] = LayerMode("desync", tuple(keep), rewrite.resync)
+    return modes
+
+
+def _drop_sync(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
+    """The first reduction of each chosen layer goes."""
+    modes: dict[int, LayerMode] = {}
+    for layer in rewrite.chosen(count):
+        first = reducing[layer].index(True)
+        keep = tuple(place != first for place in range(len(reducing[layer])))
+        modes[layer] = LayerMode("desync", keep, "sum")
+    return modes
+
+
+def runs_of(layers: Sequence[int]) -> Iterator[list[int]]:
+    """Layers that follow each other without a gap."""
+    for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        yield [layer for _, layer in run]
+
+
+_MODES = {"ladder": _ladder, "desync": _desync, "drop_sync": _drop_sync, "parallel_block": _parallel}
