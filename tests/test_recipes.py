@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from rewriter.errors import RewriterError
 from rewriter.recipes import PassSpec, Recipe
 from rewriter.recipes.catalogue import entries, library
 from rewriter.recipes.reading import MAX_BYTES, read
-from rewriter.selection import Selection
+from rewriter.selection import Selection, resolve
 
 MINIMAL = """\
 name: mine
@@ -68,7 +69,9 @@ def refusal(text: str) -> str:
 
 
 def test_the_library_holds_the_recipes_that_the_readme_names() -> None:
-    assert set(library()) == {"tensor-parallel", "ladder", "ladder-upper-half", "ladder-last-20", "upper-bound"}
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    named = set(re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", readme, re.MULTILINE))
+    assert set(library()) == named
 
 
 @pytest.mark.parametrize("name", sorted(library()))
@@ -89,6 +92,44 @@ def test_ladder_recipes_rewire_the_layers_of_their_name(name: str, layers: str) 
     [ladder] = [spec for spec in Recipe.load(name).passes if spec.pass_name == "ladder"]
     assert ladder.options == {"layers": layers}
     assert not ladder.optional
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("desync-2x", {"layers": "all", "n": 2, "resync": "mean"}),
+        ("desync-4x", {"layers": "all", "n": 4, "resync": "mean"}),
+        ("desync-2x-sum", {"layers": "all", "n": 2, "resync": "sum"}),
+        ("desync-4x-sum", {"layers": "all", "n": 4, "resync": "sum"}),
+        ("ladder-own-partial", {"layers": "all", "variant": "own_partial"}),
+        ("parallel", {"layers": "all", "norm": "attention"}),
+        ("drop-sync", {"drop": 0.5}),
+    ],
+)
+def test_other_residual_recipes_do_what_their_name_says(name: str, options: dict[str, Any]) -> None:
+    rewrites = [
+        s for s in Recipe.load(name).passes if s.pass_name in ("desync", "ladder", "parallel_block", "drop_sync")
+    ]
+    assert [s.options for s in rewrites] == [options]
+    assert not rewrites[0].optional
+
+
+def test_the_mixed_recipe_leaves_the_lower_half_alone_and_no_gap_above() -> None:
+    ladder, desync = [s for s in Recipe.load("ladder-then-desync").passes if "layers" in s.options]
+    for depth in (4, 6, 7, 32, 61, 80):
+        first, second = resolve(ladder.options["layers"], depth), resolve(desync.options["layers"], depth)
+        assert (*first, *second) == tuple(range(depth // 2, depth))
+
+
+def test_options_that_were_measured_are_set_as_they_are() -> None:
+    recipe = Recipe.load("drop-sync")
+    measured = recipe.with_options(2, {"sensitivity": [0.1, None], "measured_on": "text: no YAML"})
+    [_, _, drop, *_] = measured.build()
+    assert drop.sensitivity == (0.1, None)
+    assert drop.measured_on == "text: no YAML"
+    assert drop.drop == 0.5
+    assert Recipe.parse(measured.to_yaml()).to_dict() == measured.to_dict()
+    assert recipe.build()[2].unmeasured, "the recipe itself is untouched"
 
 
 def test_partial_ladders_suggest_the_adaptation_of_the_paper() -> None:
