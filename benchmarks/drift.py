@@ -1,0 +1,306 @@
+"""How far each rewrite takes the shipped tiny model from itself before any fine-tuning: writes docs/DRIFT.md.
+
+    python benchmarks/drift.py      # about five minutes of one core
+
+Nothing is drawn at random: windows of 256 tokens at even distances in examples/tiny-llama/heldout.txt, which the model
+was not trained on; weights as shipped; fp32 on the CPU, all ranks in one process. What the text of
+the document claims is checked against the figures first: it exits with 1, and writes nothing, where a claim fails.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rewriter.analysis.communication import collectives
+from rewriter.api import rewrite
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.program import Program
+from rewriter.recipes import Recipe
+from rewriter.recipes.catalogue import library
+from rewriter.trace import trace
+from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer, other_weights
+from rewriter.verify.sensitivity import sensitivity
+from rewriter.verify.simulate import load_weights, simulate
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples" / "tiny-llama"
+DOCUMENT = ROOT / "docs" / "DRIFT.md"
+TEMPLATE = Path(__file__).with_name("drift.md")
+WINDOWS, LENGTH = 48, 256
+RANKS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rewrite compared with the original. `ranks` is None for a function that their number does not change."""
+
+    ranks: int | None
+    reductions: int
+    kl: float
+    error: float
+    agreement: float
+    bits: float
+
+    def cells(self) -> list[str]:
+        return [
+            "any" if self.ranks is None else str(self.ranks),
+            str(self.reductions),
+            f"{self.kl:.4f} ± {self.error:.4f}",
+            f"{self.agreement:.1%}",
+            f"{self.bits:.3f}",
+            f"{2**self.bits:.2f}",
+        ]
+
+
+@dataclass
+class Bench:
+    """The tiny model, windows of held-out text, and the original's logits, computed once."""
+
+    program: Program
+    weights: dict[str, torch.Tensor]
+    windows: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    known: dict[str, Row] = field(default_factory=dict)
+
+    @classmethod
+    @torch.no_grad()
+    def build(cls) -> Bench:
+        program = trace(MODEL)
+        weights, windows = load_weights(program, torch.float32), held_out_windows()
+        return cls(program, weights, windows, [simulate(program, w[None], weights=weights)[0] for w in windows])
+
+    def recipe(self, name: str, ranks: int) -> Row:
+        """A shipped recipe on `ranks` ranks."""
+        return self._row(name, name, ranks)
+
+    def passes(self, ranks: int, *passes: dict[str, Any]) -> Row:
+        """Tensor parallelism and `passes` on `ranks` ranks."""
+        listed = [{"pass": "tensor_parallel"}, *passes, {"pass": "merge_reductions", "optional": True}]
+        recipe = Recipe.model_validate({"name": "x", "summary": "x", "paper": "x", "passes": listed})
+        return self._row(str(passes), recipe, ranks)
+
+    @torch.no_grad()
+    def _row(self, key: str, recipe: str | Recipe, ranks: int) -> Row:
+        if (known := self.known.get(f"{key} {ranks}") or self.known.get(f"{key} None")) is not None:
+            return known
+        rewritten = rewrite(self.program, recipe, tp=ranks)
+        computed, bound = single_device(rewritten), bound_ranks(rewritten)
+        weights = other_weights(computed, self.program, self.weights)
+        found = Comparison()
+        for window, original in zip(self.windows, self.logits, strict=True):
+            found.add(window, original, simulate(computed, window[None], weights=weights)[0])
+        result = found.result("")
+        row = Row(
+            ranks=bound,
+            reductions=sum(c.place == "block" for c in collectives(rewritten)),
+            kl=result.kl,
+            error=statistics.stdev(found.divergences) / math.sqrt(len(found.divergences)),
+            agreement=result.top1_agreement,
+            bits=math.log2(result.perplexity_after),
+        )
+        print(f"{key} {bound}: KL {row.kl:.4f}", file=sys.stderr, flush=True)
+        return self.known.setdefault(f"{key} {bound}", row)
+
+
+def held_out_windows() -> list[torch.Tensor]:
+    """Token ids int64 [LENGTH] each, at even distances; a token is a byte."""
+    tokenizer: Any = load_tokenizer(str(MODEL))
+    tokenizer.model_max_length = 1 << 30
+    text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    last = len(ids) - LENGTH
+    return [ids[start : start + LENGTH] for start in (last * i // (WINDOWS - 1) for i in range(WINDOWS))]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kl(row: Row) -> str:
+    return f"{row.kl:.3f}" if row.kl >= 0.1 else f"{row.kl:.4f}"
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def recipes(bench: Bench) -> str:
+    """Every shipped recipe that a model of 6 layers can have and that computes something."""
+    rows = []
+    for name in library():
+        if name in ("ladder-last-20", "upper-bound"):
+            continue
+        found = {row.ranks: row for row in (bench.recipe(name, ranks) for ranks in RANKS)}
+        rows += [[f"`{name}`", *row.cells()] for row in found.values()]
+    columns = ("recipe", "P", "block reductions", "KL, nats per token", "top-1", "bits per byte", "perplexity")
+    return table(columns, rows)
+
+
+def desync(bench: Bench, layers: str, n: int, resync: str, ranks: int) -> Row:
+    return bench.passes(ranks, {"pass": "desync", "layers": layers, "n": n, "resync": resync})
+
+
+def mean_and_sum(bench: Bench) -> str:
+    rows = []
+    for layers in ("all", "upper-half"):
+        for n in (2, 4):
+            for resync in ("mean", "sum"):
+                found = [kl(desync(bench, layers, n, resync, ranks)) for ranks in RANKS]
+                rows.append([f"{layers}, {n}x, {resync}", *found])
+    return table(("layers, n, resync", *(f"P = {r}" for r in RANKS)), rows)
+
+
+def ladder(bench: Bench, layers: str, variant: str, ranks: int) -> Row:
+    return bench.passes(ranks, {"pass": "ladder", "layers": layers, "variant": variant})
+
+
+def paper_and_own(bench: Bench) -> str:
+    rows = []
+    for layers in ("all", "upper-half", "last-quarter"):
+        own = [kl(ladder(bench, layers, "own_partial", ranks)) for ranks in RANKS]
+        rows.append([layers, kl(ladder(bench, layers, "paper", 2)), *own])
+    return table(("layers", "paper, any P", *(f"own partial, P = {r}" for r in RANKS)), rows)
+
+
+def every_n(bench: Bench) -> str:
+    rows = []
+    for n in (2, 3, 4, 6, 12):
+        whole = desync(bench, "all", n, "sum", 2)
+        upper = desync(bench, "upper-half", n, "sum", 2) if n <= 6 else None
+        rows.append(
+            [str(n), str(whole.reductions), kl(whole), *([str(upper.reductions), kl(upper)] if upper else "––")]
+        )
+    return table(("n", "reductions, all layers", "KL", "reductions, upper half", "KL"), rows)
+
+
+def costs(bench: Bench) -> dict[int, tuple[float, ...]]:
+    """By number of ranks, what dropping each layer's attention reduction alone costs on the calibration text."""
+    tokens, _ = calibration_tokens(bench.program)
+    found = {ranks: sensitivity(bench.program, tokens, ranks, weights=bench.weights) for ranks in RANKS}
+    return {ranks: tuple(cost for cost in per_layer if cost is not None) for ranks, per_layer in found.items()}
+
+
+def dropped(bench: Bench, layers: Sequence[int], ranks: int) -> Row:
+    return bench.passes(ranks, {"pass": "drop_sync", "layers": sorted(layers)})
+
+
+def ranked(found: Sequence[float]) -> list[int]:
+    """Layers by cost, cheapest first; as drop_sync ranks them."""
+    return sorted(range(len(found)), key=lambda layer: (found[layer], -layer))
+
+
+def sensitivities(found: dict[int, tuple[float, ...]]) -> str:
+    rows = [[f"P = {ranks}", *(f"{cost:.4f}" for cost in per_layer)] for ranks, per_layer in found.items()]
+    return table(("", *(f"layer {i}" for i in range(len(found[2])))), rows)
+
+
+def counts(bench: Bench, found: dict[int, tuple[float, ...]]) -> str:
+    order = ranked(found[4])
+    rows = []
+    for k in range(1, len(order) + 1):
+        cheap, dear = (dropped(bench, chosen, 4) for chosen in (order[:k], order[-k:]))
+        rows.append([str(k), str(cheap.reductions), kl(cheap), kl(dear)])
+    return table(("dropped", "block reductions", "KL, the cheapest", "KL, the dearest"), rows)
+
+
+def parallel(bench: Bench, layers: str, norm: str) -> Row:
+    return bench.passes(2, {"pass": "parallel_block", "layers": layers, "norm": norm})
+
+
+def norms(bench: Bench) -> str:
+    names = ("attention", "mlp", "own")
+    rows = [[layers, *(kl(parallel(bench, layers, norm)) for norm in names)] for layers in ("all", "upper-half")]
+    return table(("layers", *(f"norm: {name}" for name in names)), rows)
+
+
+# --- what is said about them -----------------------------------------------------------------------------------------
+
+
+def claims(bench: Bench, found: dict[int, tuple[float, ...]]) -> dict[str, bool]:
+    """Every comparison that the document puts into words, and whether the figures bear it out."""
+    both = ("all", "upper-half")
+    order = ranked(found[4])
+    last = len(order) - 1
+    return {
+        "tensor parallelism does not drift": bench.recipe("tensor-parallel", 2).kl < 1e-6,
+        "sum is closer than mean": all(
+            desync(bench, where, n, "sum", ranks).kl < desync(bench, where, n, "mean", ranks).kl
+            for where in both for n in (2, 4) for ranks in RANKS
+        ),
+        "more ranks drift more": all(
+            desync(bench, where, 2, how, a).kl < desync(bench, where, 2, how, b).kl
+            for where in both for how in ("mean", "sum") for a, b in ((2, 4), (4, 8))
+        ),
+        "own partial is closer than paper": all(
+            ladder(bench, where, "own_partial", ranks).kl < ladder(bench, where, "paper", ranks).kl
+            for where in (*both, "last-quarter") for ranks in RANKS
+        ),
+        "own partial nears paper with more ranks": all(
+            ladder(bench, where, "own_partial", a).kl < ladder(bench, where, "own_partial", b).kl
+            for where in both for a, b in ((2, 4), (4, 8))
+        ),
+        "upper half is closer than all": all(
+            a.kl < b.kl
+            for a, b in (
+                (desync(bench, "upper-half", 2, "sum", 4), desync(bench, "all", 2, "sum", 4)),
+                (ladder(bench, "upper-half", "paper", 2), ladder(bench, "all", "paper", 2)),
+                (parallel(bench, "upper-half", "own"), parallel(bench, "all", "own")),
+            )
+        ),
+        "the first layer is the dearest": all(ranked(per_layer)[-1] == 0 for per_layer in found.values()),
+        "the cheapest beat the dearest": all(
+            dropped(bench, order[:k], 4).kl < dropped(bench, order[-k:], 4).kl for k in range(1, last + 1)
+        ),
+        "upper desync sum is closer than upper ladder": all(
+            desync(bench, "upper-half", 2, "sum", ranks).kl < ladder(bench, "upper-half", "paper", ranks).kl
+            for ranks in RANKS
+        ),
+    }  # fmt: skip
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    bench = Bench.build()
+    found = costs(bench)
+    parts = {
+        "recipes": recipes(bench),
+        "mean_and_sum": mean_and_sum(bench),
+        "paper_and_own": paper_and_own(bench),
+        "every_n": every_n(bench),
+        "sensitivities": sensitivities(found),
+        "counts": counts(bench, found),
+        "norms": norms(bench),
+    }
+    wrong = [claim for claim, holds in claims(bench, found).items() if not holds]
+    if wrong:
+        print(f"not borne out by the figures: {'; '.join(wrong)}. Correct {TEMPLATE.name}.", file=sys.stderr)
+        return 1
+    original = Comparison()
+    for window, logits in zip(bench.windows, bench.logits, strict=True):
+        original.add(window, logits, logits)
+    perplexity = original.result("").perplexity_before
+    text = TEMPLATE.read_text(encoding="utf-8")
+    values = {
+        **parts,
+        "tokens": f"{WINDOWS * LENGTH:,}",
+        "bits": f"{math.log2(perplexity):.3f}",
+        "perplexity": f"{perplexity:.2f}",
+    }
+    for name, value in values.items():
+        text = text.replace(f"<<{name}>>", value)
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(text, encoding="utf-8")
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
