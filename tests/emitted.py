@@ -6,6 +6,8 @@ import atexit
 import functools
 import json
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -104,3 +106,12 @@ def edited(rewritten: Program, edit: Callable[[Any], None]) -> Program:
     graph, _ = rewritten.edit()
     edit(graph)
     return rewritten.with_(graph=graph)
+
+
+def assert_clean(directory: Path) -> None:
+    """The Python files of a directory are formatted and pass every check of this project."""
+    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    for command in (["format", "--diff"], ["check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", str(pyproject), str(directory)]
+        result = subprocess.run(ruff, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr

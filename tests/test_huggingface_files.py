@@ -87,11 +87,7 @@ def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:
     for family in zoo.FAMILIES:
         for selection in emitted.SELECTIONS:
             (tmp_path / f"{family}_{selection.replace('-', '_')}.py").write_text(modeling(family, selection))
-    pyproject = Path(__file__).parent.parent / "pyproject.toml"
-    for command in (["format", "--diff"], ["check"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--config", str(pyproject), str(tmp_path)]
-        result = subprocess.run(ruff, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
+    emitted.assert_clean(tmp_path)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
 
 import transformers
 
 import rewriter
 from rewriter.analysis.residual import residual_blocks
+from rewriter.emit.lane_huggingface import emit_lanes
 from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.modeling_file import (
     STANDARD,
+    HuggingFaceFiles,
     Names,
     conversions,
     docstring,
@@ -33,22 +34,8 @@ from rewriter.emit.modeling_file import (
 from rewriter.emit.naming import camel, identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed
 from rewriter.emit.source import Argument, layer_arguments, require_importable, returned_values
-from rewriter.passes.base import scopes, single_device
+from rewriter.passes.base import bound_ranks, scopes, single_device
 from rewriter.program import Program, Source
-
-
-@dataclass(frozen=True)
-class HuggingFaceFiles:
-    """What goes beside the weights.
-
-    `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
-    own code still computes the program.
-    """
-
-    config: dict[str, Any]
-    modeling_name: str | None
-    modeling: str | None
-    model_type: str
 
 
 @dataclass(frozen=True)
@@ -66,11 +53,14 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     """The files that make `AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` compute `program`.
 
     A sharded program is emitted as what one device computes: its model-level passes alone. When those leave every layer
-    as the source wrote it, the source's config is returned unchanged and there is no modeling file.
+    as the source wrote it, the source's config is returned unchanged and there is no modeling file. A program that is
+    bound to its ranks is emitted as a model that computes every rank's lane.
 
     Raises RewriterError when the source's classes are not part of transformers, or when the wiring cannot be written
     as layers (the message names the node).
     """
+    if bound_ranks(program) is not None:
+        return emit_lanes(single_device(program).with_(recipe=program.recipe))
     single = _model_level(program)
     config = source_config(single.source)
     plain = HuggingFaceFiles(config, None, None, single.source.model_type)

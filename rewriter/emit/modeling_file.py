@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
 import json
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,20 @@ from rewriter.emit.source import Argument, config_module
 from rewriter.program import LayerArgument, Program, Source
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """What goes beside the weights.
+
+    `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
+    own code still computes the program.
+    """
+
+    config: dict[str, Any]
+    modeling_name: str | None
+    modeling: str | None
+    model_type: str
 
 
 class Names:
@@ -62,7 +80,10 @@ def imports(
     source: Source, own: Collection[str] = (), standard: Collection[str] = (), others: Collection[str] = ()
 ) -> str:
     """The import statements; besides the model's classes, `own` from its module, `standard` modules, and `others`."""
-    classes = sorted({source.layer_class, source.architecture, source.base_class, *own})
+    # constants first, as ruff sorts names: GPT2MLP is written like one
+    classes = sorted(
+        {source.layer_class, source.architecture, source.base_class, *own}, key=lambda c: (not c.isupper(), c)
+    )
     origin = [
         f"from {config_module(source)} import {source.config_class}",
         bracketed(f"from {source.module} import ", classes, "", 0),
@@ -76,9 +97,10 @@ def imports(
     return "\n".join([*first, "", "import torch", *third_party])
 
 
-def source_check(source: Source) -> str:
-    """Statements that raise where the source's layer is not the one that was read."""
-    return f'''\
+def source_check(source: Source, children: Collection[str] = ()) -> str:
+    """Statements that raise where the source's layer is not the one that was read; nor `children`, classes of its."""
+    if not children:
+        return f'''\
 # The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
 SOURCE_SHA256 = "{source.layer_source_sha256}"
 if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
@@ -87,6 +109,26 @@ if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() 
         "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
     )
 '''
+    known = {source.layer_class: source.layer_source_sha256, **{name: class_sha256(source, name) for name in children}}
+    rows = "\n".join(f'    {name}: "{digest}",' for name, digest in known.items())
+    return f"""\
+# The layers below were made for these versions of the source's classes. Other versions may compute something else.
+SOURCE_SHA256 = {{
+{rows}
+}}
+for source_class, sha256 in SOURCE_SHA256.items():
+    if hashlib.sha256(inspect.getsource(source_class).encode()).hexdigest() != sha256:
+        raise ImportError(
+            f"{{source_class.__name__}} of transformers {{transformers_version}} is not the one that this file "
+            "is for (transformers {transformers.__version__}). Use that version, or convert again with this one."
+        )
+"""
+
+
+def class_sha256(source: Source, name: str) -> str:
+    """The hash of the source code of a class of the model's module."""
+    cls = getattr(importlib.import_module(source.module), name)
+    return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
 
 
 def docstring(sentences: list[str], indent: int) -> list[str]:

@@ -1,0 +1,139 @@
+"""The part of a generated file that all layers with lanes share: packing, and projections and norms that know lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rewriter.emit.lane_modules import LaneModule
+
+_PACKING = '''
+def unpack(states, widths):
+    """What the layer before packed: [B, S, sum(widths) * D] as one [B, S, D], or [B, S, LANES, D], per width."""
+    size = states.shape[-1] // sum(widths)
+    values = states.split([width * size for width in widths], dim=-1)
+    return [
+        value if width == 1 else value.unflatten(-1, (width, size)) for value, width in zip(values, widths, strict=True)
+    ]
+
+
+def pack(*values):
+    """Values [B, S, D] and [B, S, LANES, D], one after the other along the last dimension."""
+    values = [value.flatten(2) for value in values]
+    return values[0] if len(values) == 1 else torch.cat(values, dim=-1)
+'''
+
+_ENTRY = '''
+class LaneEntry:
+    """A projection that reads every lane's own input: [B, S, LANES * inputs] becomes the outputs of all lanes.
+
+    Lane r computes, from its own input, the outputs that rank r holds. They come in the order of the whole projection,
+    [B, S, outputs], which is made of `segments` (sizes), each split evenly over the lanes; or, where ranks hold some
+    outputs in common (replicated key/value heads), one lane's after the other's: `rows` has a range for each lane.
+    """
+
+    segments = None
+    rows = None
+
+    def forward(self, states):
+        states = states.unflatten(-1, (LANES, -1))
+        weight, bias = output_rows(self), self.bias
+        if self.rows is not None:
+            parts = [torch.stack([weight[a:b] for a, b in self.rows])]
+            bias = None if bias is None else torch.cat([bias[a:b] for a, b in self.rows])
+        else:
+            parts = weight.split(self.segments or len(weight))
+            parts = [part.unflatten(0, (LANES, -1)) for part in parts]
+        outputs = [torch.einsum("bsli,loi->bslo", states, part).flatten(-2) for part in parts]
+        outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return outputs if bias is None else outputs + bias
+'''
+
+_EXIT = '''
+class LaneExit:
+    """A projection whose inputs are split over the lanes: [B, S, inputs] becomes partial sums [B, S, LANES, outputs].
+
+    Their total is what the whole projection returns. Every lane adds an equal part of the bias.
+    """
+
+    def forward(self, states):
+        states, weight = states.unflatten(-1, (LANES, -1)), output_rows(self).unflatten(1, (LANES, -1))
+        partial = torch.einsum("bsli,oli->bslo", states, weight)
+        return partial if self.bias is None else partial + self.bias / LANES
+'''
+
+_ROWS = '''
+def output_rows(projection):
+    """The weight as [outputs, inputs]."""
+    return {}
+'''
+
+_NORM = '''
+class LaneNorm:
+    """A norm whose weights are each lane's own: parameters [LANES * D], values [B, S, LANES, D]."""
+
+    def forward(self, states):
+        def one_lane(parameters, states):
+            return torch.func.functional_call(self.of_one_lane[0], parameters, (states,))
+
+        parameters = {name: p.unflatten(0, (LANES, -1)) for name, p in self.named_parameters(recurse=False)}
+        return torch.func.vmap(one_lane, in_dims=(0, -2), out_dims=-2)(parameters, states)
+
+
+def widen(norm):
+    """Make room for the weights of every lane; all start alike."""
+    norm.of_one_lane = (copy.deepcopy(norm),)  # in a tuple: its own parameters are never read, nor the model's
+    for name, parameter in list(norm.named_parameters(recurse=False)):
+        setattr(norm, name, torch.nn.Parameter(parameter.detach().repeat(LANES)))
+'''
+
+_USE = '''
+def use_lanes(layer):
+    """Let the children of a layer that know lanes do so; they stay the modules that the source built."""
+    for path, lane_class, options in getattr(layer, "lane_modules", ()):
+        module = layer.get_submodule(path)
+@widen
+        module.__class__ = lane_class
+        for name, value in options.items():
+            setattr(module, name, value)
+    for path, groups in getattr(layer, "key_value_groups", ()):
+        layer.get_submodule(path).num_key_value_groups = groups
+    if hasattr(layer, "lane_modules"):
+        layer.register_forward_pre_hook(require_lanes)
+
+
+def require_lanes(layer, args):
+    """Refuse modules that were wrapped or exchanged later (adapters, quantisation): they would not know lanes."""
+    for path, lane_class, _ in layer.lane_modules:
+        module = layer.get_submodule(path)
+        if not isinstance(module, lane_class):
+            raise TypeError(
+                f"{path} of a {type(layer).__name__} became a {type(module).__name__}, which cannot compute the "
+                f"{LANES} lanes of this model. Train its weights themselves, or adapt the other modules."
+            )
+'''
+
+
+def support(modules: Collection[LaneModule]) -> list[str]:
+    """Top-level code for layers with these modules: functions, what a role does, the classes by role and kind."""
+    roles = {m.role for m in modules}
+    kinds = sorted({m.kind for m in modules if m.role != "Norm"})
+    parts = [_PACKING]
+    if len(kinds) == 2:
+        parts.append(_ROWS.format("projection.weight.t() if isinstance(projection, Conv1D) else projection.weight"))
+    elif kinds:
+        parts.append(_ROWS.format("projection.weight.t()" if kinds == ["Conv1D"] else "projection.weight"))
+    parts += [text for role, text in (("Entry", _ENTRY), ("Exit", _EXIT), ("Norm", _NORM)) if role in roles]
+    for role, kind in sorted({(m.role, m.kind) for m in modules}):
+        parent = f"torch.nn.{kind}" if kind in ("Linear", "LayerNorm") else kind
+        parts.append(f"class {_class_name(role, kind)}(Lane{role}, {parent}):\n    pass")
+    widen = "        if issubclass(lane_class, LaneNorm):\n            widen(module)\n" if "Norm" in roles else ""
+    return [*parts, _USE.replace("@widen\n", widen)]
+
+
+def lane_class(module: LaneModule) -> str:
+    """The name of the generated class of a module: LaneEntryLinear."""
+    return _class_name(module.role, module.kind)
+
+
+def _class_name(role: str, kind: str) -> str:
+    return f"Lane{role if role != 'Norm' else ''}{kind}"

@@ -1,0 +1,297 @@
+"""A checkpoint that is bound to its ranks computes all of their lanes on one device: the logits and gradients of
+`simulate` and of the independent reference, with every cache, padding, training, saving and loading."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import emitted
+import oracles
+import pytest
+import torch
+import zoo
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import cross_entropy
+from transformers import AutoModel, PreTrainedModel
+
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.errors import RewriterError
+from rewriter.passes.desync import Desync
+from rewriter.passes.ladder import Ladder
+from rewriter.passes.merge_reductions import MergeReductions
+from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.program import Program
+from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.simulate import load_weights, simulate
+
+TOLERANCE = 1e-5
+# llama has 8 query heads on 2 key/value heads: at P = 4, lanes hold copies of them. gpt2 and gpt_neox fuse q, k and v.
+FAMILIES = ["llama", "llama_mha_bias", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox"]
+MIXES: dict[str, tuple[Any, ...]] = {
+    "2x": (Desync(n=2),),
+    "4x-sum": (Desync(n=4, resync="sum"),),
+    "3x": (Desync(n=3),),
+    "own-partial": (Ladder(variant="own_partial"),),
+    "ladder-then-desync": (Ladder([0, 1]), Desync([2, 3], n=2, resync="sum")),
+}
+
+
+@functools.cache
+def program(family: str, mix: str, ranks: int) -> Program:
+    result = TensorParallel().apply(emitted.program(family).with_(mesh={"tp": ranks}))
+    for rewrite in (MergeReductions(), *MIXES[mix]):
+        result = rewrite.apply(result)
+    return result
+
+
+@functools.cache
+def directory(family: str, mix: str, ranks: int) -> Path:
+    path = emitted.source(family).parent / f"{family}-{mix}-tp{ranks}"
+    emitted.write(emit_huggingface(program(family, mix, ranks)), emitted.source(family), path)
+    return path
+
+
+@functools.cache
+def shared(family: str, mix: str, ranks: int, attention: str = "eager") -> PreTrainedModel:
+    return emitted.load(directory(family, mix, ranks), attn_implementation=attention)
+
+
+def batch(family: str, length: int = 21) -> torch.Tensor:
+    return zoo.batch(2, length, min(zoo.shared(family).config.vocab_size, 256))
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_the_simulation(family: str, mix: str) -> None:
+    check_step(family, mix, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_on_two_ranks(family: str, mix: str) -> None:
+    check_step(family, mix, 2)
+
+
+def check_step(family: str, mix: str, ranks: int) -> None:
+    rewritten, ids = program(family, mix, ranks), batch(family)
+    weights = {name: tensor.requires_grad_() for name, tensor in load_weights(rewritten).items()}
+    expected = simulate(rewritten, ids, weights=weights)
+    with torch.no_grad():
+        assert oracles.relative_error(zoo.shared(family)(input_ids=ids).logits, expected) >= 1e-2
+    model = emitted.load(directory(family, mix, ranks))
+    logits = model(input_ids=ids).logits
+    assert oracles.relative_error(logits, expected) <= TOLERANCE
+    loss_of(expected, ids).backward()
+    loss_of(logits, ids).backward()
+    for name, parameter in model.named_parameters():
+        gradient = weights[rewritten.ties.get(name, name)].grad
+        assert oracles.relative_error(parameter.grad, gradient) <= 10 * TOLERANCE, name
+
+
+KEEP_LAST = LayerMode("desync", (False, True))
+REFERENCES = {
+    "2x": dict.fromkeys(range(4), KEEP_LAST),
+    "own-partial": dict.fromkeys(range(4), LayerMode("own_partial")),
+    "ladder-then-desync": {
+        0: LayerMode("ladder"),
+        1: LayerMode("ladder"),
+        2: LayerMode("desync", (False, True), "sum"),
+        3: LayerMode("desync", (False, True), "sum"),
+    },
+}
+
+
+@pytest.mark.parametrize("mix", REFERENCES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_logits_equal_the_reference(family: str, mix: str) -> None:
+    ids = batch(family)
+    with torch.no_grad():
+        expected = LaneReference(zoo.shared(family), REFERENCES[mix], 2)(ids)
+        for attention in ("eager", "sdpa"):
+            logits = shared(family, mix, 2, attention)(input_ids=ids).logits
+            assert oracles.relative_error(logits, expected) <= TOLERANCE, attention
+
+
+# Running it
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("family", "mix"), [("llama", "4x-sum"), ("gpt2", "2x"), ("gpt_neox", "3x"), ("mistral", "2x")]
+)
+def test_generate_with_cache_and_left_padding(family: str, mix: str, cache: str) -> None:
+    """Greedy text of a left-padded batch is what recomputing every prompt alone gives."""
+    rewritten, weights = program(family, mix, 4), load_weights(program(family, mix, 4))
+    prompts = zoo.prompts(3)
+    with torch.no_grad():
+        expected = oracles.greedy_oracle(lambda ids: simulate(rewritten, ids, weights=weights), prompts, 32)
+    inputs = emitted.left_padded(prompts)
+    options = {} if cache == "dynamic" else {"cache_implementation": "static"}
+    text = shared(family, mix, 4).generate(**inputs, max_new_tokens=32, do_sample=False, **options)
+    assert text[:, inputs["input_ids"].shape[1] :].tolist() == expected
+
+
+def test_beams_are_reordered_in_the_cache() -> None:
+    model, inputs = shared("llama", "4x-sum", 4), emitted.left_padded(zoo.prompts(2))
+    text = [model.generate(**inputs, max_new_tokens=8, num_beams=3, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*text)
+
+
+def test_the_cache_is_as_big_as_the_source_s_unless_heads_are_copied() -> None:
+    """Lanes share one cache: at P = 2 each holds one of the two key/value heads; at 4, each head is held twice."""
+    sizes = {}
+    for ranks in (2, 4):
+        with torch.no_grad():
+            cache = shared("llama", "4x-sum", ranks)(input_ids=batch("llama")).past_key_values
+        sizes[ranks] = [layer.keys.shape[1] for layer in cache.layers]
+    assert sizes == {2: [2, 2, 2, 2], 4: [2, 4, 2, 4]}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
+    ids, model = batch("llama"), emitted.load(directory("llama", "4x-sum", 4))
+    model.train()
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = step()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again = step()
+    assert len(plain) == len(again) == len(list(model.parameters()))
+    assert all(oracles.relative_error(b, a) <= TOLERANCE for a, b in zip(plain, again, strict=True))
+
+
+def test_compiles_as_one_graph() -> None:
+    torch.compiler.reset()
+    ids, model = batch("llama"), shared("llama", "4x-sum", 4)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        logits = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids, use_cache=False).logits
+    assert oracles.relative_error(logits, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mix", ["2x", "4x-sum", "own-partial"])
+def test_recorded_hidden_states_have_the_model_s_width(mix: str) -> None:
+    ids, model = batch("llama"), shared("llama", mix, 4)
+    with torch.no_grad():
+        recorded = model(input_ids=ids, output_hidden_states=True).hidden_states
+        whole = shared("llama", mix, 4).base_model(input_ids=ids)[0]
+    assert [tuple(state.shape) for state in recorded] == [(2, 21, zoo.HIDDEN)] * 5
+    assert torch.equal(recorded[-1], whole)
+
+
+# Its files
+
+
+def test_parameters_are_those_of_the_source_and_survive_a_round_trip(tmp_path: Path) -> None:
+    model, info = emitted.AutoModelForCausalLM.from_pretrained(
+        directory("llama", "4x-sum", 4), trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    expected = dict(zoo.shared("llama").named_parameters())
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in expected.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    model.save_pretrained(tmp_path / "trained")
+    again = emitted.load(tmp_path / "trained", attn_implementation=None)
+    assert again.config.rewriter_ranks == 4
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=batch("llama")).logits, model.eval()(input_ids=batch("llama")).logits)
+        base = emitted.load(tmp_path / "trained", AutoModel, attn_implementation=None)
+        assert torch.equal(base(input_ids=batch("llama"))[0], again.base_model(input_ids=batch("llama"))[0])
+
+
+def test_the_config_says_what_became_of_every_reduction() -> None:
+    config = emit_huggingface(program("llama", "4x-sum", 4)).config
+    dropped, kept = {"self_attn": "drop", "mlp": "drop"}, {"self_attn": "drop", "mlp": "keep_sum"}
+    assert config["rewriter_ranks"] == 4
+    assert config["rewriter_pattern"] == [dropped, kept, dropped, kept]
+    assert config["rewriter_layers"] == ["drop", "drop_keep", "drop", "drop_keep"]
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    path = directory("llama", "2x", 4)
+    for file in path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text()) | {"rewriter_ranks": 2}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"bound to tp=4: its layers compute 4 lanes, config\.rewriter_ranks is 2"):
+        emitted.load(tmp_path)
+
+
+def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        for mix in MIXES:
+            (tmp_path / f"{family}_{mix.replace('-', '_')}.py").write_text(
+                str(emit_huggingface(program(family, mix, 4)).modeling)
+            )
+    emitted.assert_clean(tmp_path)
+
+
+# What a reader of the generated Llama file sees of a layer of desync-2x.
+DROP_KEEP = """
+        input_layernorm = self.input_layernorm(hidden_states)
+        self_attn = self.self_attn(
+            hidden_states=input_layernorm,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )[0]
+        after_self_attn = hidden_states.unsqueeze(-2) + self_attn
+        post_attention_layernorm = self.post_attention_layernorm(after_self_attn)
+        mlp = self.mlp(post_attention_layernorm.flatten(-2))
+        return mlp + after_self_attn.mean(-2)
+"""
+
+
+def test_a_layer_reads_like_the_source() -> None:
+    text = str(emit_huggingface(program("llama", "2x", 4)).modeling)
+    assert DROP_KEEP in text
+    assert "whose function is bound to 4 ranks (tp=4)" in text
+
+
+# What cannot be
+
+
+def test_an_adapter_on_a_projection_of_the_lanes_is_refused() -> None:
+    """LoRA wraps modules; the lanes would not pass through a wrapped one."""
+    model = emitted.load(directory("llama", "2x", 4))
+    config = LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(TypeError, match=r"self_attn\.o_proj of a DropKeep\w+ became a Linear, which cannot compute"):
+        get_peft_model(model, config)(input_ids=batch("llama"))
+
+
+def test_an_adapter_elsewhere_works() -> None:
+    """q, k and v of a layer that all lanes enter alike are the source's own."""
+    base = emitted.load(directory("llama", "2x", 4))
+    with torch.no_grad():
+        before = base(input_ids=batch("llama")).logits
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    logits = model(input_ids=batch("llama")).logits
+    assert torch.equal(logits, before)
+    logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(RewriterError, match=r"model\.layers\.0\.mlp: its 2 lanes cannot run on one device"):
+        emit_huggingface(program("mixtral", "2x", 2))
