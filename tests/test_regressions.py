@@ -17,6 +17,7 @@ from rewriter.program import Body
 from rewriter.trace import trace
 from rewriter.trace.assemble import ModelTracer
 from rewriter.trace.bodies import BodyTracer
+from rewriter.trace.example import Example
 from rewriter.trace.lifting import Recorded, lifted_interfaces
 from rewriter.trace.model import TRACE_DTYPE, build_skeleton, fingerprint
 from rewriter.verify.simulate import simulate
@@ -75,9 +76,9 @@ class _ReadsWhatItNeverWrote(_Scaled):
 
 def _traced(kind: type[nn.Module]) -> Body:
     module = kind().to("meta", TRACE_DTYPE)
-    x = torch.empty(3, 37, 8, dtype=TRACE_DTYPE, device="meta")
+    x = torch.empty(5, 37, 8, dtype=TRACE_DTYPE, device="meta")
     with torch.no_grad():
-        body = BodyTracer({}, {}).trace("module", module, Recorded((x,), {}))
+        body = BodyTracer({}, {}, Example()).trace("module", module, Recorded((x,), {}))
     assert isinstance(body, Body)
     return body
 
@@ -177,6 +178,6 @@ class _CallsDropout(torch.nn.Module):
 
 def test_dropout_called_as_a_function_is_known_to_the_runtime_module():
     """The runtime module refuses to train where the source would have dropped values."""
-    x = torch.empty(3, 37, 8, dtype=torch.bfloat16, device="meta")
-    body = BodyTracer({}, {}).trace("drop", _CallsDropout().eval(), Recorded((x,), {}))
+    x = torch.empty(5, 37, 8, dtype=torch.bfloat16, device="meta")
+    body = BodyTracer({}, {}, Example()).trace("drop", _CallsDropout().eval(), Recorded((x,), {}))
     assert body.dropout == 0.25

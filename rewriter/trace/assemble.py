@@ -14,7 +14,6 @@ from torch import fx, nn
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Module, Opaque, parameters_of
 from rewriter.trace.bodies import (
-    SYMBOLS,
     BodyTracer,
     base_name,
     clean,
@@ -22,9 +21,9 @@ from rewriter.trace.bodies import (
     is_lifted,
     lifted_modules,
     record_calls,
-    symbolic,
     tensors_of,
 )
+from rewriter.trace.example import example_for
 from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.mixing import mixing_operator
@@ -75,20 +74,13 @@ class ModelTracer:
         self.model = skeleton.model
         self.path = skeleton.layers_path
         self.layers: list[nn.Module] = list(skeleton.layers)
-        self.bodies = BodyTracer(skeleton.buffers, skeleton.stored)
+        self.example = example_for(skeleton.model, skeleton.config)
+        self.bodies = BodyTracer(skeleton.buffers, skeleton.stored, self.example)
         self.calls: dict[nn.Module, Recorded] = {}
         self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
-        self._check_sizes()
-        self.absent = absent_arguments(self.model, self.layers)
-
-    def _check_sizes(self) -> None:
-        clash = {int(d) for p in self.model.parameters() for d in p.shape} & set(SYMBOLS)
-        if clash:
-            raise RewriterError(
-                f"the model has a dimension of {min(clash)}, a size that tracing reserves for its example"
-            )
+        self.absent = absent_arguments(self.model, self.layers, self.example)
 
     def hidden_name(self, layer: nn.Module) -> str:
         return layer_signature(layer)[0][0]
@@ -160,7 +152,7 @@ class ModelTracer:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
-        example, model = example_inputs(self.model), self.model
+        example, model = example_inputs(self.model, self.example), self.model
 
         class Logits(nn.Module):
             def __init__(self) -> None:
@@ -183,7 +175,7 @@ class ModelTracer:
                 )
         try:
             with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
-                exported = functional(export_graph(Logits(), list(example.values())))
+                exported = functional(export_graph(Logits(), list(example.values()), self.example))
         except RewriterError:
             raise
         except Exception as error:
@@ -201,7 +193,7 @@ class ModelTracer:
     def kind(self, index: int) -> LayerKind:
         """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
         layer = self.layers[index]
-        key = (self.fingerprint(layer), _static(self.calls[layer]), self._constants(f"{self.path}.{index}", layer))
+        key = (self.fingerprint(layer), self._static(self.calls[layer]), self._constants(f"{self.path}.{index}", layer))
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
@@ -214,6 +206,15 @@ class ModelTracer:
                 self.bodies.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
             ).hexdigest()
             for n in names
+        )
+
+    def _static(self, call: Recorded) -> str:
+        """What of a call decides how it traces: constants by value, tensors by shape."""
+        return repr(
+            [
+                (path, self.example.symbolic(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
+                for path, leaf in leaves_with_paths((call.args, call.kwargs))
+            ]
         )
 
     def _trace_kind(self, index: int) -> LayerKind:
@@ -236,7 +237,7 @@ class ModelTracer:
                 continue
             name = str(node.target)
             path = f"{self.path}.{index}.{name}"
-            key = (fingerprint(modules[name]), _static(calls[name]), self._constants(path, modules[name]))
+            key = (fingerprint(modules[name]), self._static(calls[name]), self._constants(path, modules[name]))
             if key not in alike:
                 alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name))
                 if isinstance(alike[key], Opaque) and (others := [a for a in left_behind if not a.startswith(path)]):
@@ -255,15 +256,15 @@ class ModelTracer:
     def _trace_child(self, path: str, module: nn.Module, call: Recorded, failure: Exception | None) -> Module:
         """The body of a child of a layer; the child itself, called as it is, where its inside cannot be represented."""
         if failure is not None:
-            return opaque_child(path, module, call, reason_of(failure))
+            return opaque_child(path, module, call, self.example, reason_of(failure))
         if convolves(module):  # known before the export of a recurrence, which takes long
-            return opaque_child(path, module, call, _MIXES.format("a convolution"))
+            return opaque_child(path, module, call, self.example, _MIXES.format("a convolution"))
         try:
             body = self.bodies.trace(path, module, call)
         except RewriterError as error:
-            return opaque_child(path, module, call, reason_of(error))
+            return opaque_child(path, module, call, self.example, reason_of(error))
         if isinstance(body, Body) and (operator := mixing_operator(body)):
-            return opaque_child(path, module, call, _MIXES.format(operator))
+            return opaque_child(path, module, call, self.example, _MIXES.format(operator))
         return body
 
 
@@ -281,16 +282,6 @@ def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
                 f"{path} reads another result of the layer before ({where[0]}), not only its hidden state: "
                 f"{type(leaf.layer).__name__} hands on more than one value, which is not supported yet"
             )
-
-
-def _static(call: Recorded) -> str:
-    """What of a call decides how it traces: constants by value, tensors by shape."""
-    return repr(
-        [
-            (path, symbolic(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
-            for path, leaf in leaves_with_paths((call.args, call.kwargs))
-        ]
-    )
 
 
 def _outputs(output: Any) -> dict[int, int] | None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,21 +19,13 @@ from transformers.pytorch_utils import Conv1D
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Leaf, Module, args_of, drop_dead_nodes
+from rewriter.trace.example import Example
 from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.wiring import leaves_with_paths
 
 aten = torch.ops.aten
-
-# Sizes of the example inputs. Dimensions equal to one of them are dynamic; `check_sizes` makes sure that no model
-# dimension is.
-BATCH, LENGTH = 3, 37
-SYMBOLS: dict[int, str] = {BATCH: "B", LENGTH: "S", BATCH * LENGTH: "N"}
-
-
-def symbolic(shape: Iterable[int]) -> tuple[int | str, ...]:
-    return tuple(SYMBOLS.get(int(d), int(d)) for d in shape)
 
 
 def as_leaf(module: nn.Module) -> Leaf | None:
@@ -132,9 +124,9 @@ class _Wrapper(nn.Module):
         return tuple(leaf for leaf in pytree.tree_leaves(self.inner(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor], example: Example) -> torch.export.ExportedProgram:
     """Non-strict export with every dimension that is a batch or length dynamic."""
-    dynamic = tuple({d: torch.export.Dim.DYNAMIC for d, n in enumerate(t.shape) if n in SYMBOLS} for t in tensors)
+    dynamic = tuple(map(example.dynamic, tensors))
     # stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out
     quiet = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
     with torch.no_grad(), quiet:
@@ -145,11 +137,17 @@ class BodyTracer:
     """Traces modules to Bodies; modules that are alike (same fingerprint key) share one Body.
 
     `buffers` are real values by full name, `stored` those whose values lie in checkpoints instead, with the dtype that
-    each keeps. `trace(path, module, recorded)` raises RewriterError naming the module.
+    each keeps, `example` the sizes of recorded inputs. `trace(path, module, recorded)` raises RewriterError naming the
+    module.
     """
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype | None]) -> None:
-        self.buffers, self.stored = buffers, stored
+    def __init__(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        stored: Mapping[str, torch.dtype | None],
+        example: Example,
+    ) -> None:
+        self.buffers, self.stored, self.example = buffers, stored, example
 
     def trace(self, path: str, module: nn.Module, recorded: Recorded) -> Module:
         leaf = as_leaf(module)
@@ -165,7 +163,7 @@ class BodyTracer:
             children[name] = self.trace(f"{path}.{base_name(name)}", lifted[base_name(name)], call)
         try:
             with lifted_modules(lifted, calls):
-                exported = export_graph(_Wrapper(module, rebuild), tensors)
+                exported = export_graph(_Wrapper(module, rebuild), tensors, self.example)
                 graph, used = clean(functional(exported), prefix="inner.")
         except RewriterError:
             raise

@@ -138,14 +138,22 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """(path, list) of the decoder layers: the longest ModuleList that is in no other one."""
+    """(path, list) of the decoder layers: of the lists in the model's decoder that are in no other one, the one as long
+    as its config says, else the longest. An encoder of images or sound beside it may have more layers."""
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in found):
             found.append((name, module))
     if not found:
         raise RewriterError(f"{type(model).__name__} has no list of decoder layers, so there is nothing to rewrite.")
-    return max(found, key=lambda item: len(item[1]))
+    inside = {id(module) for module in model.get_decoder().modules()}
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+
+    def rank(item: tuple[str, nn.ModuleList]) -> tuple[bool, bool, int, int]:
+        path, layers = item
+        return id(layers) in inside, len(layers) == depth, len(layers), -path.count(".")
+
+    return max(found, key=rank)
 
 
 def layer_source_hash(layer: nn.Module) -> str:

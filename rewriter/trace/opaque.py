@@ -20,7 +20,7 @@ from torch import fx, nn
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec
 from rewriter.program import Opaque
-from rewriter.trace.bodies import symbolic
+from rewriter.trace.example import Example
 from rewriter.trace.lifting import Recorded, replaced_forward
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.wiring import leaves_with_paths
@@ -28,7 +28,7 @@ from rewriter.trace.wiring import leaves_with_paths
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, MaskSpec)
 
 
-def opaque_child(path: str, module: nn.Module, call: Recorded, reason: str) -> Opaque:
+def opaque_child(path: str, module: nn.Module, call: Recorded, example: Example, reason: str) -> Opaque:
     """The Opaque of a child that was called as recorded. Raises RewriterError where that could be inexact."""
     _require_constants(path, module, call, reason)
     places = tuple(p for p, x in leaves_with_paths((call.args, call.kwargs)) if isinstance(x, torch.Tensor))
@@ -40,7 +40,7 @@ def opaque_child(path: str, module: nn.Module, call: Recorded, reason: str) -> O
     if not outputs or not places:
         raise RewriterError(f"{path} ({type(module).__name__}) takes or returns no tensor, and {reason}")
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    shapes = tuple(symbolic(x.shape) for x in outputs)
+    shapes = tuple(example.symbolic(x.shape) for x in outputs)
     return Opaque(type(module).__name__, reason, parameters, places, shapes, indices)
 
 

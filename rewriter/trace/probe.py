@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from rewriter.errors import RewriterError
-from rewriter.trace.bodies import BATCH, LENGTH
+from rewriter.trace.example import Example
 from rewriter.trace.lifting import replaced_forward
 from rewriter.trace.wiring import SPLAT, forward_signature, layer_signature
 
@@ -28,9 +28,9 @@ def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return arguments
 
 
-def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def example_inputs(model: PreTrainedModel, sizes: Example) -> dict[str, torch.Tensor]:
     """Meta inputs of a trace: ids and, where the model takes them, positions. There is no mask: nothing is padded."""
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
+    ids = torch.zeros(sizes.batch, sizes.length, dtype=torch.int64, device="meta")
     example = {"input_ids": ids, "position_ids": torch.zeros_like(ids)}
     kind: Any = type(model)
     parameters = forward_signature(kind).parameters
@@ -38,15 +38,17 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: x for name, x in example.items() if name in parameters or variadic}
 
 
-def absent_arguments(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, dict[str, None]]:
+def absent_arguments(
+    model: PreTrainedModel, layers: list[nn.Module], sizes: Example
+) -> dict[nn.Module, dict[str, None]]:
     """Per layer, the arguments that stay None also with a cache and with padding: its wiring holds them constant.
 
     The layers themselves do not run. Raises RewriterError when the model does not call them as modules, or calls one
     of them more than once.
     """
-    example = example_inputs(model)
+    example = example_inputs(model, sizes)
     # On the CPU and not all ones: models ask whether a mask hides anything, which has no answer on meta.
-    padded = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    padded = torch.ones(sizes.batch, sizes.length, dtype=torch.int64)
     padded[:, 0] = 0
     seen: dict[nn.Module, list[dict[str, Any]]] = {layer: [] for layer in layers}
     failures: list[Exception] = []
