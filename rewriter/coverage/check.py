@@ -33,7 +33,7 @@ from rewriter.program import Program
 from rewriter.trace import trace
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.verify.lane_reference import LaneReference
-from rewriter.verify.random_model import build_model, random_ids, randomize
+from rewriter.verify.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.verify.reference import ladder_reference
 from rewriter.verify.rehearsal import test_lengths
 from rewriter.verify.simulate import load_weights, simulate
@@ -121,9 +121,9 @@ class _Subject:
             if relative_error(rewired, original) >= DIFFERENT:
                 break
         model.save_pretrained(self.source)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self.source, dtype=torch.float32, attn_implementation="eager"
-        )
+        if type(model.config) is not type(self.config):  # the model is the inner one, the type the outer config's
+            self.config.save_pretrained(self.source)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **EAGER)
         return loaded.eval()
 
     def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
@@ -138,13 +138,18 @@ class _Subject:
 
     def _ladder(self) -> None:
         """Every layer, then every second one: both transitions. The last one is what is emitted."""
-        count = self.program.source.num_layers
-        for layers in (set(range(count)), set(range(1, count, 2))):
+        every = self._layers()
+        for layers in (set(every), set(every[1::2])):
             program = Ladder(sorted(layers)).apply(self.program)
             expected = [self._logits(ids, layers) for ids in self.batches]
             self._require_different(expected)
             self._require(program, expected, EXACT, "the ladder")
             self.rewritten, self.rewritten_logits = program, expected
+
+    def _layers(self) -> list[int]:
+        """Layers that can be rewired. One may have no block: cross-attention with nothing to attend to is skipped."""
+        having = sorted({block.layer for block in residual_blocks(self.program)})
+        return having or list(range(self.program.source.num_layers))
 
     def _tensor_parallel(self, ranks: int) -> None:
         program = TensorParallel().apply(self.program.with_(mesh={"tp": ranks}, origin=self.program))
@@ -158,7 +163,7 @@ class _Subject:
         if not self.result.stream:
             raise RewriterError("no residual stream, so there is nothing that ranks could keep to themselves")
         shared = TensorParallel().apply(self.program.with_(mesh={"tp": 2}, origin=self.program))
-        program = Desync(n=2).apply(shared)
+        program = Desync(self._layers(), n=2).apply(shared)
         blocks = residual_blocks(shared)
         reference = LaneReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
         expected = [reference(ids) for ids in self.batches]
@@ -186,7 +191,7 @@ class _Subject:
             (out / files.modeling_name).write_text(files.modeling, encoding="utf-8")
         with mock.patch.dict(sys.modules, {"rewriter": None}):
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                out, trust_remote_code=True, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+                out, trust_remote_code=True, output_loading_info=True, **EAGER
             )
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, loaded.get(what) or ())):

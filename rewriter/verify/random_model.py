@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rewriter.errors import RewriterError
 from rewriter.verify.shrink import text_config
 from rewriter.verify.stream import decoder_layers
+
+# How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
+EAGER: Mapping[str, Any] = {
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "dtype": torch.float32,
+}
 
 
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
@@ -43,9 +51,7 @@ def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pr
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32, **kwargs
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **EAGER, **kwargs)
     return model.eval()
 
 

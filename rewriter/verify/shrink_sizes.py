@@ -74,7 +74,7 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     head_size = 16 if new_heads <= 8 else 8
     hidden = next((data[n] for n in HIDDEN if isinstance(data.get(n), int)), heads * head_size)
     old_head_size = data["head_dim"] if isinstance(data.get("head_dim"), int) else hidden // heads
-    width = new_heads * head_size
+    width = new_heads * head_size if heads > 1 else 64  # some types have no heads
     if old_head_size * heads != hidden:
         width = 64 if width != 64 else 80
     new: dict[str, Any] = dict.fromkeys(_integers(data, HEADS), new_heads)
