@@ -56,6 +56,19 @@ def apply_recipe(
     return program.with_(recipe=recipe.to_dict(), origin=original), skipped
 
 
+def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int) -> None:
+    """Refuse one rank, before any work, for a pass that is bound to their number and that the recipe cannot leave out.
+
+    The pass would refuse, too, once the model is traced.
+    """
+    disabled = _disabled((), [p.name for p in passes])
+    for spec, rewrite in zip(recipe.passes, passes, strict=True):
+        if tp == 1 and rewrite.scope == "lanes" and not spec.optional and rewrite.name not in disabled:
+            raise RewriterError(
+                f"{rewrite.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
+            )
+
+
 def lint(program: Program, after: str) -> None:
     """Check what every pass must leave: a well-formed wiring that calls only modules that exist.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rewriter.apply import apply_recipe, load_recipe
+from rewriter.apply import apply_recipe, check_bound, load_recipe
 from rewriter.calibrate import calibrate
 from rewriter.collector import collector_paused
 from rewriter.emit import directory
@@ -94,7 +94,7 @@ def convert(
     VerificationError when the result does not compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
-    loaded.build()
+    check_bound(loaded, loaded.build(), tp)
     check_options(dtype, verify, link)
     place = (
         Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}" + f"-tp{tp}" * (tp > 1))

@@ -9,7 +9,7 @@ import torch
 
 from rewriter.emit.manifest import Drift
 from rewriter.passes import available
-from rewriter.passes.base import single_device
+from rewriter.passes.base import bound_ranks, single_device
 from rewriter.program import Program
 from rewriter.verify.compare import REAL_WEIGHTS, Verification
 from rewriter.verify.drift import (
@@ -80,7 +80,9 @@ class RealWeights:
         from transformers import AutoModelForCausalLM
 
         source = self.program.source
-        if reason := too_large(self.single):
+        # The reference of a bound program holds every rank's part of the exit projections, full size.
+        copies = 1 + -(-(bound_ranks(self.program) or 0) // 2)
+        if reason := too_large(self.single, copies):
             found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
         passes = [available()[entry.name](**entry.options) for entry in self.program.history]

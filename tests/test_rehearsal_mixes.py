@@ -1,0 +1,128 @@
+"""The rehearsal of recipes that mix kinds of layers: the shrunken copy has the same choices, and faults are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import zoo
+
+from rewriter.errors import VerificationError
+from rewriter.passes import desync as desync_module
+from rewriter.passes.desync import Desync
+from rewriter.passes.drop_sync import DropSync
+from rewriter.passes.ladder import Ladder
+from rewriter.passes.parallel_block import ParallelBlock
+from rewriter.passes.rewiring import chosen_blocks
+from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.program import Program
+from rewriter.recipes import Recipe
+from rewriter.trace import trace
+from rewriter.verify.places import kinds_of_layers, on_places
+from rewriter.verify.references import layer_modes
+from rewriter.verify.rehearsal import rehearse
+
+# The choices on the copy
+
+KEEP, DROP = "keep", "drop"
+PATTERN = ((DROP, KEEP), (DROP, DROP), (KEEP, KEEP))
+
+
+def test_dropped_layers_keep_their_places() -> None:
+    costs = (5.0, 1.0, 5.0, 5.0, 2.0, 5.0)
+    assert kinds_of_layers(DropSync(2, costs), 6) == [{1, 4}]
+    assert on_places([0, 1, 2, 4, 5], DropSync(2, costs), 6) == [DropSync(layers=[1, 3])]
+
+
+def test_a_pattern_is_told_out_run_by_run() -> None:
+    rewrite = Desync([0, 1, 2, 3, 6, 7], pattern=PATTERN, resync="sum")
+    kinds = kinds_of_layers(rewrite, 8)
+    assert kinds == [{0, 1, 2, 3, 6, 7}, {0, 3, 6}, {1, 7}, {2}]
+    first, second = on_places([1, 2, 3, 5, 6, 7], rewrite, 8)
+    assert first == Desync([0, 1, 2], pattern=(PATTERN[1], PATTERN[2], PATTERN[0]), resync="sum")
+    assert second == Desync([4, 5], pattern=(PATTERN[0], PATTERN[1]), resync="sum")
+
+
+def test_what_selects_no_layers_is_left_as_it_is() -> None:
+    assert kinds_of_layers(TensorParallel(), 6) == []
+    assert on_places([0, 1], TensorParallel(), 6) == [TensorParallel()]
+
+
+# What the reference is told
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "kept"),
+    [
+        (Desync(n=2), [0, 1] * 4),
+        (Desync(n=3), [0, 0, 1, 0, 0, 1, 0, 1]),
+        (Desync(n=4), [0, 0, 0, 1] * 2),
+        (Desync("first:3", n=4), [0, 0, 0, 1, 0, 1]),
+        (Desync("1-3", n=5), [0, 0, 0, 0, 1, 1]),
+        (Desync([0, 1, 3], n=2, resync="sum"), [0, 1, 0, 1, 0, 1]),
+        (Desync(pattern=PATTERN), [0, 1, 0, 0, 1, 1, 0, 1]),
+        (DropSync(layers=[1, 3]), [0, 1, 0, 1]),
+    ],
+)
+def test_the_reference_is_told_which_reductions_are_kept(rewrite: Any, kept: Sequence[int]) -> None:
+    """Written out by hand: the last reduction of a run of layers is kept whatever the pattern says."""
+    modes = layer_modes(zoo.shared("llama"), [rewrite], ())
+    told = [keep for layer in sorted(modes) for keep in modes[layer].keep]
+    runs_end = [i for i, layer in enumerate(sorted(modes)) if layer + 1 not in modes]
+    for place in runs_end:
+        told[2 * place + 1] = True
+    assert told == [bool(k) for k in kept]
+    assert {m.resync for m in modes.values()} == {getattr(rewrite, "resync", "sum")}
+
+
+def test_the_reference_is_told_the_other_modes() -> None:
+    passes = [Ladder("0-1"), Ladder([2], "own_partial"), ParallelBlock([3], "mlp")]
+    modes = layer_modes(zoo.shared("llama"), passes, ())
+    assert [modes[layer].mode for layer in range(4)] == ["ladder", "ladder", "own_partial", "parallel"]
+    assert modes[3].norm == "mlp"
+
+
+# The rehearsal
+
+
+@pytest.mark.parametrize("name", ["desync-4x-sum", "ladder-own-partial", "ladder-then-desync", "parallel"])
+def test_a_shipped_recipe_passes(name: str) -> None:
+    config = zoo.config("llama")
+    config.num_hidden_layers = 12
+    rehearse(config, Recipe.load(name).build(), 2)
+
+
+def test_a_pattern_passes_on_a_deep_model() -> None:
+    config = zoo.config("llama")
+    config.num_hidden_layers = 14
+    rehearse(config, [TensorParallel(), Desync("2-9", pattern=PATTERN, resync="sum"), Ladder("last:3")], 2)
+
+
+FAULTS = {
+    "mean for sum": lambda kept, resync: (kept, "mean"),
+    "one more dropped": lambda kept, resync: ({**kept, 3: False}, resync),
+    "one kept": lambda kept, resync: ({**kept, 2: True}, resync),
+    "shifted by one": lambda kept, resync: ({i: kept.get(i - 1, True) for i in kept} | {max(kept): True}, resync),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_desynced_run_fails_the_rehearsal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = desync_module.desynchronise
+
+    def faulty(program: Program, kept: dict[int, bool], resync: Any, *rest: Any) -> Program:
+        return whole(program, *FAULTS[fault](kept, resync), *rest)
+
+    monkeypatch.setattr(desync_module, "desynchronise", faulty)
+    with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
+        rehearse(zoo.config("llama"), [TensorParallel(), Desync(n=2, resync="sum")], 2)
+
+
+def test_the_faults_are_seeded_where_they_can_be_seen() -> None:
+    """Each fault changes what is kept: else its test would pass for another reason."""
+    program = TensorParallel().apply(trace(zoo.config("llama")).with_(mesh={"tp": 2}))
+    blocks = chosen_blocks(program, "desync", "all")
+    kept = {b.index: b.index % 2 == 1 for b in blocks}
+    for change in FAULTS.values():
+        assert change(dict(kept), "sum") != (kept, "sum")
