@@ -77,7 +77,9 @@ class Desync:
         dropped = sum(not keep for keep in kept.values())
         if not dropped:
             raise RewriterError("desync: no reduction of the selected layers can be dropped: each ends a run of layers")
-        result = desynchronise(program, kept, self.resync, self.name, self.untie_norms)
+        # blocks that reduce nothing belong to their layer all the same: what follows it starts drained
+        marked = {b.index: True for b in blocks} | kept
+        result = desynchronise(program, marked, self.resync, self.name, self.untie_norms)
         summary = f"{dropped} of {len(kept)} reductions dropped on {ranks} ranks; kept ones resync by {self.resync}"
         return record(result, self, summary)
 

@@ -1,0 +1,68 @@
+"""Random architectures × random mixes of layers: what the passes make equals the reference, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import draws
+import pytest
+import torch
+import zoo
+from oracles import relative_error
+from transformers import AutoConfig
+
+from rewriter.apply import lint
+from rewriter.trace import trace
+from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.simulate import simulate
+
+SAME = 1e-5
+DIFFERENT = 1e-2
+
+
+def check(family: str, seed: int, mixes: int) -> None:
+    """`mixes` random mixes of a random architecture of `family` equal the reference at each number of ranks."""
+    rng = random.Random(f"{family} {seed}")
+    drawn = draws.architecture(rng, family)
+    check_mixes(rng, drawn, [draws.mix(rng, drawn, (2, 4, 1)[(seed + number) % 3]) for number in range(mixes)], seed)
+
+
+@torch.no_grad()
+def check_mixes(rng: random.Random, drawn: draws.Architecture, mixes: Sequence[draws.Mix], seed: int = 0) -> None:
+    model, program = draws.build(drawn, seed), trace(drawn.config)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    ids = zoo.batch(2, 21, drawn.config.vocab_size, seed)
+    original = model(input_ids=ids, use_cache=False).logits
+    for chosen in mixes:
+        rewritten = draws.rewrite(rng, program, drawn, chosen)
+        lint(rewritten, "the last pass")
+        reference = LaneReference(model, chosen.modes(), chosen.ranks, whole=drawn.whole(chosen.ranks))
+        expected = reference(ids)
+        case = f"{drawn.config}\n{chosen}"
+        changed = any(step.since < b or (step.split and not step.keep) for b, step in enumerate(reference.steps))
+        difference = relative_error(expected, original)
+        assert difference >= DIFFERENT if changed else difference <= SAME, case
+        assert relative_error(simulate(rewritten, ids, weights=weights), expected) <= SAME, case
+
+
+@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("family", draws.ALL_FAMILIES)
+def test_random_mixes_of_random_architectures_equal_the_reference(family: str, seed: int) -> None:
+    check(family, seed, mixes=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("family", draws.ALL_FAMILIES)
+def test_many_random_mixes_of_random_architectures_equal_the_reference(family: str, seed: int) -> None:
+    check(family, seed, mixes=6)
+
+
+def test_what_follows_a_desynced_layer_starts_drained_also_behind_a_block_that_reduces_nothing() -> None:
+    """The MLP of 57 channels is computed in full by both ranks, behind the last reduction of the desynced layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 57, "num_attention_heads": 4, "vocab_size": 256}
+    config = AutoConfig.for_model("llama", num_hidden_layers=3, pad_token_id=0, **sizes)
+    runs = (((0, 1), LayerMode("desync", resync="sum")), ((2,), LayerMode("ladder")))
+    chosen = draws.Mix(2, runs, dict.fromkeys((0, 1), (False, False)))
+    check_mixes(random.Random(0), draws.Architecture(config, 2, divides=False), [chosen])
