@@ -139,8 +139,23 @@ class LayerArgument:
 
 
 @dataclass(frozen=True)
+class LayerSource:
+    """A class of decoder layers: the parameters of its forward, whether it takes **kwargs, and a hash of its code."""
+
+    name: str
+    arguments: tuple[str, ...]
+    var_kwargs: bool
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Source:
-    """Where a program came from: the model, its classes, and what of transformers its wiring was read from."""
+    """Where a program came from: the model, its classes, and what of transformers its wiring was read from.
+
+    `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
+    first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
+    without, because the model leaves them None.
+    """
 
     path: str | None
     config: Mapping[str, Any]
@@ -155,7 +170,25 @@ class Source:
     layer_arguments: tuple[str, ...]
     layer_var_kwargs: bool
     layer_source_sha256: str
+    layer_classes: tuple[LayerSource, ...]
+    layer_kinds: tuple[int, ...]
+    absent: tuple[tuple[str, ...], ...]
     remote_code: bool = False
+
+    def alike(self, layer: int, other: int) -> bool:
+        """Whether two layers are of one class and were traced without the same arguments."""
+        return self.layer_kinds[layer] == self.layer_kinds[other] and self.absent[layer] == self.absent[other]
+
+    def of_layer(self, index: int) -> Source:
+        """The same source, told from the class of layer `index`."""
+        cls = self.layer_classes[self.layer_kinds[index]]
+        return replace(
+            self,
+            layer_class=cls.name,
+            layer_arguments=cls.arguments,
+            layer_var_kwargs=cls.var_kwargs,
+            layer_source_sha256=cls.sha256,
+        )
 
 
 @dataclass(frozen=True)

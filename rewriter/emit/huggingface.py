@@ -27,13 +27,14 @@ from rewriter.emit.modeling_file import (
     own_config,
     source_check,
     source_config,
+    standard_kinds,
     table,
     untraced,
     wrapped,
 )
 from rewriter.emit.naming import camel, identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed
-from rewriter.emit.source import Argument, layer_arguments, require_importable, returned_values
+from rewriter.emit.source import layer_arguments, require_importable, returned_values
 from rewriter.passes.base import bound_ranks, scopes, single_device
 from rewriter.program import Program, Source
 
@@ -67,13 +68,12 @@ def emit_huggingface(program: Program) -> HuggingFaceFiles:
     if single.origin is None:  # no pass changed what the model computes
         return plain
     require_importable(single.source)
-    arguments = layer_arguments(single.source)
-    kinds, assignment = _kinds(single, arguments)
-    if set(assignment) == {STANDARD}:
+    kinds, assignment = _kinds(single)
+    if not kinds:
         return plain
     names = Names(single.source)
     config = own_config(single.source, names) | {"rewriter_layers": assignment}
-    modeling = _modeling(single, arguments, kinds, names)
+    modeling = _modeling(single, kinds, names)
     return HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
 
 
@@ -84,34 +84,35 @@ def _model_level(program: Program) -> Program:
     return program
 
 
-def _kinds(program: Program, arguments: list[Argument]) -> tuple[list[_Kind], list[str]]:
-    """(the kinds of layers in order of appearance, the kind's name of every layer)."""
-    signature = tuple(a.name for a in arguments)
-    originals = print_layers(program.origin or program, signature)
+def _kinds(program: Program) -> tuple[list[_Kind], list[str]]:
+    """(the kinds of rewired layers in order of appearance, the kind's name of every layer)."""
+    source = program.source
+    standard = standard_kinds(source)
+    originals = print_layers(program.origin or program)
     rewrite = "_".join(identifier(entry.name) for entry in program.history) or "rewired"
     kinds: list[_Kind] = []
     assignment = []
-    for index, (layer, original) in enumerate(zip(print_layers(program, signature), originals, strict=True)):
+    for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
         touched = not layer.same_computation(original)
         if not touched and len(layer.takes) == len(layer.gives) == 1:
-            assignment.append(STANDARD)
+            assignment.append(standard[source.layer_kinds[index]])
             continue
-        kind = next(
-            (
-                k
-                for k in kinds
-                if (k.layer.takes, k.layer.gives, k.layer.statements) == (layer.takes, layer.gives, layer.statements)
-            ),
-            None,
-        )
+        kind = next((k for k in kinds if _alike(program, k, layer, index)), None)
         if kind is None:
             wish = _kind_name(rewrite, touched, len(layer.takes), len(layer.gives))
             taken = [k.name for k in kinds]
             name = wish if wish not in taken else next(n for i in range(2, 10**6) if (n := f"{wish}_{i}") not in taken)
-            kind = _Kind(name, camel(name) + program.source.layer_class, layer, index, touched)
+            kind = _Kind(name, camel(name) + source.of_layer(index).layer_class, layer, index, touched)
             kinds.append(kind)
         assignment.append(kind.name)
     return kinds, assignment
+
+
+def _alike(program: Program, kind: _Kind, layer: PrintedLayer, index: int) -> bool:
+    """Whether layer `index` is of this kind."""
+    other = kind.layer
+    printed_alike = (other.takes, other.gives, other.statements) == (layer.takes, layer.gives, layer.statements)
+    return printed_alike and program.source.alike(kind.example, index)
 
 
 def _kind_name(rewrite: str, touched: bool, takes: int, gives: int) -> str:
@@ -125,11 +126,12 @@ def _kind_name(rewrite: str, touched: bool, takes: int, gives: int) -> str:
 # --- the modeling file -----------------------------------------------------------------------------------------------
 
 
-def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], names: Names) -> str:
+def _modeling(program: Program, kinds: list[_Kind], names: Names) -> str:
+    source = program.source
     parts = [
         _header(program, kinds, names),
-        f"{imports(program.source)}\n\n{source_check(program.source)}",
-        *(_layer_class(program, arguments, kind) for kind in kinds),
+        f"{imports(source)}\n\n{source_check(source)}",
+        *(_layer_class(program, kind) for kind in kinds),
         table(program.source, [(kind.name, kind.class_name) for kind in kinds]),
         _rewire(program.source),
         *model_classes(program.source, names, {"rewriter_layers": "list[str]"}),
@@ -157,7 +159,8 @@ def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
         "names the kind of every layer:"
     )
     lines += ["", *wrapped(about).splitlines(), ""]
-    listed = [(STANDARD, f"{source.layer_class}, unchanged.")]
+    classes = zip(standard_kinds(source), source.layer_classes, strict=True)
+    listed = [(name, f"{cls.name}, unchanged.") for name, cls in classes]
     listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
     for name, text in listed:
         lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
@@ -166,7 +169,7 @@ def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
 
 def _what(program: Program, kind: _Kind) -> list[str]:
     """What a kind of layer does, in a sentence or two."""
-    source = program.source
+    source = program.source.of_layer(kind.example)
     sentences = []
     if not kind.touched:
         sentences.append(f"Computes what {source.layer_class} computes.")
@@ -195,8 +198,9 @@ def _count(blocks: int) -> str:
     return "one block" if blocks == 1 else f"{blocks} blocks"
 
 
-def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> str:
-    source = program.source
+def _layer_class(program: Program, kind: _Kind) -> str:
+    source = program.source.of_layer(kind.example)
+    arguments = layer_arguments(source)
     parameters = [str(a) for a in arguments]
     if source.layer_var_kwargs:
         parameters.append("**kwargs")
@@ -204,7 +208,7 @@ def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> st
     lines += docstring(_what(program, kind), 4)
     lines += ["", f"    takes = {len(kind.layer.takes)}", f"    gives = {len(kind.layer.gives)}", ""]
     lines.append(bracketed("def forward(", ["self", *parameters], "):", 4))
-    for name in untraced(program, arguments):
+    for name in untraced(program, arguments, kind.example):
         lines.append(f"        if {name} is not None:")
         lines.append(f'            raise ValueError("{name}: {kind.class_name} was generated without it")')
     lines.append(kind.layer.text(returned_values(source)))
@@ -225,6 +229,8 @@ def rewire(model, layers):
         layer_class = LAYER_CLASSES[kind]
         if getattr(layer_class, "takes", 1) != width:
             raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} cannot stand after {{kinds[:index][-1:]}}")
+        if not issubclass(layer_class, type(layer)):
+            raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} is made for another layer than this one")
         width = getattr(layer_class, "gives", 1)
         # The layer stays the module that the source built: its children, parameter names, initialisation and the
         # order of random draws are the source's. Only its forward changes.

@@ -22,18 +22,19 @@ from rewriter.emit.lane_support import lane_class, support
 from rewriter.emit.layers import print_layers
 from rewriter.emit.naming import camel
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
-from rewriter.emit.source import Argument, layer_arguments, require_importable, returned_values
+from rewriter.emit.source import layer_arguments, require_importable, returned_values
 from rewriter.program import Program, Source
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of decoder layer of the generated file; `modes` are those of its blocks."""
+    """A kind of decoder layer of the generated file; `modes` are those of its blocks, `example` is one layer of it."""
 
     name: str
     class_name: str
     layer: LaneLayer
     modes: tuple[BlockMode, ...]
+    example: int
     touched: bool
 
 
@@ -48,37 +49,36 @@ def emit_lanes(program: Program) -> file.HuggingFaceFiles:
     """
     source = program.source
     require_importable(source)
-    arguments = layer_arguments(source)
-    kinds, assignment = _kinds(program, arguments)
+    kinds, assignment = _kinds(program)
     names = file.Names(source)
     config = file.own_config(source, names) | {
         "rewriter_layers": assignment,
         "rewriter_pattern": pattern_table(program),
         "rewriter_ranks": program.mesh["tp"],
     }
-    modeling = _modeling(program, arguments, kinds, names)
+    modeling = _modeling(program, kinds, names)
     return file.HuggingFaceFiles(config, f"{names.module}.py", modeling, names.model_type)
 
 
-def _kinds(program: Program, arguments: list[Argument]) -> tuple[list[_Kind], list[str]]:
-    """(the kinds of layers in order of appearance, the kind's name of every layer)."""
-    signature = tuple(a.name for a in arguments)
-    originals = print_layers(program.origin or program, signature)
+def _kinds(program: Program) -> tuple[list[_Kind], list[str]]:
+    """(the kinds of rewired layers in order of appearance, the kind's name of every layer)."""
+    source = program.source
+    originals = print_layers(program.origin or program)
     modes = layer_modes(program)
     kinds: list[_Kind] = []
     assignment = []
-    for index, layer in enumerate(print_lane_layers(program, signature)):
+    for index, layer in enumerate(print_lane_layers(program)):
         original = originals[index]
         touched = bool(layer.modules) or (layer.statements, layer.gives[0]) != (original.statements, original.gives[0])
         if not touched and layer.plain:
-            assignment.append(file.STANDARD)
+            assignment.append(file.standard_kinds(source)[source.layer_kinds[index]])
             continue
-        kind = next((k for k in kinds if k.layer == layer), None)
+        kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
         if kind is None:
             wish = _kind_name(modes[index], touched, layer)
             taken = [k.name for k in kinds]
             name = wish if wish not in taken else next(n for i in range(2, 10**6) if (n := f"{wish}_{i}") not in taken)
-            kind = _Kind(name, camel(name) + program.source.layer_class, layer, modes[index], touched)
+            kind = _Kind(name, camel(name) + source.of_layer(index).layer_class, layer, modes[index], index, touched)
             kinds.append(kind)
         assignment.append(kind.name)
     return kinds, assignment
@@ -95,7 +95,7 @@ def _kind_name(modes: Sequence[BlockMode], touched: bool, layer: LaneLayer) -> s
 # --- the modeling file -----------------------------------------------------------------------------------------------
 
 
-def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], names: file.Names) -> str:
+def _modeling(program: Program, kinds: list[_Kind], names: file.Names) -> str:
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
     children = _children(source, kinds)
@@ -103,7 +103,7 @@ def _modeling(program: Program, arguments: list[Argument], kinds: list[_Kind], n
         _header(program, kinds, names),
         f"{_imports(program, modules, children)}\n\n{_lanes(program)}\n\n{file.source_check(source, children)}",
         *support(modules),
-        *(_layer_class(program, arguments, kind) for kind in kinds),
+        *(_layer_class(program, kind) for kind in kinds),
         file.table(source, [(kind.name, kind.class_name) for kind in kinds]),
         _rewire(program),
         *file.model_classes(source, names, _CONFIG_FIELDS),
@@ -146,7 +146,8 @@ def _header(program: Program, kinds: list[_Kind], names: file.Names) -> str:
     for text in about:
         lines += ["", *file.wrapped(text).splitlines()]
     lines.append("")
-    listed = [(file.STANDARD, f"{source.layer_class}, unchanged.")]
+    classes = zip(file.standard_kinds(source), source.layer_classes, strict=True)
+    listed = [(name, f"{cls.name}, unchanged.") for name, cls in classes]
     listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
     for name, text in listed:
         lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
@@ -156,7 +157,8 @@ def _header(program: Program, kinds: list[_Kind], names: file.Names) -> str:
 def _what(program: Program, kind: _Kind) -> list[str]:
     """What a kind of layer does, a sentence per block."""
     if not kind.touched:
-        return [f"Computes what {program.source.layer_class} computes, beside values that it passes on."]
+        name = program.source.of_layer(kind.example).layer_class
+        return [f"Computes what {name} computes, beside values that it passes on."]
     return [described(mode) for mode in kind.modes]
 
 
@@ -179,8 +181,9 @@ def _lanes(program: Program) -> str:
     return f"LANES = {program.mesh['tp']}  # the ranks that this model's function is bound to"
 
 
-def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> str:
-    source = program.source
+def _layer_class(program: Program, kind: _Kind) -> str:
+    source = program.source.of_layer(kind.example)
+    arguments = layer_arguments(source)
     parameters = [str(a) for a in arguments]
     if source.layer_var_kwargs:
         parameters.append("**kwargs")
@@ -199,7 +202,7 @@ def _layer_class(program: Program, arguments: list[Argument], kind: _Kind) -> st
         groups = groups if len(kind.layer.groups) == 1 else groups.rstrip(",")
         lines.append(f"    key_value_groups = ({groups})  # lanes hold more key/value heads than the source")
     lines += ["", bracketed("def forward(", ["self", *parameters], "):", 4)]
-    for name in file.untraced(program, arguments):
+    for name in file.untraced(program, arguments, kind.example):
         lines.append(f"        if {name} is not None:")
         lines.append(f'            raise ValueError("{name}: {kind.class_name} was generated without it")')
     lines.append(kind.layer.text(returned_values(source)))

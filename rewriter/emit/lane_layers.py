@@ -71,13 +71,13 @@ class LaneLayer:
         return "\n".join([*lines, f"{pad}return {result}"])
 
 
-def print_lane_layers(program: Program, argument_names: tuple[str, ...]) -> list[LaneLayer]:
+def print_lane_layers(program: Program) -> list[LaneLayer]:
     """Every decoder layer of a sharded program.
 
     Raises RewriterError where a child cannot compute lanes on one device, and as `layers.print_layers` does.
     """
     flow, count = Flow(program), program.source.num_layers
-    printer = _Printer(program, flow, argument_names)
+    printer = _Printer(program, flow)
     crossing = [sorted(flow.crossing(boundary), key=_newest_first) for boundary in range(count + 1)]
     return [printer.layer(index, crossing[index], crossing[index + 1]) for index in range(count)]
 
@@ -88,8 +88,8 @@ def _newest_first(node: fx.Node) -> int:
 
 
 class _Printer:
-    def __init__(self, program: Program, flow: Flow, argument_names: tuple[str, ...]) -> None:
-        self.program, self.flow, self.argument_names = program, flow, argument_names
+    def __init__(self, program: Program, flow: Flow) -> None:
+        self.program, self.flow = program, flow
         self.ranks = program.mesh["tp"]
         self.local = local_values(program.graph, program.parameters)
         self.labels = _stream_labels(program)
@@ -118,8 +118,9 @@ class _Printer:
 
     def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> LaneLayer:
         self.path = self.program.layer_path(index)
-        self.unique = Names("self", "kwargs", "torch", *self.argument_names)
-        self.names = {takes[0]: self.argument_names[0]}
+        arguments = self.program.source.of_layer(index).layer_arguments
+        self.unique = Names("self", "kwargs", "torch", *arguments)
+        self.names = {takes[0]: arguments[0]}
         self.modules: dict[str, LaneModule] = {}
         self.groups: dict[str, int] = {}
         self.classes: set[str] = set()

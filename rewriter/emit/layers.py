@@ -60,20 +60,17 @@ class PrintedLayer:
         return "\n".join(lines)
 
 
-def print_layers(program: Program, argument_names: tuple[str, ...]) -> list[PrintedLayer]:
+def print_layers(program: Program) -> list[PrintedLayer]:
     """Every decoder layer of a single-device program, printed.
 
-    `argument_names` are the parameters of the source layer's forward, the hidden state first. Raises RewriterError when
-    a layer needs a value from outside the layers other than the embedding, or when more than one value leaves the last.
+    Raises RewriterError when a layer needs a value from outside the layers other than the embedding, or when more than
+    one value leaves the last.
     """
     flow = Flow(program)
     labels = _stream_labels(program)
     count = program.source.num_layers
     crossing = [flow.crossing(boundary) for boundary in range(count + 1)]
-    return [
-        _print_layer(program, index, flow, crossing[index], crossing[index + 1], labels, argument_names)
-        for index in range(count)
-    ]
+    return [_print_layer(program, index, flow, crossing[index], crossing[index + 1], labels) for index in range(count)]
 
 
 class Flow:
@@ -136,9 +133,9 @@ def _print_layer(
     takes: list[fx.Node],
     gives: list[fx.Node],
     labels: Mapping[str, str],
-    argument_names: tuple[str, ...],
 ) -> PrintedLayer:
     path = program.layer_path(index)
+    argument_names = program.source.of_layer(index).layer_arguments
     unique = Names("self", "kwargs", "torch", *argument_names)
     names = {takes[0]: argument_names[0]}
     for node in takes[1:]:

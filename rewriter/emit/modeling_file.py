@@ -17,7 +17,7 @@ import transformers
 from rewriter.emit.naming import identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
 from rewriter.emit.source import Argument, config_module
-from rewriter.program import LayerArgument, Program, Source
+from rewriter.program import Program, Source
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
 
@@ -81,9 +81,8 @@ def imports(
 ) -> str:
     """The import statements; besides the model's classes, `own` from its module, `standard` modules, and `others`."""
     # constants first, as ruff sorts names: GPT2MLP is written like one
-    classes = sorted(
-        {source.layer_class, source.architecture, source.base_class, *own}, key=lambda c: (not c.isupper(), c)
-    )
+    layers = [cls.name for cls in source.layer_classes]
+    classes = sorted({*layers, source.architecture, source.base_class, *own}, key=lambda c: (not c.isupper(), c))
     origin = [
         f"from {config_module(source)} import {source.config_class}",
         bracketed(f"from {source.module} import ", classes, "", 0),
@@ -98,8 +97,10 @@ def imports(
 
 
 def source_check(source: Source, children: Collection[str] = ()) -> str:
-    """Statements that raise where the source's layer is not the one that was read; nor `children`, classes of its."""
-    if not children:
+    """Statements that raise where the source's layers are not those that were read, nor their `children`, classes."""
+    known = {cls.name: cls.sha256 for cls in source.layer_classes}
+    known |= {name: class_sha256(source, name) for name in children}
+    if len(known) == 1:
         return f'''\
 # The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
 SOURCE_SHA256 = "{source.layer_source_sha256}"
@@ -109,7 +110,6 @@ if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() 
         "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
     )
 '''
-    known = {source.layer_class: source.layer_source_sha256, **{name: class_sha256(source, name) for name in children}}
     rows = "\n".join(f'    {name}: "{digest}",' for name, digest in known.items())
     return f"""\
 # The layers below were made for these versions of the source's classes. Other versions may compute something else.
@@ -143,29 +143,19 @@ def docstring(sentences: list[str], indent: int) -> list[str]:
     return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
 
 
-def untraced(program: Program, arguments: list[Argument]) -> list[str]:
-    """Arguments that the source's layer reads, though its wiring does not: it was traced with None for them."""
-    used: set[str] = set()
+def untraced(program: Program, arguments: list[Argument], layer: int = 0) -> list[str]:
+    """Arguments that the source's code of a layer reads, but that it was traced without."""
+    return [a.name for a in arguments[1:] if a.read and a.name in program.source.absent[layer]]
 
-    def walk(value: Any) -> None:
-        if isinstance(value, LayerArgument):
-            used.add(value.name.partition("[")[0])
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                walk(item)
-        elif isinstance(value, Mapping):
-            walk(list(value.values()))
 
-    for node in (program.origin or program).graph.nodes:
-        if call := node.meta.get("python"):
-            walk(call.args)
-            walk(call.kwargs)
-    return [a.name for a in arguments[1:] if a.read and a.name not in used]
+def standard_kinds(source: Source) -> list[str]:
+    """What the classes of the source's layers are called as kinds of layers."""
+    return [STANDARD if i == 0 else f"{STANDARD}_{i + 1}" for i in range(len(source.layer_classes))]
 
 
 def table(source: Source, kinds: Sequence[tuple[str, str]]) -> str:
     """LAYER_CLASSES: the class of every kind of layer; `kinds` are (name, class) of the generated ones."""
-    rows = [(STANDARD, source.layer_class), *kinds]
+    rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True), *kinds]
     return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
 
 

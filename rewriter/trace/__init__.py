@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from rewriter.analysis.residual import annotate
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Parameter, Program, Source, parameters_of
+from rewriter.program import Body, LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.trace.assemble import ModelTracer
 from rewriter.trace.flatten import flatten
 from rewriter.trace.lifting import lifted_interfaces
@@ -82,7 +83,7 @@ def trace_skeleton(
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
     if path is not None:
         _require_stored(skeleton, parameters, path)
-    return Program(_source(skeleton, path, remote_code), graph, modules, parameters, ties)
+    return Program(_source(tracer, skeleton, path, remote_code), graph, modules, parameters, ties)
 
 
 def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: str) -> None:
@@ -95,24 +96,34 @@ def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: 
             )
 
 
-def _source(skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
-    model, layer = skeleton.model, skeleton.layers[0]
-    names, var_kwargs = layer_signature(layer)
+def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
+    model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
+    kinds: dict[type, nn.Module] = {}
+    for layer in skeleton.layers:
+        kinds.setdefault(type(layer), layer)
+    classes = tuple(
+        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer))
+        for cls, layer in kinds.items()
+        for names, var_kwargs in [layer_signature(layer)]
+    )
     return Source(
         path=path,
         config=config,
         model_type=model.config.model_type,
         architecture=type(model).__name__,
         base_class=type(model.base_model).__name__,
-        layer_class=type(layer).__name__,
+        layer_class=classes[0].name,
         config_class=type(model.config).__name__,
         module=type(model).__module__,
         layers=skeleton.layers_path,
         num_layers=len(skeleton.layers),
-        layer_arguments=tuple(names),
-        layer_var_kwargs=var_kwargs,
-        layer_source_sha256=layer_source_hash(layer),
+        layer_arguments=classes[0].arguments,
+        layer_var_kwargs=classes[0].var_kwargs,
+        layer_source_sha256=classes[0].sha256,
+        layer_classes=classes,
+        layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
+        absent=tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers),
         remote_code=remote_code,
     )
 
