@@ -192,6 +192,10 @@ class {name}({parent}):
     def __init__(self, config):
         super().__init__(config)
         {rewire}
+
+    @classmethod
+    def is_custom_code(cls):
+        return False  # it is initialised as the source is, also the buffers that no checkpoint holds
 """
 
 
