@@ -87,6 +87,17 @@ def attention(
     return weights[..., : k_BKTD.shape[2]] @ v_BHTE
 
 
+def additive_mask(like: torch.Tensor, ctx: Any = None, *, mask: MaskSpec) -> torch.Tensor:
+    """The mask [B, 1, S, S] to add to scores, in the dtype of `like` [B, S, ...]: 0 where seen, else its lowest number.
+
+    It stands where a model computes with its mask itself. Without a cache: with one, `ctx` is refused at run time.
+    """
+    del ctx
+    positions = torch.arange(like.shape[1], device=like.device)
+    seen = mask.visible(positions, positions).expand(like.shape[0], 1, -1, -1)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, torch.finfo(like.dtype).min)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
@@ -158,6 +169,11 @@ def all_gather(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 
 def repeat_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """A rank's own shard in place of every other's: `all_gather` without communication, for timing only."""
+    return x
+
+
+def own_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+    """A rank's own equal run of the replicated `x` along `dim`."""
     return x
 
 

@@ -102,7 +102,7 @@ def test_a_window_keeps_only_its_own_length():
     assert [keys.shape[2] for keys in cache.keys] == [4, 100]
 
 
-def test_a_bias_is_added_and_one_that_does_not_fit_the_cache_is_refused():
+def test_a_bias_is_added_and_refused_with_a_cache():
     q, k, v = inputs(2)
     bias = torch.randn(1, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
     for mask in (MASKS[0], MASKS[3]):
@@ -112,6 +112,9 @@ def test_a_bias_is_added_and_one_that_does_not_fit_the_cache_is_refused():
     cache = StaticCache([SlotSpec(2, HEAD, HEAD)], BATCH, 20, torch.float32)
     with pytest.raises(RewriterError, match="bias for 11 keys, but 20 are in view"):
         attention(q, k, v, Context(cache, torch.tensor(4)), slot=0, mask=MASKS[0], scale=0.4, bias=bias)
+    q, k, v = (x[:, :, :1] for x in (q, k, v))  # a bias for one token fits any cache by broadcasting, and is wrong
+    with pytest.raises(RewriterError, match="cannot be used with a key/value cache"):
+        attention(q, k, v, Context(cache, torch.tensor(4)), slot=0, mask=MASKS[0], scale=0.4, bias=bias[..., :1, :1])
 
 
 def test_gradients_equal_the_specification():

@@ -20,7 +20,8 @@ from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec, attention
 from rewriter.program import Body, Opaque, walk_modules
 from rewriter.trace import trace, trace_skeleton
-from rewriter.trace.lifting import LIFTED, find_mask_spec, lifted_attention, lifted_interfaces
+from rewriter.trace.lifting import LIFTED, lifted_attention, lifted_interfaces
+from rewriter.trace.masks import find_mask_spec
 from rewriter.trace.model import build_skeleton
 from rewriter.verify.simulate import simulate
 from rewriter.weights import Checkpoint
@@ -145,6 +146,6 @@ def test_an_attention_keyword_that_is_not_known_is_refused() -> None:
     q = torch.empty(1, 2, 3, 4, device="meta")
     skeleton = build_skeleton(zoo.config("llama"))
     with lifted_interfaces(skeleton.model), pytest.raises(RewriterError, match="position_bias"):
-        lifted_attention(skeleton.model, q, q, q, MaskSpec("causal"), position_bias=q)
+        lifted_attention(skeleton.model, q, q, q, q, position_bias=q)
     with pytest.raises(RewriterError, match="instead of the mask"):
         lifted_attention(skeleton.model, q, q, q, None)

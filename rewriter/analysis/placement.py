@@ -71,6 +71,7 @@ class _Splitter:
         self.shards: dict[str, Shard] = {}
         self.modules: dict[str, Module] = dict(body.modules)
         self.partial: set[fx.Node] = set()
+        self.local: set[fx.Node] = set()
         self.entered: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> SplitBody:
@@ -146,8 +147,6 @@ class _Splitter:
             self._set_heads(node, by_head)
             if isinstance(sinks := node.kwargs.get("sinks"), fx.Node):
                 self.labels.set(sinks, by_head)
-            if isinstance(node.kwargs.get("bias"), fx.Node):
-                raise Unsplittable("its attention has a position bias")
             # one key/value head per query head is the same unit: fused projections interleave them
             first_kv = first if kv_heads == heads else self.units.key_value_heads(heads, kv_heads)
             if first_kv is not None:
@@ -174,7 +173,8 @@ class _Splitter:
         while again:
             again = False
             for node in self.graph.nodes:
-                if node.op == "call_module" and isinstance(self.modules.get(str(node.target)), Body):
+                module = self.modules.get(str(node.target)) if node.op == "call_module" else None
+                if isinstance(module, Body) or (isinstance(module, Leaf) and module.kind == "LayerNorm"):
                     before = set(self.labels.of)
                     labels = self.labels.get(node)
                     source = args_of(node)[0]
@@ -191,11 +191,24 @@ class _Splitter:
         labels = self.labels.get(node)
         if labels is None:
             return None
+        if (apart := self._by_owner(labels)) is not None:
+            return apart
         dim = varying_dim(labels)
         if dim is None:
             return None
         profile = labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0]
         return dim, self.units.ranges(profile)
+
+    def _by_owner(self, labels: torch.Tensor) -> tuple[int, tuple[Ranges, ...]] | None:
+        """As `_ranges`, for units that lie along two dimensions of which one tells the ranks apart."""
+        if sum(not (labels == labels.narrow(d, 0, 1)).all() for d in range(labels.dim())) < 2:
+            return None
+        owners = self.units.owners(labels)
+        dim = varying_dim(owners)
+        if dim is None:
+            return None
+        profile = owners.movedim(dim, 0).reshape(owners.shape[dim], -1)[:, 0]
+        return dim, Units.runs_of(profile, self.ranks)
 
     def _shared(self, node: fx.Node) -> bool:
         labels = self.labels.get(node)
@@ -206,6 +219,7 @@ class _Splitter:
 
     def _rewrite(self, exits: set[fx.Node]) -> None:
         sharded = {n: r for n in self.graph.nodes if is_tensor(n) and (r := self._ranges(n)) is not None}
+        self._find_local(sharded)
         for node in list(self.graph.nodes):
             if node in sharded and node.op == "placeholder":
                 raise Unsplittable(f"its input {node.name} would be split")
@@ -217,6 +231,13 @@ class _Splitter:
                 self._call(node, exits, sharded)
             elif node.op == "call_function":
                 self._function(node, sharded)
+
+    def _find_local(self, sharded: Mapping[fx.Node, Any]) -> None:
+        """The one key/value head of a fused projection is no shard, but every rank computes it from its own copy."""
+        for node in self.graph.nodes:
+            through = node.target in MOVEMENT or is_pointwise(node)
+            if node in sharded or (through and any(n in self.local for n in tensor_inputs(node))):
+                self.local.add(node)
 
     def _call(self, node: fx.Node, exits: set[fx.Node], sharded: Mapping[fx.Node, Any]) -> None:
         path = str(node.target)
@@ -235,15 +256,22 @@ class _Splitter:
                 self._enter(node, source)
             elif source in sharded or source in self.partial:
                 raise Unsplittable(f"{path} reads split values and its output is not summed")
+        elif isinstance(module, Leaf) and module.kind == "LayerNorm" and self._beside_heads(node):
+            self.modules[path] = replace(module, options={**module.options, "entered": True})
         elif node in sharded or source in sharded:
             if not isinstance(module, Body):
-                raise Unsplittable(f"{path} ({module.kind}) normalises over split channels")
+                raise Unsplittable(f"{path} ({getattr(module, 'kind', module)}) normalises over split channels")
             local = split_inner(module, sharded[source], self.units, self.labels.of[source])
             self.modules[path] = local.body
             for name, shard in local.shards.items():
                 self.shards[f"{path}.{name}"] = shard
         elif any(n in self.partial for n in node.all_input_nodes):
             raise Unsplittable(f"{path} reads a sum that is not complete")
+
+    def _beside_heads(self, node: fx.Node) -> bool:
+        """Whether a module works along the last dimension of values that are split along another."""
+        labels = self.labels.get(node)
+        return labels is not None and varying_dim(labels) not in (None, labels.dim() - 1)
 
     def _column(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]], shared: bool) -> None:
         local = sum(b - a for a, b in ranges[1][0])
@@ -276,18 +304,32 @@ class _Splitter:
                 for operand in inputs:
                     if operand not in sharded:
                         self._enter(node, operand)
+                self._split_bias(node, sharded)
                 if args_of(node)[1] in sharded:
                     node.meta["local_kv_heads"] = _length(sharded[args_of(node)[1]][1])
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:
             reduce_over_ranks(node, sharded, self.ranks)
-        elif any(n in sharded for n in inputs):
-            if not is_pointwise(node):
+        elif any(n in sharded or n in self.local for n in inputs):
+            if not is_pointwise(node) and node not in self.local:
                 raise Unsplittable(f"{_name(node)} is computed over split heads or channels")
             for operand in inputs:
                 if operand not in sharded:
                     self._enter(node, operand)
+
+    def _split_bias(self, node: fx.Node, sharded: Mapping[fx.Node, Any]) -> None:
+        """Each rank adds the part of a position bias that is for its own heads."""
+        bias = node.kwargs.get("bias")
+        if not isinstance(bias, fx.Node) or bias in sharded or value_of(bias).dim() < 3:
+            return
+        dim = value_of(bias).dim() - 3
+        if value_of(bias).shape[dim] != reduced_shape(value_of(node))[1]:
+            return  # one for all heads
+        with self.graph.inserting_before(node):
+            own = self.graph.call_function(ops.own_shard, (bias, AXIS, dim))
+        own.meta["val"] = value_of(bias).narrow(dim, 0, value_of(bias).shape[dim] // self.ranks)
+        node.kwargs = {**node.kwargs, "bias": own}
 
     def _linear(self, node: fx.Node, inputs: list[fx.Node]) -> None:
         summands = [n for n in inputs if n in self.partial]
@@ -321,7 +363,7 @@ class _Splitter:
 
     def _enter(self, user: fx.Node, value: fx.Node) -> None:
         """Route `value` into `user` through one `enter` per value."""
-        if not differentiable(value, self.body):
+        if value in self.local or not differentiable(value, self.body):
             return
         if value not in self.entered:
             with self.graph.inserting_after(insertion_point(value)):
@@ -414,10 +456,11 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, .
 
 def _local_bounds(args: list[Any], size: int, ranges: tuple[Ranges, ...]) -> list[int]:
     start = args[2] if len(args) > 2 and args[2] is not None else 0
-    end = min(args[3] if len(args) > 3 and args[3] is not None else size, size)
+    end = args[3] if len(args) > 3 and args[3] is not None else size
     if not isinstance(start, int) or not isinstance(end, int):
         raise Unsplittable("a split dimension is sliced at a computed place")
-    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start % (size + 1), end)) for r in ranges}
+    start, end = (min(x + size if x < 0 else x, size) for x in (start, end))
+    bounds = {tuple(sum(max(0, min(b, x) - a) for a, b in r) for x in (start, end)) for r in ranges}
     if len(bounds) != 1:
         raise Unsplittable("ranks would slice a split dimension differently")
     return list(bounds.pop())

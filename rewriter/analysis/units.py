@@ -57,26 +57,52 @@ class Units:
         return first
 
     def ranges(self, profile: torch.Tensor) -> tuple[Ranges, ...]:
-        """Per rank, the index ranges along a dimension whose elements have these labels; all ranks of one length."""
+        """Per rank, the index ranges along a dimension whose elements have these labels; all ranks of one length.
+
+        Elements that belong to no unit (the one key/value head in a fused projection) are held by every rank.
+        """
         runs = _runs(profile.tolist())
         result = []
         for units in self.held:
             wanted = Counter(units)
             if any(wanted[u] > 1 for u, _, _ in runs):
+                if any(u == -1 for u, _, _ in runs):
+                    raise Unsplittable("repeated key/value heads stand beside what belongs to no head")
                 by_unit = {u: (a, b) for u, a, b in runs}
                 if len(by_unit) != len(runs):
                     raise Unsplittable("repeated key/value heads are interleaved with others")
                 result.append(tuple(by_unit[u] for u in units if u in by_unit))
             else:
-                result.append(_merge([(a, b) for u, a, b in runs if u in wanted]))
+                result.append(_merge([(a, b) for u, a, b in runs if u in wanted or u == -1]))
         sizes = {sum(b - a for a, b in ranges) for ranges in result}
         if len(sizes) != 1 or 0 in sizes:
             raise Unsplittable(f"the ranks would hold {sorted(sizes)} elements")
         return tuple(result)
 
+    def owners(self, labels: torch.Tensor) -> torch.Tensor:
+        """The rank that holds each element, by its label; -1 where it is the same for all."""
+        owner = torch.full((self.count + 1,), -1)
+        for rank, units in enumerate(self.held):
+            for unit in units:
+                if owner[unit] not in (-1, rank):
+                    raise Unsplittable("heads that several ranks hold lie along two dimensions at once")
+                owner[unit] = rank
+        return owner[labels]  # -1 reads the last one, which no unit has
+
+    @staticmethod
+    def runs_of(owners: torch.Tensor, ranks: int) -> tuple[Ranges, ...]:
+        """Per rank, the index ranges that it owns; all of one length."""
+        runs = _runs(owners.tolist())
+        result = tuple(_merge([(a, b) for owner, a, b in runs if owner == rank]) for rank in range(ranks))
+        if len({sum(b - a for a, b in ranges) for ranges in result}) != 1 or not result[0]:
+            raise Unsplittable("the ranks would hold different numbers of elements")
+        return result
+
     def shared(self, profile: torch.Tensor) -> bool:
         """Whether an element with these labels is held more than once."""
-        units = set(profile.tolist()) - {-1}
+        if (profile == -1).any():
+            return True
+        units = set(profile.tolist())
         return sum(u in units for held in self.held for u in held) > len(units)
 
 

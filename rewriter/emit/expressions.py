@@ -202,5 +202,6 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     ops.enter: _on_group("enter"),
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
+    ops.own_shard: _on_group("own_shard"),
     ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {p.group})",
 }

@@ -15,6 +15,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.labels import reduced_shape, value_of
 from rewriter.analysis.residual import residual_blocks
+from rewriter.analysis.whole import counts_tokens
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.expressions import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments, with_values_in_flight
@@ -45,6 +46,11 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
                 f"{path} is {module}. The sharded runtime module cannot hold it yet; the adapted checkpoint can: "
                 "convert without --tp, or for a recipe that is not bound to ranks"
             )
+    if (where := counts_tokens(program)) is not None:
+        raise RewriterError(
+            f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
+            "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
+        )
     return _Emitter(program).source(header)
 
 

@@ -36,7 +36,7 @@ def attention(
     if ctx.cache is not None:
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
-    if bias is not None and bias.shape[-1] not in (1, keys):
+    if bias is not None and ctx.cache is not None:  # it was computed for the tokens of this call
         raise RewriterError(
             f"attention: slot {slot!r} has a bias for {bias.shape[-1]} keys, but {keys} are in view. A position bias "
             "cannot be used with a key/value cache yet: generate without one"

@@ -219,6 +219,12 @@ def repeat_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return torch.cat([x] * group_size(group), dim=dim)
 
 
+def own_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's equal run of the replicated `x` along `dim`, whose size divides by the number of ranks."""
+    local = x.shape[dim] // group_size(group)
+    return x.narrow(dim, group_rank(group) * local, local)
+
+
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:

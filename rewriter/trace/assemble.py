@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Module, Opaque, parameters_of
+from rewriter.program import Body, Module, Opaque, args_of, parameters_of
 from rewriter.trace.bodies import (
     BodyTracer,
     base_name,
@@ -26,6 +26,7 @@ from rewriter.trace.bodies import (
 from rewriter.trace.example import example_for
 from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
+from rewriter.trace.masks import Static, StaticGraph
 from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.trace.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
@@ -81,6 +82,7 @@ class ModelTracer:
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
         self.absent = absent_arguments(self.model, self.layers, self.example)
+        self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
 
     def hidden_name(self, layer: nn.Module) -> str:
         return layer_signature(layer)[0][0]
@@ -188,12 +190,26 @@ class ModelTracer:
         for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
             node.target = list(example)[index]
             node._rename(str(node.target))
+        self._find_static(graph, used)
         return Outside(graph, modules, {n: v for n, v in used.items() if v is not None})
+
+    def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
+        """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
+        buffers = {n: self.bodies.buffers.get(n) if value is None else value for n, value in used.items()}
+        static = StaticGraph(graph, {n: v for n, v in buffers.items() if v is not None}, {}, self.example.length)
+        for node in graph.nodes:
+            if node.op == "call_module" and str(node.target).startswith("layer "):
+                layer = self.layers[int(str(node.target).removeprefix("layer "))]
+                tensors, _ = tensors_of(self.calls[layer])
+                pairs = zip(args_of(node)[1:], tensors, strict=True)
+                self.static[layer] = {id(t): (n.name, s) for n, t in pairs if (s := static.of(n)) is not None}
 
     def kind(self, index: int) -> LayerKind:
         """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
         layer = self.layers[index]
-        key = (self.fingerprint(layer), self._static(self.calls[layer]), self._constants(f"{self.path}.{index}", layer))
+        known = tuple(name for name, _ in self.static[layer].values())
+        constants = self._constants(f"{self.path}.{index}", layer)
+        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known)
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
@@ -219,7 +235,7 @@ class ModelTracer:
 
     def _trace_kind(self, index: int) -> LayerKind:
         layer = self.layers[index]
-        call, wiring = self.calls[layer], self.wiring(layer)
+        call, wiring, static = self.calls[layer], self.wiring(layer), self.static[layer]
         modules = {str(n.target): layer.get_submodule(str(n.target)) for n in wiring.nodes if n.op == "call_module"}
         with (
             torch.no_grad(),
@@ -236,10 +252,14 @@ class ModelTracer:
             if node.op != "call_module":
                 continue
             name = str(node.target)
+            tensors, _ = tensors_of(calls[name])
+            known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
+            wanted = _wanted(node, calls[name].output)
             path = f"{self.path}.{index}.{name}"
-            key = (fingerprint(modules[name]), self._static(calls[name]), self._constants(path, modules[name]))
+            constants = self._constants(path, modules[name])
+            key = (fingerprint(modules[name]), self._static(calls[name]), constants, known, wanted)
             if key not in alike:
-                alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name))
+                alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name), static, wanted)
                 if isinstance(alike[key], Opaque) and (others := [a for a in left_behind if not a.startswith(path)]):
                     raise RewriterError(
                         f"{path} cannot be traced: {alike[key].reason}. It cannot stay the source's own module either: "
@@ -250,17 +270,30 @@ class ModelTracer:
                 p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)
             ]
             kept = getattr(body, "kept", range(len(paths)))
-            children[node.name] = Child(name, tuple(paths[i] for i in kept), _outputs(calls[name].output))
+            outputs = _outputs(calls[name].output, None if isinstance(body, Opaque) else wanted)
+            children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs)
         return LayerKind(wiring, bodies, children)
 
-    def _trace_child(self, path: str, module: nn.Module, call: Recorded, failure: Exception | None) -> Module:
+    def _trace_child(
+        self,
+        path: str,
+        module: nn.Module,
+        call: Recorded,
+        failure: Exception | None,
+        static: Mapping[int, tuple[str, Static]],
+        wanted: tuple[int, ...] | None,
+    ) -> Module:
         """The body of a child of a layer; the child itself, called as it is, where its inside cannot be represented."""
         if failure is not None:
             return opaque_child(path, module, call, self.example, reason_of(failure))
         if convolves(module):  # known before the export of a recurrence, which takes long
             return opaque_child(path, module, call, self.example, _MIXES.format("a convolution"))
+
+        def known(tensor: torch.Tensor) -> Static | None:
+            return static[id(tensor)][1] if id(tensor) in static else None
+
         try:
-            body = self.bodies.trace(path, module, call)
+            body = self.bodies.trace(path, module, call, known, wanted)
         except RewriterError as error:
             return opaque_child(path, module, call, self.example, reason_of(error))
         if isinstance(body, Body) and (operator := mixing_operator(body)):
@@ -284,8 +317,36 @@ def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _outputs(output: Any) -> dict[int, int] | None:
+def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
+    """Which of the tensors that a child returns the layer uses, by their order; None: all of them.
+
+    What a layer only passes on beside its hidden state (attention weights) is not used.
+    """
+    if isinstance(output, torch.Tensor):
+        return None
+    users = list(node.users)
+    if not all(
+        getattr(u.target, "__name__", "") == "getitem" and isinstance(args_of(u)[1], (int, slice)) for u in users
+    ):
+        return None
+    result = args_of(node.graph.output_node())[0]
+    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
+    used: set[int] = set()
+    for user in users:
+        beside = (
+            isinstance(result, (tuple, list))
+            and user is not result[0]
+            and set(user.users) == {node.graph.output_node()}
+        )
+        if not beside:
+            picked = range(len(output))[args_of(user)[1]]
+            used |= {picked} if isinstance(picked, int) else set(picked)
+    return tuple(p for p, i in enumerate(tensors) if i in used)
+
+
+def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | None:
     if isinstance(output, torch.Tensor):
         return None
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
-    return {index: position for position, index in enumerate(tensors)}
+    kept = range(len(tensors)) if wanted is None else sorted(wanted)
+    return {tensors[p]: position for position, p in enumerate(kept)}

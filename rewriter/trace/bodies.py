@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,9 @@ from rewriter.program import Body, Leaf, Module, args_of, drop_dead_nodes
 from rewriter.trace.example import Example
 from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
+from rewriter.trace.masks import Static, StaticGraph
 from rewriter.trace.model import TRACE_DTYPE
+from rewriter.trace.scores import recognise
 from rewriter.trace.wiring import leaves_with_paths
 
 aten = torch.ops.aten
@@ -46,6 +49,30 @@ def as_leaf(module: nn.Module) -> Leaf | None:
     else:
         return None
     return Leaf(kind.__name__, options, parameters)
+
+
+def as_linear(graph: fx.Graph, module: nn.Module) -> Leaf | None:
+    """The Leaf for a module that computes x Wᵀ + b in words of its own; None for any other."""
+    parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    if not {"weight"} <= parameters.keys() <= {"weight", "bias"} or any(True for _ in module.buffers()):
+        return None
+    result = args_of(graph.output_node())[0]
+    bias = None
+    if isinstance(result, fx.Node) and result.target is aten.add.Tensor and not result.kwargs:
+        result, bias = args_of(result)
+        if not isinstance(bias, fx.Node) or (bias.op, bias.target) != ("get_attr", "bias"):
+            return None
+    if (bias is not None) != ("bias" in parameters) or not isinstance(result, fx.Node):
+        return None
+    if result.target is not aten.matmul.default or args_of(result)[0].op != "placeholder":
+        return None
+    weight = args_of(result)[1]
+    if weight.target not in (aten.numpy_T.default, aten.t.default, aten.transpose.int):
+        return None
+    if args_of(weight)[0].target != "weight" or len(parameters["weight"]) != 2:
+        return None
+    outputs, inputs = parameters["weight"]
+    return Leaf("Linear", dict(in_features=inputs, out_features=outputs, bias=bias is not None), parameters)
 
 
 def is_lifted(module: nn.Module) -> bool:
@@ -149,7 +176,16 @@ class BodyTracer:
     ) -> None:
         self.buffers, self.stored, self.example = buffers, stored, example
 
-    def trace(self, path: str, module: nn.Module, recorded: Recorded) -> Module:
+    def trace(
+        self,
+        path: str,
+        module: nn.Module,
+        recorded: Recorded,
+        static: Callable[[torch.Tensor], Static | None] = lambda _: None,
+        wanted: Collection[int] | None = None,
+    ) -> Module:
+        """The module behind `path`, as it was called. `static` knows the inputs that depend on lengths alone (masks);
+        `wanted` are the indices, among the returned tensors, of those that the caller uses (None: all)."""
         leaf = as_leaf(module)
         if leaf is not None:
             return leaf
@@ -165,6 +201,10 @@ class BodyTracer:
             with lifted_modules(lifted, calls):
                 exported = export_graph(_Wrapper(module, rebuild), tensors, self.example)
                 graph, used = clean(functional(exported), prefix="inner.")
+            if wanted is not None:
+                graph.output_node().args = (tuple(args_of(graph.output_node())[0][i] for i in sorted(wanted)),)
+                drop_dead_nodes(graph)
+            self._recognise(path, graph, used, tensors, static)
         except RewriterError:
             raise
         except Exception as error:
@@ -185,11 +225,28 @@ class BodyTracer:
         outputs = len(args_of(graph.output_node())[0])
         if outputs == 1:
             graph.output_node().args = (args_of(graph.output_node())[0][0],)
+        if (linear := as_linear(graph, module)) is not None:
+            return linear
         called = [args_of(n)[1] for n in exported.graph.nodes if n.target is aten.dropout.default]
         dropout = max([0.0, *called, *(m.p for m in module.modules() if isinstance(m, nn.Dropout))])
-        dropout = max(dropout, float(getattr(module, "attention_dropout", 0.0) or 0.0))
+        if isinstance(attention := getattr(module, "attention_dropout", None), float):  # a module is among those above
+            dropout = max(dropout, attention)
         name = type(module).__name__
         return Body(name, graph, parameters, buffers, children, outputs, kept, dropout, stored=stored)
+
+    def _recognise(
+        self,
+        path: str,
+        graph: fx.Graph,
+        used: Mapping[str, torch.Tensor | None],
+        tensors: Sequence[torch.Tensor],
+        static: Callable[[torch.Tensor], Static | None],
+    ) -> None:
+        buffers = {n: self.buffers.get(f"{path}.{n}") if value is None else value for n, value in used.items()}
+        known = {n: value for n, value in buffers.items() if value is not None}
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
+        found = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
+        recognise(graph, StaticGraph(graph, known, found, self.example.length))
 
 
 def base_name(variant: str) -> str:
@@ -261,29 +318,56 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
     attends = any(n.target is torch.ops.rewriter_trace.attention.default for n in exported.graph.nodes)
     if attends:
         ctx = graph.placeholder("ctx")
+    in_model_dtype: list[fx.Node] = []
     for node in placeholders:
         if node.name in names and node.users:
             env[node] = read(names[node.name].removeprefix(prefix), None, node)
+            if names[node.name] in signature.non_persistent_buffers and _is_model_dtype(node):
+                in_model_dtype.append(node)
         elif node.name in constants and node.users:
-            env[node] = read(f"constant_{len(used)}", exported.constants[constants[node.name]], node)
-    model_dtype = [env[n] for n in (*inputs, *placeholders) if n in env and _is_model_dtype(n)]
+            value = exported.constants[constants[node.name]]
+            if value.is_meta:
+                raise RewriterError("a tensor is made from Python values in a way that loses them on the meta device")
+            env[node] = read(f"constant_{len(used)}", value, node)
+    model_dtype = [
+        env[n] for n in (*inputs, *placeholders) if n in env and _is_model_dtype(n) and n not in in_model_dtype
+    ]
 
     def emit(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         new = graph.call_function(target, args, kwargs or {})
         new.meta["val"] = node.meta.get("val")
         return new
 
-    slot = 0
-    for node in exported.graph.nodes:
+    def like(node: fx.Node) -> fx.Node:
+        """A value in the model's dtype: an input or parameter, or else what a call returned before `node`."""
+        if node.target is torch.ops.rewriter_trace.mask.default:
+            batch_length = [str(s) for s in (node.meta["val"].shape[0], node.meta["val"].shape[2])]
+            found = [
+                n for n in graph.nodes if _is_model_dtype(n) and [*map(str, n.meta["val"].shape[:2])] == batch_length
+            ]
+        else:
+            found = model_dtype or [n for n in graph.nodes if n.op == "call_module" and _is_model_dtype(n)]
+        if not found and (early := _ready_call(exported.graph, env)) is not None:
+            convert(early)
+            return env[early][0] if isinstance(env[early], tuple) else env[early]
+        if not found:
+            raise RewriterError(
+                f"{node.target} makes a value in the model's dtype, but no value before it has that dtype"
+            )
+        return found[0]
+
+    slot = itertools.count()
+
+    def convert(node: fx.Node) -> None:
         if node.op == "output":
             graph.output(fx.map_arg(args_of(node)[0], env.__getitem__))
-            continue
+            return
         if node.op != "call_function":
-            continue
+            return
         if node.target in (aten._assert_tensor_metadata.default, aten._assert_scalar.default):
-            continue
-        args = fx.map_arg(node.args, env.__getitem__)
-        kwargs = dict(fx.map_arg(node.kwargs, env.__getitem__))
+            return
+        args: Any = fx.map_arg(node.args, env.__getitem__)
+        kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, env.__getitem__))
         target = node.target
         if target is aten.sym_size.int:
             # one node per symbol, taken from the first input that has it, so that printed code reads alike
@@ -299,14 +383,14 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             env[node] = sizes[key]
         elif target is torch.ops.rewriter_trace.attention.default:
             q, k, v, sinks, bias, spec = args
-            options = json.loads(spec)
-            kind, size = options.pop("mask")
             extra = {key: value for key, value in (("sinks", sinks), ("bias", bias)) if value is not None}
-            keywords = {"slot": slot, "mask": ops.MaskSpec(kind, size), **options, **extra}
+            keywords = {"slot": next(slot), "mask": ops.MaskSpec("bidirectional"), **json.loads(spec), **extra}
             out = emit(node, ops.attention, (q, k, v, ctx), keywords)
             out.meta["val"] = node.meta["val"].transpose(1, 2)
             env[node] = emit(node, aten.transpose.int, (out, 1, 2))
-            slot += 1
+        elif target is torch.ops.rewriter_trace.mask.default:
+            spec = ops.MaskSpec(args[1], args[2])
+            env[node] = emit(node, ops.additive_mask, (like(node),), {"mask": spec})
         elif target is torch.ops.rewriter_trace.experts.default:
             env[node] = emit(node, ops.experts, args[:5], {"act": args[5]})
         elif target is torch.ops.rewriter_trace.call.default:
@@ -320,21 +404,39 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
         elif (cast := _cast_dtype(node)) is not None:
             source = args[0]
             if cast == TRACE_DTYPE:
-                if not model_dtype:
-                    raise RewriterError("a cast to the model's dtype has no input or parameter in that dtype to follow")
-                env[node] = emit(node, ops.type_as_model, (source, model_dtype[0]))
+                env[node] = emit(node, ops.type_as_model, (source, like(node)))
             else:
                 env[node] = emit(node, aten.to.dtype, (source, cast))
         else:
-            if kwargs.get("dtype") == TRACE_DTYPE:
-                raise RewriterError(f"{target} is given the model's dtype as a constant")
             kwargs.pop("pin_memory", None)
+            made = kwargs.get("dtype") == TRACE_DTYPE and not any(isinstance(a, fx.Node) for a in args[:1])
+            if made:  # a tensor made in the model's dtype
+                kwargs["dtype"] = torch.float32
+            if kwargs.get("dtype") == TRACE_DTYPE or any(a is TRACE_DTYPE for a in args):
+                if target is not aten.softmax.int:
+                    raise RewriterError(f"{target} is given the model's dtype as a constant")
+                args = (emit(node, ops.type_as_model, (args[0], like(node))), args[1])
             if kwargs.pop("device", None) is not None and model_dtype:
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
             env[node] = emit(node, target, args, kwargs)
+            if made:
+                env[node] = emit(node, ops.type_as_model, (env[node], like(node)))
+
+    for node in in_model_dtype:  # buffers are kept in the dtype that they are made in
+        env[node] = emit(node, ops.type_as_model, (env[node], like(node)))
+    for node in exported.graph.nodes:
+        if node not in env:
+            convert(node)
     drop_dead_nodes(graph)
     live = {n.target for n in graph.nodes if n.op == "get_attr"}
     return graph, {name: value for name, value in used.items() if name in live}
+
+
+def _ready_call(graph: fx.Graph, env: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """The first call of a lifted module that returns the model's dtype and whose inputs are all there (embeddings)."""
+    calls = (n for n in graph.nodes if n.target is torch.ops.rewriter_trace.call.default and n not in env)
+    typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
+    return next((n for n in typed if all(source in env for source in n.all_input_nodes)), None)
 
 
 def input_names(module: nn.Module, recorded: Recorded) -> list[str]:

@@ -130,6 +130,8 @@ class _Layer:
                 value = env[tree]
                 if isinstance(value, _Context):
                     return LayerArgument(value.name)
+                if where not in indices and value in inputs:  # one tensor given twice
+                    return Input(inputs.index(value))
                 if where not in indices:
                     raise RewriterError(f"{path} is given a tensor that its body does not use")
                 return Input(indices[where])

@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
@@ -22,7 +21,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from rewriter.errors import RewriterError
-from rewriter.ops import ACTIVATIONS, MaskSpec
+from rewriter.ops import ACTIVATIONS
+from rewriter.trace.masks import lifted_mask
 
 LIFTED = "rewriter_lifted"
 
@@ -86,80 +86,19 @@ def lifted_attention(
             f"{type(module).__name__} passes {sorted(unknown)} to its attention function, which this version cannot "
             "represent. Its attention cannot be traced."
         )
-    if not isinstance(attention_mask, MaskSpec):
+    if not isinstance(attention_mask, torch.Tensor):
         raise RewriterError(
             f"{type(module).__name__} hands its attention function {type(attention_mask).__name__} instead of the mask "
             "that transformers' mask functions made. Its attention cannot be traced."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    spec = {"mask": [attention_mask.kind, attention_mask.size], "scale": float(scale), "softcap": softcap}
-    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, None, json.dumps(spec))
+    spec = {"scale": float(scale), "softcap": softcap}
+    out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, json.dumps(spec))
     return out, None
 
 
 # keywords that flow through every layer's **kwargs and never change what attention computes
 _INERT_KEYWORDS = frozenset({"use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position"})
-
-
-class _Index(np.ndarray):
-    """An integer grid that mask functions take for a tensor; they are then evaluated outside of any trace."""
-
-    device = "cpu"
-
-    def new_ones(self, shape: Any, dtype: Any = None) -> np.ndarray:
-        return np.ones(shape, dtype=bool).view(_Index)
-
-    new_zeros = new_ones
-
-    def to(self, *args: Any, **kwargs: Any) -> _Index:
-        return self
-
-
-_FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
-
-
-def lifted_mask(*, mask_function: Callable[..., Any], use_vmap: bool = False, **_: Any) -> MaskSpec:
-    """The mask function of transformers' AttentionMaskInterface: finds the rule by evaluating `mask_function`."""
-    return find_mask_spec(mask_function)
-
-
-def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
-    """The MaskSpec that agrees with `mask_function(batch, head, q, kv) -> bool`, checked on sampled positions.
-
-    Raises RewriterError when no rule of MaskSpec agrees (position biases, packed sequences, custom overlays).
-    """
-
-    def evaluate(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
-        zero = np.zeros((), dtype=np.int64).view(_Index)
-        result = mask_function(zero, zero, q.view(_Index), kv.view(_Index))
-        return np.broadcast_to(np.asarray(result, dtype=bool), np.broadcast_shapes(q.shape, kv.shape))
-
-    try:
-        keys = np.arange(_FAR + 2, dtype=np.int64)
-        row = evaluate(np.int64(_FAR - 1).reshape(1), keys)
-        if row[_FAR]:
-            spec = MaskSpec("bidirectional")
-        elif row[0]:
-            spec = MaskSpec("causal")
-        else:
-            window = _FAR - int(np.argmax(row))
-            spec = MaskSpec("window", window)
-            # the first query of a chunk sees itself alone, the first query past a window's size sees a full window
-            if not evaluate(np.int64(window).reshape(1), np.int64(1).reshape(1))[0] or _FAR % window == 0:
-                begins = evaluate(keys[1:4097], keys[0:4096])
-                if not begins.all():
-                    spec = MaskSpec("chunk", int(np.argmin(begins)) + 1)
-        rng = np.random.default_rng(0)
-        size = spec.size or 64
-        q = np.concatenate([rng.integers(0, _FAR, 4096), rng.integers(0, 3 * size, 4096)])
-        kv = np.clip(q + np.concatenate([rng.integers(-3 * size, 4, 4096), rng.integers(-2 * size, 4, 4096)]), 0, None)
-        expected = spec.visible(q[:, None], kv[:, None])[:, 0, 0]  # plain operators: numpy does as well as torch
-        agrees = bool((evaluate(q, kv) == expected).all())
-    except Exception as error:
-        raise RewriterError(f"a mask function could not be evaluated ({type(error).__name__}: {error})") from error
-    if not agrees:
-        raise RewriterError("a mask is none of causal, window, chunk, bidirectional: its attention cannot be traced")
-    return spec
 
 
 def lifted_experts(
@@ -213,6 +152,20 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
     AttentionInterface.register(LIFTED, lifted_attention)
     AttentionMaskInterface.register(LIFTED, lifted_mask)
     ALL_EXPERTS_FUNCTIONS.register(LIFTED, lifted_experts)
+    make, pick = torch.tensor, torch.Tensor.__getitem__
+
+    def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+        """x[index], where a list of one number, which would be a tensor on meta, is a slice."""
+        parts = index if isinstance(index, tuple) else (index,)
+        several = sum(isinstance(p, (list, torch.Tensor)) for p in parts)  # more than one would index together
+        return pick(x, tuple(map(_as_slice, parts)) if several == 1 else index)
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        """torch.tensor, where a number that it would put on meta stays readable in the graph."""
+        if isinstance(data, (bool, int, float)) and torch.device(device or "cpu").type == "meta":
+            return torch.full((), data, device=device, **options)
+        return make(data, device=device, **options)
+
     try:
         for config in configs.values():
             config._attn_implementation = LIFTED
@@ -221,6 +174,8 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
         with (
             mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
             mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None),
+            mock.patch.object(torch, "tensor", tensor),
+            mock.patch.object(torch.Tensor, "__getitem__", getitem),
         ):
             yield
     finally:
@@ -229,6 +184,12 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
             config._experts_implementation = experts
         for interface in (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS)):
             interface._global_mapping.pop(LIFTED, None)
+
+
+def _as_slice(part: Any) -> Any:
+    if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
+        return slice(part[0], part[0] + 1 or None)
+    return part
 
 
 @dataclasses.dataclass

@@ -94,6 +94,7 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     model.eval()
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    made_alike = _buffers_in_model_dtype(config, trust_remote_code) if buffers else frozenset()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
@@ -102,7 +103,8 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                follows = stored.get(f"{path}.{name}" if path else name, buffer.dtype) is None
+                full = f"{path}.{name}" if path else name
+                follows = stored[full] is None if full in stored else full in made_alike
                 module._buffers[name] = buffer.to("meta", TRACE_DTYPE if follows else buffer.dtype)
     path, layers = find_layers(model)
     return Skeleton(model, model.config, path, layers, buffers, stored)
@@ -121,6 +123,17 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
         else:
             found[name] = torch.float32 if any(re.search(pattern, name) for pattern in kept) else None
     return found
+
+
+def _buffers_in_model_dtype(config: PreTrainedConfig, trust_remote_code: bool) -> frozenset[str]:
+    """The buffers that have the dtype of the model (position tables), in contrast to those that are always float32."""
+    declared = getattr(config, "dtype", None)
+    with parameters_on_meta():
+        other = AutoModelForCausalLM.from_config(
+            config, dtype=TRACE_DTYPE, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    config.dtype = declared
+    return frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
     try:
         with mock.patch.object(nn.Module, "__call__", call):
             result = type(layer).forward(layer, **arguments)
-        tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+        tracer.create_node("output", "output", (_without_extras(tracer.create_arg(result)),), {})
     except Exception as error:
         raise RewriterError(
             f"the wiring of {type(layer).__name__} cannot be traced: "
@@ -110,6 +110,14 @@ def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
         return False
     given = [*args_of(node)[1:], *node.kwargs.values()]
     return given == [dtype] or (node.target == "float" and dtype == torch.float32)
+
+
+def _without_extras(result: Any) -> Any:
+    """What a layer returns; a tuple or list that something else is appended to (attention weights) without that."""
+    first = result
+    while isinstance(first, fx.Node) and first.target in (operator.add, operator.iadd):
+        first = first.args[0]
+    return tuple(first) if isinstance(first, (tuple, list)) else result
 
 
 def leaves_with_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

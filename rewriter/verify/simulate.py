@@ -209,6 +209,10 @@ class Simulator:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
             return Lanes((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
+        if target is ops.own_shard:
+            value, dim = env[args_of(node)[0]], args_of(node)[2]
+            local = value[0].shape[dim] // self.ranks
+            return Lanes(tuple(value[r].narrow(dim, r * local, local) for r in range(self.ranks)))
         if target is ops.vocab_embedding:
             return self._vocabulary(env[args_of(node)[0]], env[args_of(node)[1]])
 
