@@ -14,7 +14,17 @@ MAX_POSITIONS = 192
 # Sizes that the tracer uses for batch and length in its examples are no sizes of a model: 3, 37 and 111.
 TAKEN = (3, 37, 111)
 
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size", "lru_width")
+HIDDEN = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "dim",
+    "emb_dim",
+    "word_embed_proj_dim",
+    "embedding_size",
+    "lru_width",
+    "embedding_dim",
+)
 INNER = (
     "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
     "shared_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "dim_ff", "dff",
