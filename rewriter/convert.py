@@ -313,6 +313,7 @@ def _manifest(
             files=dict(hashes),
         ),
         adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
+        lanes=layout.lanes,
         verification=Verified(
             level=level,
             checks=[CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks],

@@ -17,13 +17,16 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModel, PreTrainedModel
 
+from rewriter import api
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.manifest import read_manifest
 from rewriter.errors import RewriterError
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.program import Program
+from rewriter.runtime import load as load_rank
 from rewriter.verify.lane_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import load_weights, simulate
 
@@ -233,6 +236,85 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"bound to tp=4: its layers compute 4 lanes, config\.rewriter_ranks is 2"):
         emitted.load(tmp_path)
+
+
+@functools.cache
+def converted(ranks: int = 2) -> Path:
+    """The output directory of desync-2x with norms of each rank's own."""
+    path = emitted.source("llama").parent / f"converted-{ranks}"
+    options = {"desync.untie_norms": True}
+    api.convert(emitted.source("llama"), "desync-2x", out=path, tp=ranks, verify="none", set=options)
+    return path
+
+
+def test_norms_of_each_rank_s_own() -> None:
+    """On disk they hold all ranks' weights; each lane uses its own, and gradients reach them."""
+    model = emitted.load(converted())
+    names = [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in range(4)]
+    own = {name: model.get_parameter(name) for name in names}
+    original = dict(zoo.shared("llama").named_parameters())
+    ids, untied = batch("llama"), {}
+    for seed, (name, parameter) in enumerate(own.items()):
+        assert torch.equal(parameter, original[name].repeat(2))
+        with torch.no_grad():
+            parameter += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        untied[name] = parameter.detach().clone().requires_grad_()
+    reference = LaneReference(zoo.shared("llama"), REFERENCES["2x"], 2)
+    alike = reference(ids)
+    expected = LaneReference(zoo.shared("llama"), REFERENCES["2x"], 2, untied=untied)(ids)
+    assert oracles.relative_error(alike, expected) >= 1e-2
+    logits = model(input_ids=ids).logits
+    assert oracles.relative_error(logits, expected) <= TOLERANCE
+    loss_of(logits, ids).backward()
+    loss_of(expected, ids).backward()
+    for name, parameter in own.items():
+        assert oracles.relative_error(parameter.grad, untied[name].grad) <= 10 * TOLERANCE
+
+
+def test_norms_of_each_rank_s_own_survive_a_round_trip(tmp_path: Path) -> None:
+    model = emitted.load(converted())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.linspace(0, 0.01, parameter.numel()).reshape(parameter.shape))
+        model.save_pretrained(tmp_path)
+        again = emitted.load(tmp_path)
+        assert torch.equal(again(input_ids=batch("llama")).logits, model(input_ids=batch("llama")).logits)
+
+
+def test_norms_of_each_rank_s_own_in_a_checkpoint_of_many_files(tmp_path: Path) -> None:
+    zoo.shared("llama").save_pretrained(tmp_path / "source", max_shard_size="150KB")
+    options = {"desync.untie_norms": True}
+    api.convert(tmp_path / "source", "desync-2x", out=tmp_path / "out", tp=2, verify="none", set=options)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    before = json.loads((tmp_path / "source" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == before["weight_map"]
+    assert index["metadata"]["total_size"] == before["metadata"]["total_size"] + 4 * zoo.HIDDEN * 4
+    with torch.no_grad():
+        logits = emitted.load(tmp_path / "out")(input_ids=batch("llama")).logits
+        assert torch.equal(logits, emitted.load(converted())(input_ids=batch("llama")).logits)
+
+
+def test_the_manifest_and_the_card_say_what_it_is_bound_to() -> None:
+    manifest = read_manifest(converted())
+    assert manifest.lanes is not None
+    assert (manifest.lanes.ranks, manifest.lanes.pattern[3]) == (2, {"self_attn": "drop", "mlp": "keep_mean"})
+    assert len(manifest.lanes.untied) == 4
+    card = (converted() / "README.md").read_text()
+    assert "depends on the number of ranks: **tp=2**" in card
+    assert "| 0–3 | self_attn | not reduced: every rank goes on with a residual of its own |" in card
+
+
+def test_the_sharded_module_refuses_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world in ("1", "4"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(RewriterError, match="this checkpoint is bound to tp=2"):
+            load_rank(converted())
+
+
+def test_rewriting_it_again_is_refused() -> None:
+    for trust in (True, False):
+        with pytest.raises(RewriterError, match="is bound to tp=2: it was rewritten for 2 ranks"):
+            api.convert(converted(), "desync-2x", tp=4, dry_run=True, trust_remote_code=trust)
 
 
 def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:

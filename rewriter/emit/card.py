@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from rewriter.emit.manifest import Manifest
+from rewriter.emit.manifest import Lanes, Manifest
 
 
 def model_card(manifest: Manifest, source: Path | None = None) -> str:
@@ -24,6 +24,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
         "## Load\n",
         _loading(ranks, manifest),
+        *([] if manifest.lanes is None else ["## Bound to its ranks\n", _lanes(manifest.lanes)]),
         "## What was done\n",
         _passes(manifest),
         "## Verification\n",
@@ -74,7 +75,7 @@ def _loading(ranks: int, manifest: Manifest) -> str:
         lines += [
             "",
             f"`{modeling}` defines the model and needs transformers only. Parameter names are those of the base model,",
-            "so adapters, quantisation and trainers find them.",
+            "so adapters, quantisation and trainers find them." if manifest.lanes is None else "so trainers find them.",
         ]
     if manifest.runtime:
         lines += [
@@ -86,6 +87,54 @@ def _loading(ranks: int, manifest: Manifest) -> str:
             "```",
         ]
     return "\n".join(lines) + "\n"
+
+
+_MODES = {
+    "standard": "as in the original",
+    "keep": "as in the original",
+    "ladder": "reads the residual stream one block late",
+    "own_partial": "reads the residual stream one block late, with the rank's own part of the block between",
+    "parallel": "reads what the block beside it reads",
+    "drop": "not reduced: every rank goes on with a residual of its own",
+    "keep_mean": "reduced; the ranks go on from the mean of their residuals",
+    "keep_sum": "reduced, with all that the ranks added since they last agreed",
+}
+
+
+def _lanes(lanes: Lanes) -> str:
+    """What it means that the function is bound to a number of ranks, and where it is not the original's."""
+    lines = [
+        f"What this model computes depends on the number of ranks: **tp={lanes.ranks}**. The sharded module runs on",
+        "that many ranks only, and the checkpoint above computes their lanes on one device, so that it can be tested",
+        "and trained there. Its parameters, matrix products and key/value cache are the base model's (with fewer",
+        "key/value heads than ranks, lanes keep copies); the residual stream, and what is computed from it element by",
+        "element, is there once per lane. Projections that lanes read directly refuse adapters.",
+        "",
+        "| layers | block | reduction |",
+        "|---|---|---|",
+    ]
+    places: dict[tuple[str, str], list[int]] = {}
+    for layer, blocks in enumerate(lanes.pattern):
+        for name, mode in blocks.items():
+            places.setdefault((name, mode), []).append(layer)
+    lines += [f"| {_ranges(layers)} | {name} | {_MODES.get(mode, mode)} |" for (name, mode), layers in places.items()]
+    if lanes.untied:
+        lines += [
+            "",
+            f"{len(lanes.untied)} norm weights are each rank's own: they hold {lanes.ranks} vectors in a row.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 as `0–2, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _passes(manifest: Manifest) -> str:

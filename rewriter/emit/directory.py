@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from rewriter.emit.manifest import Runtime
+from rewriter.emit.lane_weights import changed_tensors
+from rewriter.emit.manifest import Lanes, Runtime
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression, Tensor
 from rewriter.output import OutputDirectory
-from rewriter.passes.base import single_device
+from rewriter.passes.base import bound_ranks, single_device
 from rewriter.program import Program
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.ahead import Ahead
@@ -43,6 +44,7 @@ class Layout:
     modeling: str | None
     model_type: str
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
+    lanes: Lanes | None = None
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -75,7 +77,8 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
-    emitted = emit_huggingface(single_device(program))
+    single = single_device(program)
+    emitted, changed = emit_huggingface(single), changed_tensors(single)
     config = dict(emitted.config)
     if target is not None:
         config["dtype"] = str(target).removeprefix("torch.")
@@ -87,14 +90,14 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     metadata: dict[str, Mapping[str, str]] = {}
     for file in checkpoint.files:
         name = file.relative_to(checkpoint.directory).as_posix()
-        if target is None:
+        inside = {n: changed.get(n, Tensor(n)) for n, info in checkpoint.tensors.items() if info.file == file}
+        if target is None and not any(n in changed for n in inside):
             copies.append((file, name))
         else:
-            inside = [n for n, info in checkpoint.tensors.items() if info.file == file]
-            shards[name] = {n: (Tensor(n), _cast(checkpoint, Tensor(n), target)) for n in inside}
+            shards[name] = {n: (kept, _cast(checkpoint, kept, target)) for n, kept in inside.items()}
             metadata[name] = checkpoint.metadata[file]
     if checkpoint.files != (source / SINGLE,):
-        texts[INDEX] = _index(checkpoint, source, target)
+        texts[INDEX] = _index(checkpoint, source, target, changed)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
             copies.append((path, path.name))
@@ -112,8 +115,11 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
             }
             metadata[name] = {"format": "pt"}
     runtime = {f"tp{ranks}": Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files)}
+    lanes = None
+    if (bound := bound_ranks(program)) is not None:
+        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=sorted(changed))
     return Layout(
-        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
     )
 
 
@@ -182,13 +188,16 @@ def _is_one_file_of_parameters(program: Program, checkpoint: Checkpoint) -> bool
     return direct and set(checkpoint.tensors) <= set(program.parameters) | set(program.ties)
 
 
-def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None) -> str:
-    if target is None:
+def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None, changed: Mapping[str, Expression]) -> str:
+    if target is None and not changed:
         return (source / INDEX).read_text(encoding="utf-8")
     sizes = {n: info.nbytes for n, info in checkpoint.tensors.items()}
     for name, info in checkpoint.tensors.items():
         if _cast(checkpoint, Tensor(name), target) is not None:
+            assert target is not None
             sizes[name] = target.itemsize * _count(info.shape)
+        if name in changed:
+            sizes[name] = sizes[name] * _count(changed[name].shape(checkpoint.shapes)) // _count(info.shape)
     weight_map = {n: info.file.relative_to(checkpoint.directory).as_posix() for n, info in checkpoint.tensors.items()}
     return _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 

@@ -63,6 +63,17 @@ class Adapted(_Part):
     modeling: str | None
 
 
+class Lanes(_Part):
+    """The number of ranks that the function is bound to, and per layer what became of the reduction of each block.
+
+    `untied` are the tensors of the adapted checkpoint that hold weights of every rank, one after the other.
+    """
+
+    ranks: int
+    pattern: list[dict[str, str]]
+    untied: list[str] = []
+
+
 class CheckEntry(_Part):
     """One comparison that held: relative error and its limit."""
 
@@ -103,7 +114,10 @@ class Golden(_Part):
 
 
 class Manifest(_Part):
-    """The whole file. `files` are the sha256 of every other file of the directory."""
+    """The whole file. `files` are the sha256 of every other file of the directory.
+
+    `lanes` is None for a function that is the same on any number of ranks.
+    """
 
     schema_version: int = Field(SCHEMA, alias="schema")
     versions: dict[str, str]
@@ -114,6 +128,7 @@ class Manifest(_Part):
     runtime: dict[str, Runtime]
     source: SourceEntry
     adapted: Adapted
+    lanes: Lanes | None = None
     verification: Verified
     golden: Golden | None = None
     files: dict[str, str]

@@ -42,9 +42,15 @@ def load(
     processes is not the one the files were made for, and if names or shapes in the file are not those of the module.
     """
     root = Path(directory)
-    ranks, entry = _entry(root)
+    ranks, entry, bound = _entry(root)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != ranks:
+        if bound:
+            raise RewriterError(
+                f"{root}: this checkpoint is bound to tp={ranks}, since its ranks leave out all-reduces, but {world} "
+                f"run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {ranks}; for another number, "
+                "rewrite the original model again"
+            )
         raise RewriterError(
             f"{root}: its runtime module is for {ranks} rank{'s' * (ranks > 1)}, but {world} run{'s' * (world == 1)}. "
             f"Start it with torchrun --nproc-per-node {ranks}, or rewrite again with --tp {world}"
@@ -60,8 +66,8 @@ def load(
     return model
 
 
-def _entry(root: Path) -> tuple[int, dict[str, Any]]:
-    """Number of ranks, and the manifest's part on the runtime module for it."""
+def _entry(root: Path) -> tuple[int, dict[str, Any], bool]:
+    """Number of ranks, the manifest's part on the runtime module for it, whether the function is bound to them."""
     path = root / "rewrite.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -73,6 +79,8 @@ def _entry(root: Path) -> tuple[int, dict[str, Any]]:
         ranks = int(manifest["mesh"]["tp"])
         entry = manifest["runtime"][f"tp{ranks}"]
         names = [entry["module"], entry["class"], *entry["ranks"]]
+        lanes = manifest.get("lanes")
+        bound = None if lanes is None else int(lanes["ranks"])
     except (KeyError, TypeError, ValueError) as error:
         raise RewriterError(
             f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"
@@ -81,7 +89,12 @@ def _entry(root: Path) -> tuple[int, dict[str, Any]]:
         raise RewriterError(
             f"{path}: it lists {len(entry['ranks'])} rank files for {ranks} ranks. Rewrite the model again"
         )
-    return ranks, entry
+    if bound not in (None, ranks):
+        raise RewriterError(
+            f"{path}: this checkpoint is bound to tp={bound}, but its mesh has tp={ranks}. It is not as `rewrite` "
+            "wrote it"
+        )
+    return ranks, entry, bound is not None
 
 
 def _inside(root: Path, name: str) -> Path:

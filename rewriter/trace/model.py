@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     Raises RewriterError when there is no such model, or when it needs code that was not allowed to run.
     """
     if isinstance(source, PreTrainedConfig):
+        refuse_lanes(source.model_type, source.to_dict())
         return source
     path = Path(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
@@ -55,14 +56,20 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     try:
         if path.is_file():
             data = json.loads(path.read_text())
+            refuse_lanes(source, data)
             if "auto_map" in data and not trust_remote_code:
                 raise RewriterError(_remote_code(source))
             if "model_type" not in data:
                 raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
             return AutoConfig.for_model(**data)
-        if path.is_dir() and not trust_remote_code and "auto_map" in json.loads((path / "config.json").read_text()):
-            raise RewriterError(_remote_code(source))
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        if path.is_dir():
+            data = json.loads((path / "config.json").read_text())
+            refuse_lanes(source, data)
+            if not trust_remote_code and "auto_map" in data:
+                raise RewriterError(_remote_code(source))
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        refuse_lanes(source, config.to_dict())
+        return config
     except RewriterError:
         raise
     except json.JSONDecodeError as error:
@@ -70,6 +77,15 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
         raise RewriterError(f"{what}. {str(error).splitlines()[0]}") from error
+
+
+def refuse_lanes(source: Any, config: Any) -> None:
+    """Raise RewriterError for the config of a model that is bound to its ranks: its layers compute lanes already."""
+    if isinstance(config, Mapping) and (ranks := config.get("rewriter_ranks")):
+        raise RewriterError(
+            f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute their lanes. "
+            "Rewrite the original model for another number of ranks or another recipe."
+        )
 
 
 def _remote_code(source: Any) -> str:
