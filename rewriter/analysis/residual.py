@@ -27,12 +27,15 @@ from rewriter.program import Body, Leaf, Module, Opaque, Program
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
+_SCALINGS = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block: `stream[index + 1] = stream[index] + Σ writes`.
+    """One residual block: `stream[index + 1] = carried + Σ writes`.
+
+    `carried` is stream[index] (`skip`) itself, or a multiple of it by numbers.
 
     `reads` are the stream indices that its branch starts from: (index,) in a standard model. `branch` are the wiring
     nodes from the reads to the writes, in order. `path` names its main module. In a desynced block the writes are what
@@ -45,6 +48,7 @@ class Block:
     path: str
     add: fx.Node
     skip: fx.Node
+    carried: fx.Node
     writes: tuple[fx.Node, ...]
     reads: tuple[int, ...]
     branch: tuple[fx.Node, ...]
@@ -81,7 +85,7 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
     stream: list[tuple[fx.Node, fx.Node]] = []
     while value.meta.get("layer") is not None:
         terms = terms_of(value)
-        skips = [t for t in terms if all(u is t or ancestors[u] >> position[t] & 1 for u in terms)]
+        skips = [t for t in terms if all(u is t or ancestors[u] >> position[_unscaled(t)] & 1 for u in terms)]
         if len(terms) < 2 or not skips:
             where = _describe(value)
             raise RewriterError(
@@ -89,7 +93,7 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
                 "what was computed from it. Post-norm models have none; there is nothing to rewire."
             )
         stream.append((value, skips[0]))
-        value = skips[0]
+        value = _unscaled(skips[0])
     value.meta["stream"] = 0
     for index, (node, _) in enumerate(reversed(stream), start=1):
         node.meta["stream"] = index
@@ -107,6 +111,13 @@ def terms_of(value: fx.Node) -> list[fx.Node]:
     for operand in value.all_input_nodes:
         terms += terms_of(operand) if _is_inner(operand) else [operand]
     return terms
+
+
+def _unscaled(term: fx.Node) -> fx.Node:
+    """The value of which `term` is a multiple by numbers."""
+    while term.target in _SCALINGS and len(term.all_input_nodes) == 1:
+        term = term.all_input_nodes[0]
+    return term
 
 
 def _is_inner(operand: fx.Node) -> bool:
@@ -150,12 +161,13 @@ def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ..
             inside = members.get(index, [])
             writes = tuple(n for n in inside if any(u.meta.get("block") != index for u in n.users))
         else:
-            writes = tuple(t for t in terms_of(add) if t is not skip)
+            writes = tuple(t for t in terms_of(add) if _unscaled(t) is not skip)
+        carried = next((t for t in terms_of(add) if _unscaled(t) is skip), skip)
         branch, reads = _branch(index, writes, order)
         calls = [n for n in branch if n.op == "call_module"]
         kind, main = _kind(modules, calls)
         path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
-        blocks.append(Block(index, main.meta["layer"], kind, path, add, skip, writes, reads, branch, mode))
+        blocks.append(Block(index, main.meta["layer"], kind, path, add, skip, carried, writes, reads, branch, mode))
     return tuple(blocks)
 
 

@@ -162,6 +162,11 @@ class _Lane:
             self.current = None
             return
         with self.graph.inserting_before(block.add):
+            current = self._carried(current)
+            if self.synchronised is not None:
+                self.synchronised = self._carried(self.synchronised)
+            if self.added is not None:
+                self.added = self._carried(self.added)
             parts = [partial_of(w, block, self.name) for w in reduced]
             if not self.varying:  # ranks part ways here; what they share enters
                 self.synchronised = current
@@ -176,6 +181,17 @@ class _Lane:
                     self.added = self._added(parts, whole)
         replace_stream_value(block.add, value, "desync")
         self.current = value
+
+    def _carried(self, value: fx.Node) -> fx.Node:
+        """`value` times what the block multiplies the stream by, before it adds to it."""
+        scalings, node = [], self.block.carried
+        while "stream" not in node.meta:
+            scalings.append(node)
+            node = node.all_input_nodes[0]
+        for scaling in reversed(scalings):
+            value = self.graph.node_copy(scaling, lambda _, value=value: value)  # type: ignore[misc]
+            value.meta = {"layer": self.block.layer, "writes": self.block.index}
+        return value
 
     def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
         if self.resync == "mean":

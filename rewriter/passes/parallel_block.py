@@ -48,6 +48,9 @@ class ParallelBlock:
                     f"parallel_block: layer {layer} has the blocks {kinds}: expected attention, then an MLP. Leave it "
                     "out of the selection."
                 )
+            for block in found:
+                if block.carried is not block.skip:
+                    raise RewriterError(f"parallel_block: block {block.path} scales the stream before it adds to it")
         graph, _ = program.edit()
         blocks = blocks_of(graph, program.modules)
         for first, _ in by_layer.values():

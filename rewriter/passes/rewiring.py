@@ -177,7 +177,7 @@ def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
         return node
 
     with graph.inserting_before(first):
-        value = made(ops.enter, before.skip, AXIS)
+        value = made(ops.enter, before.carried, AXIS)
         for part in parts:
             value = made(operator.add, value, part)
         for write in whole:

@@ -1,0 +1,105 @@
+"""A stream that each block scales before it adds to it: x ← a·x + f(x)."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import zoo
+from oracles import relative_error
+from programs import traced, weights
+
+from rewriter.analysis.residual import annotate, residual_blocks
+from rewriter.passes import available
+from rewriter.verify.simulate import simulate
+
+PASSES, SCALE, RANKS = available(), 0.5, 2
+
+
+def scaled():
+    """The zoo's llama with SCALE in front of every skip, its stream found anew."""
+    graph, _ = traced("llama").edit()
+    for node in [n for n in graph.nodes if n.meta.get("stream")]:
+        skip = node.all_input_nodes[0]
+        with graph.inserting_before(node):
+            carried = graph.call_function(operator.mul, (skip, SCALE))
+        carried.meta["layer"] = node.meta["layer"]
+        node.replace_input_with(skip, carried)
+    for node in graph.nodes:
+        node.meta = {"layer": node.meta.get("layer")}
+    annotate(graph, 4)
+    return traced("llama").with_(graph=graph)
+
+
+def part(model, layer, kind, x, rank):
+    """What `rank` adds in a block on its residual `x`: the exit projection sees its features alone."""
+    block = model.model.layers[layer]
+    exit = block.self_attn.o_proj if kind == "attention" else block.mlp.down_proj
+
+    def own(module, args):
+        kept = torch.zeros_like(args[0])
+        size = kept.shape[-1] // RANKS
+        kept[..., rank * size : (rank + 1) * size] = args[0][..., rank * size : (rank + 1) * size]
+        return (kept,)
+
+    handle = exit.register_forward_pre_hook(own)
+    try:
+        if kind == "mlp":
+            return block.mlp(block.post_attention_layernorm(x))
+        length = x.shape[1]
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        angles = model.model.rotary_emb(x, torch.arange(length)[None])
+        return block.self_attn(block.input_layernorm(x), position_embeddings=angles, attention_mask=mask)[0]
+    finally:
+        handle.remove()
+
+
+def desynced(model, ids, resync):
+    """Attention's reductions dropped, the MLP's kept."""
+    lanes = [model.model.embed_tokens(ids)] * RANKS
+    for layer in range(4):
+        synchronised = lanes[0]
+        first = [part(model, layer, "attention", x, r) for r, x in enumerate(lanes)]
+        lanes = [SCALE * x + f for x, f in zip(lanes, first, strict=True)]
+        second = [part(model, layer, "mlp", x, r) for r, x in enumerate(lanes)]
+        if resync == "mean":
+            x = sum(f + SCALE * x / RANKS for f, x in zip(second, lanes, strict=True))
+        else:
+            x = SCALE * SCALE * synchronised + sum(SCALE * a + b for a, b in zip(first, second, strict=True))
+        lanes = [x] * RANKS
+    return model.lm_head(model.model.norm(lanes[0]))
+
+
+def laddered(model, ids, own_partial):
+    """Each block reads the stream one block earlier, scaled on, plus its own part where that is asked for."""
+    stream, parts = [model.model.embed_tokens(ids)], [[0.0] * RANKS]
+    for block in range(8):
+        layer, kind = block // 2, ("attention", "mlp")[block % 2]
+        reads = [stream[max(block - 1, 0)]] * RANKS
+        if own_partial and block:
+            reads = [SCALE * x + f for x, f in zip(reads, parts[-1], strict=True)]
+        parts.append([part(model, layer, kind, x, r) for r, x in enumerate(reads)])
+        stream.append(SCALE * stream[-1] + sum(parts[-1]))
+    return model.lm_head(model.model.norm(stream[-1]))
+
+
+REWRITES = {
+    "mean": (("desync", {"n": 2}), lambda m, ids: desynced(m, ids, "mean")),
+    "sum": (("desync", {"n": 2, "resync": "sum"}), lambda m, ids: desynced(m, ids, "sum")),
+    "paper": (("ladder", {}), lambda m, ids: laddered(m, ids, False)),
+    "own-partial": (("ladder", {"variant": "own_partial"}), lambda m, ids: laddered(m, ids, True)),
+}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_rewrites_scale_what_they_carry(name):
+    (rewrite, options), reference = REWRITES[name]
+    model, ids = zoo.shared("llama"), zoo.batch(2, 21, 256)
+    program = PASSES["tensor_parallel"]().apply(scaled().with_(mesh={"tp": RANKS}))
+    assert len(residual_blocks(program)) == 8
+    rewired = PASSES[rewrite](**options).apply(program)
+    with torch.no_grad():
+        expected = reference(model, ids)
+        assert relative_error(simulate(program, ids, weights=weights("llama")), expected) >= 1e-2
+        assert relative_error(simulate(rewired, ids, weights=weights("llama")), expected) <= 1e-5
