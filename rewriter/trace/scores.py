@@ -101,10 +101,10 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
     scores = _Scores()
     _sum(mask, 1.0, False, scores, static)
     rule, biases = _rule(scores, static)
-    options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k not in ("mask", "bias")}
+    options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
         bias = _bias(node.graph, biases, int(node.meta["val"].shape[1]))
-    node.kwargs = options | {"mask": rule} | ({} if bias is None else {"bias": bias})
+    node.kwargs = options if bias is None else options | {"bias": bias}
 
 
 # --- attention written out -----------------------------------------------------------------------------------------
