@@ -185,7 +185,7 @@ class _Lane:
     def _carried(self, value: fx.Node) -> fx.Node:
         """`value` times what the block multiplies the stream by, before it adds to it."""
         scalings, node = [], self.block.carried
-        while "stream" not in node.meta:
+        while node is not self.block.skip and "stream" not in node.meta:  # skip itself may have been replaced
             scalings.append(node)
             node = node.all_input_nodes[0]
         for scaling in reversed(scalings):
