@@ -101,29 +101,62 @@ def additive_mask(like: torch.Tensor, ctx: Any = None, *, mask: MaskSpec) -> tor
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
 }
+
+ExpertLayout = Literal["concatenated", "interleaved", "ungated"]
+
+
+def gated(
+    h: torch.Tensor,
+    *,
+    act: str,
+    layout: ExpertLayout = "concatenated",
+    limit: float | None = None,
+    slope: float = 1.0,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """act(gate) · (up + offset) of an expert's first projection h [..., 2I], or act(h) where it is "ungated".
+
+    `layout` says where gate and up lie: in two halves, or in turns. `limit` bounds gate from above and up on both
+    sides. `slope` is the factor inside the sigmoid of "silu".
+    """
+    function = ACTIVATIONS[act] if slope == 1.0 else lambda x: x * torch.sigmoid(slope * x)
+    if layout == "ungated":
+        return function(h)
+    gate, up = h.chunk(2, dim=-1) if layout == "concatenated" else (h[..., ::2], h[..., 1::2])
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return function(gate) * (up + offset if offset else up)
 
 
 def experts(
     x_NC: torch.Tensor,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
-    gate_up_X2IC: torch.Tensor,
+    up_X2IC: torch.Tensor,
     down_XCI: torch.Tensor,
+    up_bias_X2I: torch.Tensor | None = None,
+    down_bias_XC: torch.Tensor | None = None,
     *,
-    act: str,
+    transposed: bool = False,
+    **gate: Any,
 ) -> torch.Tensor:
-    """Σ_k weight[n, k] · down(act(gate(x)) · up(x)) with expert index[n, k]; gate and up are halves of one projection.
+    """Σ_k weight[n, k] · down(gated(up(x))) with expert index[n, k]; `gate` are the options of `gated`.
 
-    Indices outside 0…X-1 add nothing (transformers' sentinel for dropped tokens). Returns [N, C].
+    `transposed` says that projections lie as [X, in, out]. Indices outside 0…X-1 add nothing (transformers' sentinel
+    for dropped tokens). Returns [N, C].
     """
     out = torch.zeros_like(x_NC)
-    for expert in range(gate_up_X2IC.shape[0]):
+    for expert in range(up_X2IC.shape[0]):
         token, choice = torch.where(index_NK == expert)
-        gate, up = F.linear(x_NC[token], gate_up_X2IC[expert]).chunk(2, dim=-1)
-        y = F.linear(ACTIVATIONS[act](gate) * up, down_XCI[expert])
+        up, down = (w[expert].T if transposed else w[expert] for w in (up_X2IC, down_XCI))
+        up_bias, down_bias = (None if b is None else b[expert] for b in (up_bias_X2I, down_bias_XC))
+        y = F.linear(gated(F.linear(x_NC[token], up, up_bias), **gate), down, down_bias)
         out = out.index_add(0, token, (y * weight_NK[token, choice, None]).to(out.dtype))
     return out
 

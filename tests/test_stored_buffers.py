@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def save(model_type: str, directory: Path) -> Any:
     return model
 
 
+traced = functools.cache(trace)
+
+
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     directory = tmp_path_factory.mktemp(request.param) / "source"
@@ -59,7 +63,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_trace_computes_with_the_values_of_the_checkpoint(saved: tuple[Any, Path], ranks: int) -> None:
     model, directory = saved
-    program = trace(directory).with_(mesh={"tp": ranks})
+    program = traced(directory).with_(mesh={"tp": ranks})
     program = available()["tensor_parallel"]().apply(program)
     assert not program.history[-1].notes
     for length in (1, 21, 100):
@@ -71,7 +75,7 @@ def test_a_trace_computes_with_the_values_of_the_checkpoint(saved: tuple[Any, Pa
 
 def test_every_layer_has_values_of_its_own_though_bodies_are_shared(saved: tuple[Any, Path]) -> None:
     model, directory = saved
-    program = trace(directory)
+    program = traced(directory)
     stored = sorted(model.state_dict().keys() - dict(model.named_parameters()).keys())
     assert set(stored) <= set(program.parameters)
     bodies = [b for _, b in walk_modules(program.modules) if isinstance(b, Body) and b.stored]

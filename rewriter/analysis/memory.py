@@ -92,5 +92,5 @@ def _widths(module: Module) -> int:
     for node in module.graph.nodes:
         if node.target is ops.experts:  # each token passes top-k experts, three values of the intermediate size in each
             down, chosen = args_of(node)[4], args_of(node)[1].meta["val"].shape[-1]
-            own += 3 * int(chosen) * module.parameters[str(down.target)][-1]
+            own += 3 * int(chosen) * module.parameters[str(down.target)][1 if node.kwargs.get("transposed") else 2]
     return own

@@ -349,16 +349,32 @@ class _Splitter:
         self.partial.add(node)
 
     def _experts(self, node: fx.Node) -> None:
-        x, _, weight, gate_up, down = args_of(node)[:5]
-        size = int(value_of(down).shape[2])
+        """Every expert is split by channels. A bias of the second projection is shared out: each rank adds its part."""
+        x, _, weight, up, down, up_bias, down_bias = (*args_of(node), None, None)[:7]
+        transposed, layout = node.kwargs.get("transposed", False), node.kwargs.get("layout", "concatenated")
+        size = int(value_of(down).shape[1 if transposed else 2])
         if size % self.ranks:
             raise Unsplittable(f"{size} expert channels do not divide by {self.ranks}")
         local = size // self.ranks
         runs = [(r * local, (r + 1) * local) for r in range(self.ranks)]
-        self.shards[str(gate_up.target)] = Shard(1, tuple(((a, b), (size + a, size + b)) for a, b in runs))
-        self.shards[str(down.target)] = Shard(2, tuple((run,) for run in runs))
+        ranges: dict[Any, tuple[Ranges, ...]] = {
+            "concatenated": tuple(((a, b), (size + a, size + b)) for a, b in runs),
+            "interleaved": tuple(((2 * a, 2 * b),) for a, b in runs),
+            "ungated": tuple((run,) for run in runs),
+        }
+        self.shards[str(up.target)] = Shard(2 if transposed else 1, ranges[layout])
+        self.shards[str(down.target)] = Shard(1 if transposed else 2, tuple((run,) for run in runs))
+        if up_bias is not None:
+            self.shards[str(up_bias.target)] = Shard(1, ranges[layout])
         self._enter(node, x)
         self._enter(node, weight)
+        if down_bias is not None:
+            self._enter(node, down_bias)
+            whole = args_of(node)[6]
+            with self.graph.inserting_before(node):
+                share = self.graph.call_function(aten.mul.Tensor, (whole, 1.0 / self.ranks))
+            share.meta["val"] = value_of(down_bias)
+            node.replace_input_with(whole, share)
         self.partial.add(node)
 
     def _enter(self, user: fx.Node, value: fx.Node) -> None:

@@ -190,7 +190,7 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     aten.sum.dim_IntList: _dims("sum"),
     aten.softmax.int: lambda p, n: (
         f"F.softmax({p.value(args_of(n)[0])}, dim={args_of(n)[1]}"
-        + (f", dtype={args_of(n)[2]})" if len(n.args) > 2 else ")")
+        + (f", dtype={args_of(n)[2]})" if len(n.args) > 2 and args_of(n)[2] is not None else ")")
     ),
     aten.topk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.topk({p.arguments(args_of(n)[1:], n.kwargs)})",
     aten.embedding.default: lambda p, n: f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])})",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.errors import RewriterError
-from rewriter.ops import ACTIVATIONS
+from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
 
 
 @torch.compiler.disable
@@ -18,29 +15,33 @@ def experts(
     x_ND: Tensor,
     index_NK: Tensor,
     weight_NK: Tensor,
-    gate_up_E2ID: Tensor,
+    up_E2ID: Tensor,
     down_EDI: Tensor,
-    act: str | Callable[[Tensor], Tensor],
-    gate_up_layout: Literal["concatenated", "interleaved"] = "concatenated",
+    up_bias_E2I: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    *,
+    act: str,
+    layout: ExpertLayout = "concatenated",
+    transposed: bool = False,
+    limit: float | None = None,
+    slope: float = 1.0,
+    offset: float = 0.0,
 ) -> Tensor:
-    """Σ_k weight[n, k] · down_e(act(gate_e(x)) · up_e(x)) with e = index[n, k]; [N, D] in x's dtype.
+    """Σ_k weight[n, k] · down_e(gated(up_e(x))) with e = index[n, k]; [N, D] in x's dtype.
 
-    `gate_up` [E, 2I, D] holds gate then up ("concatenated") or alternates their rows ("interleaved"); `down` is
-    [E, D, I]. With I split over ranks the result is partial, and `weight_NK`, being replicated, must pass through
-    `enter` to be trained. Indices outside 0 … E-1 add nothing: transformers marks dropped tokens so. `act` is a name of
-    `rewriter.ops.ACTIVATIONS` or a function. Only experts that some token chose are computed, each on its own tokens.
+    `act` (a name of `rewriter.ops.ACTIVATIONS`), `layout`, `limit`, `slope` and `offset` are those of
+    `rewriter.ops.gated`. `up` is [E, 2I, D] and `down` [E, D, I], or [E, D, 2I] and [E, I, D] where they are
+    `transposed`; ungated ones have I rows. With I split over ranks the result is partial, and `weight_NK`, being
+    replicated, must pass through `enter` to be trained. Indices outside 0 … E-1 add nothing: transformers marks dropped
+    tokens so. Only experts that some token chose are computed, each on its own tokens.
 
     How many tokens an expert gets is data, so this is never inside a compiled graph.
     """
-    if isinstance(act, str):
-        if act not in ACTIVATIONS:
-            raise RewriterError(
-                f"experts: activation {act!r} is unknown, expected one of {', '.join(sorted(ACTIVATIONS))}"
-            )
-        act = ACTIVATIONS[act]
-    if gate_up_layout not in ("concatenated", "interleaved"):
-        raise RewriterError(f"experts: gate_up_layout {gate_up_layout!r}, expected 'concatenated' or 'interleaved'")
-    count, per_token = gate_up_E2ID.shape[0], index_NK.shape[1]
+    if act not in ACTIVATIONS:
+        raise RewriterError(f"experts: activation {act!r} is unknown, expected one of {', '.join(sorted(ACTIVATIONS))}")
+    if layout not in ("concatenated", "interleaved", "ungated"):
+        raise RewriterError(f"experts: layout {layout!r}, expected 'concatenated', 'interleaved' or 'ungated'")
+    count, per_token = up_E2ID.shape[0], index_NK.shape[1]
     # Choices in order of expert, then of token; one transfer to the host tells where each expert's begin.
     chosen = index_NK.reshape(-1)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
@@ -55,9 +56,11 @@ def experts(
         if size == 0:
             continue
         token = token_of[begin : begin + size]
-        h = F.linear(x_ND[token], gate_up_E2ID[expert])
-        gate, up = h.chunk(2, dim=-1) if gate_up_layout == "concatenated" else (h[..., ::2], h[..., 1::2])
-        y = F.linear(act(gate) * up, down_EDI[expert])
+        up, down = (w[expert].T if transposed else w[expert] for w in (up_E2ID, down_EDI))
+        up_bias, down_bias = (None if b is None else b[expert] for b in (up_bias_E2I, down_bias_ED))
+        h = F.linear(x_ND[token], up, up_bias)
+        h = gated(h, act=act, layout=layout, limit=limit, slope=slope, offset=offset)
+        y = F.linear(h, down, down_bias)
         out_ND = out_ND.index_add(0, token, (y * weight_of[begin : begin + size, None]).to(out_ND.dtype))
         begin += size
     return out_ND

@@ -21,6 +21,7 @@ from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.program import Body, Leaf, Module, args_of, drop_dead_nodes
 from rewriter.trace.example import Example
+from rewriter.trace.experts import is_experts
 from rewriter.trace.functional import functional
 from rewriter.trace.lifting import Recorded, opaque_calls, replaced_forward
 from rewriter.trace.masks import Static, StaticGraph
@@ -79,6 +80,8 @@ def is_lifted(module: nn.Module) -> bool:
     """Whether a module inside a body is kept as a call: leaves, and small modules with tensors of their own (norms)."""
     if as_leaf(module) is not None:
         return True
+    if is_experts(module):
+        return False
     owns = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
     return owns and not any(True for _ in module.children())
 
@@ -392,7 +395,10 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             spec = ops.MaskSpec(args[1], args[2])
             env[node] = emit(node, ops.additive_mask, (like(node),), {"mask": spec})
         elif target is torch.ops.rewriter_trace.experts.default:
-            env[node] = emit(node, ops.experts, args[:5], {"act": args[5]})
+            *tensors, options = args
+            while tensors[-1] is None:
+                tensors.pop()
+            env[node] = emit(node, ops.experts, tuple(tensors), json.loads(options))
         elif target is torch.ops.rewriter_trace.call.default:
             new = graph.call_module(args[1], tuple(args[0]))
             new.meta["val"] = node.meta["val"][0] if len(node.meta["val"]) == 1 else node.meta["val"]
@@ -409,18 +415,21 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
                 env[node] = emit(node, aten.to.dtype, (source, cast))
         else:
             kwargs.pop("pin_memory", None)
-            made = kwargs.get("dtype") == TRACE_DTYPE and not any(isinstance(a, fx.Node) for a in args[:1])
-            if made:  # a tensor made in the model's dtype
-                kwargs["dtype"] = torch.float32
-            if kwargs.get("dtype") == TRACE_DTYPE or any(a is TRACE_DTYPE for a in args):
-                if target is not aten.softmax.int:
-                    raise RewriterError(f"{target} is given the model's dtype as a constant")
-                args = (emit(node, ops.type_as_model, (args[0], like(node))), args[1])
             if kwargs.pop("device", None) is not None and model_dtype:
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
+            if not any(isinstance(x, torch.dtype) and x == TRACE_DTYPE for x in (*args, *kwargs.values())):
+                env[node] = emit(node, target, args, kwargs)
+                return
+            # the model's dtype as a constant (`softmax(x, dtype=x.dtype)`): the operator follows its input instead
+            args = tuple(None if a == TRACE_DTYPE else a for a in args)
+            kwargs = {k: v for k, v in kwargs.items() if v != TRACE_DTYPE}
+            if not isinstance(first := args_of(node)[0], fx.Node):  # a tensor made in the model's dtype
+                made = emit(node, target, args, {**kwargs, "dtype": torch.float32})
+                env[node] = emit(node, ops.type_as_model, (made, like(node)))
+                return
+            if not _is_model_dtype(first):
+                args = (emit(first, ops.type_as_model, (args[0], like(node))), *args[1:])
             env[node] = emit(node, target, args, kwargs)
-            if made:
-                env[node] = emit(node, ops.type_as_model, (env[node], like(node)))
 
     for node in in_model_dtype:  # buffers are kept in the dtype that they are made in
         env[node] = emit(node, ops.type_as_model, (env[node], like(node)))

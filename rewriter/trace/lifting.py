@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from rewriter.errors import RewriterError
-from rewriter.ops import ACTIVATIONS
+from rewriter.trace.experts import lifted_experts
 from rewriter.trace.masks import lifted_mask
 
 LIFTED = "rewriter_lifted"
@@ -29,7 +29,6 @@ LIFTED = "rewriter_lifted"
 _library = torch.library.Library("rewriter_trace", "DEF")
 _library.define("call(Tensor[] inputs, str key) -> Tensor[]")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? bias, str spec) -> Tensor")
-_library.define("experts(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, str act) -> Tensor")
 
 _calls: ContextVar[dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]] = ContextVar("calls")
 
@@ -43,11 +42,6 @@ def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bias: Any, spec: str) -> torch.Tensor:
     batch, heads, length, _ = q.shape
     return q.new_empty(batch, length, heads, v.shape[-1])
-
-
-@torch.library.register_fake("rewriter_trace::experts", lib=_library)
-def _experts(x: torch.Tensor, index: Any, weight: Any, gate_up: Any, down: Any, act: str) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 @contextlib.contextmanager
@@ -99,49 +93,6 @@ def lifted_attention(
 
 # keywords that flow through every layer's **kwargs and never change what attention computes
 _INERT_KEYWORDS = frozenset({"use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position"})
-
-
-def lifted_experts(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The experts function of transformers' ExpertsInterface, recorded as one operator."""
-    unsupported = [
-        name
-        for name, expected in (
-            ("has_gate", True),
-            ("has_bias", False),
-            ("is_transposed", False),
-            ("is_concatenated", True),
-        )
-        if getattr(module, name, expected) != expected
-    ]
-    act = next((name for name, f in ACTIVATIONS.items() if _same_activation(getattr(module, "act_fn", None), f)), None)
-    if unsupported or act is None:
-        reason = (
-            f"{unsupported[0]}={getattr(module, unsupported[0])}"
-            if unsupported
-            else f"activation {getattr(module, 'act_fn', None)}"
-        )
-        raise RewriterError(f"{type(module).__name__}: experts with {reason} are not supported yet")
-    return torch.ops.rewriter_trace.experts(
-        hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, act
-    )
-
-
-def _same_activation(module: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether an activation module computes `function`, decided on sample values outside of any trace."""
-    key = type(module).__name__
-    return _ACTIVATION_MODULES.get(key) is function
-
-
-_ACTIVATION_MODULES = {
-    "SiLU": ACTIVATIONS["silu"],
-    "SiLUActivation": ACTIVATIONS["silu"],
-    "ReLU": ACTIVATIONS["relu"],
-    "GELUActivation": ACTIVATIONS["gelu"],
-    "GELUTanh": ACTIVATIONS["gelu_pytorch_tanh"],
-    "PytorchGELUTanh": ACTIVATIONS["gelu_pytorch_tanh"],
-}
 
 
 @contextlib.contextmanager
