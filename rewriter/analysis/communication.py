@@ -71,7 +71,7 @@ def collectives(program: Program, blocks: Iterable[Block] | None = None) -> tupl
     owner: dict[fx.Node, Block] = {}
     for known in residual_blocks(program) if blocks is None else blocks:
         owner.update(dict.fromkeys(known.branch, known))
-    behind = _hidden_starts(program)
+    behind = hidden_starts(program.graph, program.modules)
     found: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
@@ -162,15 +162,15 @@ def _producer(node: fx.Node) -> str:
     return " + ".join(paths)
 
 
-def _hidden_starts(program: Program) -> set[fx.Node]:
-    """The starts with another module's matrix products between them and their wait."""
+def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:
+    """The starts of a wiring with another module's matrix products between them and their wait."""
     hidden: set[fx.Node] = set()
     computed = 0  # how many modules with matrix products ran so far
     at: dict[fx.Node, int] = {}
     working: dict[int, bool] = {}
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         if node.op == "call_module":
-            module = program.modules[str(node.target)]
+            module = modules[str(node.target)]
             computed += working.setdefault(id(module), computes(module))
         elif node.target is ops.all_reduce_start:
             at[node] = computed

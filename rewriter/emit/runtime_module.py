@@ -16,6 +16,7 @@ from rewriter import ops
 from rewriter.analysis.labels import reduced_shape, value_of
 from rewriter.analysis.residual import residual_blocks
 from rewriter.analysis.whole import counts_tokens
+from rewriter.analysis.schedule import with_readers_first
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.expressions import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments, with_values_in_flight
@@ -51,7 +52,7 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
             f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
             "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
         )
-    return _Emitter(program).source(header)
+    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source(header)
 
 
 class _Emitter:

@@ -8,8 +8,10 @@ from typing import ClassVar
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import hidden_starts
+from rewriter.analysis.schedule import earlier_readers, rescheduled
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Program, args_of
+from rewriter.program import Program
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,9 @@ class Overlap:
     """AR(f) → wait(start(f)) and a schedule (Ladder Residual, Alg. 1).
 
     A partial is computed as soon as its turn comes in the model's order and started at once; waits, and the adds behind
-    them, are placed where the next partial needs their value. `meta["runs_in"]` is the layer that runs a node,
-    None after the last one; `meta["layer"]` still says whose it is.
+    them, are placed where the next partial needs their value. Who reads a partial besides its reduction, which works in
+    place, runs before the start. `meta["runs_in"]` is the layer that runs a node, None after the last one;
+    `meta["layer"]` still says whose it is.
     Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
     """
 
@@ -39,42 +42,17 @@ class Overlap:
             node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
             if "stream" in node.meta:
                 del node.meta["stream"]
-        scheduled, hidden = schedule(graph)
+        graph = _scheduled(graph)
+        hidden = len(hidden_starts(graph, program.modules))
         summary = f"{hidden} of {len(reductions)} all-reduces run behind the computation of another block"
-        return record(program, self, summary, fired=hidden > 0, graph=scheduled)
+        return record(program, self, summary, fired=hidden > 0, graph=graph)
 
 
-def schedule(graph: fx.Graph) -> tuple[fx.Graph, int]:
-    """(graph in the new order, number of all-reduces with a block between start and wait)."""
+def _scheduled(graph: fx.Graph) -> fx.Graph:
+    """The graph in the new order."""
     starts = [n for n in graph.nodes if n.target is ops.all_reduce_start]
     latest = _latest_start(graph, starts)
-    new = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-
-    def place(node: fx.Node, layer: int | None) -> None:
-        # depth first without recursion: operands that wait for the earliest communication come first
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            if top in env:
-                stack.pop()
-                continue
-            missing = [n for n in top.all_input_nodes if n not in env]
-            if missing:
-                stack += sorted(missing, key=lambda n: latest[n])[::-1]
-                continue
-            stack.pop()
-            env[top] = new.node_copy(top, env.__getitem__)
-            if top.meta.get("layer") is not None:
-                env[top].meta["runs_in"] = layer
-
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = new.node_copy(node)
-    for start in starts:
-        place(start, start.meta["layer"])
-    place(graph.output_node(), None)
-    return new, _hidden(new)
+    return rescheduled(graph, [*starts, graph.output_node()], earlier_readers(graph), latest.__getitem__)
 
 
 def _latest_start(graph: fx.Graph, starts: list[fx.Node]) -> dict[fx.Node, int]:
@@ -84,14 +62,3 @@ def _latest_start(graph: fx.Graph, starts: list[fx.Node]) -> dict[fx.Node, int]:
     for node in graph.nodes:
         latest[node] = max([latest[n] for n in node.all_input_nodes] + [number.get(node, -1)], default=-1)
     return latest
-
-
-def _hidden(graph: fx.Graph) -> int:
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    starts = [order[n] for n in graph.nodes if n.target is ops.all_reduce_start]
-    count = 0
-    for node in graph.nodes:
-        if node.target is ops.all_reduce_wait:
-            begin, end = order[args_of(node)[0]], order[node]
-            count += any(begin < s < end for s in starts)
-    return count
