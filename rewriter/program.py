@@ -54,6 +54,7 @@ class Body:
     parameters of which ranks hold some elements more than once: (full size, ranges per rank). `stored` are own
     parameters that are buffers of the source module: checkpoints hold their values (a router's correction bias) and
     training leaves them alone. Each has a dtype that it keeps, or None where it follows the model's.
+    `merged` are the children of a layer that a pass made this one body of.
     """
 
     class_name: str
@@ -67,6 +68,7 @@ class Body:
     constant_inputs: frozenset[str] = frozenset()
     shared: Mapping[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
     stored: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    merged: tuple[str, ...] = ()
 
     @property
     def attends(self) -> bool:
@@ -198,6 +200,7 @@ class Parameter:
 
     When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
     says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
+    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`.
     """
 
     shape: tuple[int, ...]
@@ -206,6 +209,7 @@ class Parameter:
     dim: int | None = None
     ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
     shared: bool = False
+    parts: tuple[str, ...] = ()
 
     def on_rank(self, rank: int) -> Expression:
         """The expression of this rank's part. Raises RewriterError when no checkpoint was read."""

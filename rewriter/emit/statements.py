@@ -167,6 +167,8 @@ def body_lines(
 
 def _role(node: fx.Node) -> str:
     """A projection's name without its suffix; glue is called as what it transforms."""
+    if "role" in node.meta:
+        return str(node.meta["role"])
     if node.op == "call_module":
         return str(node.target).rpartition(".")[2].removesuffix("_proj")
     if node.op in ("placeholder", "get_attr"):

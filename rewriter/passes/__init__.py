@@ -9,6 +9,7 @@ def available() -> dict[str, type[Any]]:
     """Every pass by its recipe name."""
     from rewriter.passes.desync import Desync
     from rewriter.passes.drop_sync import DropSync
+    from rewriter.passes.fuse_projections import FuseProjections
     from rewriter.passes.ladder import Ladder
     from rewriter.passes.merge_reductions import MergeReductions
     from rewriter.passes.no_communication import NoCommunication
@@ -16,5 +17,8 @@ def available() -> dict[str, type[Any]]:
     from rewriter.passes.parallel_block import ParallelBlock
     from rewriter.passes.tensor_parallel import TensorParallel
 
-    passes = (TensorParallel, ParallelBlock, MergeReductions, Ladder, Desync, DropSync, Overlap, NoCommunication)
+    passes = (
+        TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
+        NoCommunication,
+    )  # fmt: skip
     return {p.name: p for p in passes}

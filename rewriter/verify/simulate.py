@@ -16,7 +16,7 @@ from torch import fx, nn
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
-from rewriter.program import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.host import Host, load_host, opaque_modules
 
 
@@ -94,6 +94,13 @@ def _whole(expression: Expression | None, name: str) -> Expression:
     return expression
 
 
+def whole_parameter(name: str, spec: Parameter, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The full tensor of a parameter; of one that a pass fused, from the weights of its parts where they are given."""
+    if name in weights or not spec.parts:
+        return weights[name]
+    return torch.cat([weights[part] for part in spec.parts], spec.dim or 0)
+
+
 class Simulator:
     """Interprets one program over `ranks` lanes."""
 
@@ -123,7 +130,8 @@ class Simulator:
         """A parameter's lanes; sharded ones are cut from the full tensor, differentiably."""
         name = self.program.ties.get(name, name)
         if name not in self.cache:
-            spec, full = self.program.parameters[name], self.weights[name]
+            spec = self.program.parameters[name]
+            full = whole_parameter(name, spec, self.weights)
             if spec.ranges is None:
                 self.cache[name] = Lanes((full,))
             else:
@@ -259,4 +267,4 @@ def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     raise RewriterError(f"no meaning for a module of kind {leaf.kind}")
 
 
-__all__ = ["Lanes", "Simulator", "load_weights", "run_leaf", "simulate"]
+__all__ = ["Lanes", "Simulator", "load_weights", "run_leaf", "simulate", "whole_parameter"]
