@@ -120,7 +120,8 @@ def _fuse(
     values = [c.meta["val"] for c in calls]
     with graph.inserting_before(calls[0]):
         fused = graph.call_module(name, (args_of(calls[0])[0],))
-        fused.meta["val"] = torch.cat(values, -1)
+        # not torch.cat: bodies that were traced apart know their sizes by other symbols
+        fused.meta["val"] = values[0].new_empty((*values[0].shape[:-1], sum(int(v.shape[-1]) for v in values)))
         split = graph.call_function(aten.split_with_sizes.default, (fused, sizes, -1))
         split.meta["val"] = tuple(values)
         for index, call in enumerate(calls):
