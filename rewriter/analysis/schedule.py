@@ -6,7 +6,7 @@ part to the stream) must therefore run before the reduction begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from torch import fx
 
@@ -54,45 +54,49 @@ def _downstream(node: fx.Node) -> set[fx.Node]:
 
 def rescheduled(
     graph: fx.Graph,
-    targets: Iterable[fx.Node],
-    readers: Mapping[fx.Node, tuple[fx.Node, ...]],
+    late: Callable[[fx.Node], bool],
+    forces: Callable[[fx.Node], bool],
     priority: Callable[[fx.Node], int],
 ) -> fx.Graph:
-    """A copy of `graph` that computes `targets` in their order, each with what it needs and no sooner.
+    """A copy of `graph` in its own order, but for nodes that may come late.
 
-    What one node needs is computed in order of falling `priority`, after equal ones in the order of its operands.
-    `meta["runs_in"]` of a copy is the layer of the target that it was needed for.
+    A node that is `late`, or needs one that has not run yet, is put off until a node that `forces` (or the output)
+    needs it. What one node needs is then computed in order of rising `priority`. `meta["runs_in"]` of a copy is the
+    layer that it runs in: its own, or that of the node which forced it.
     """
+    readers = earlier_readers(graph)
     new = fx.Graph()
-    env = {node: new.node_copy(node) for node in graph.nodes if node.op == "placeholder"}
-    for target in targets:
-        layer = target.meta.get("layer")
+    env: dict[fx.Node, fx.Node] = {}
+
+    def missing(node: fx.Node) -> list[fx.Node]:
+        return [n for n in (*node.all_input_nodes, *readers.get(node, ())) if n not in env]
+
+    def pull(target: fx.Node) -> None:
         stack = [target]  # depth first without recursion
         while stack:
             top = stack[-1]
             if top in env:
                 stack.pop()
-                continue
-            needed = [*top.all_input_nodes, *readers.get(top, ())]
-            missing = [n for n in needed if n not in env]
-            if missing:
-                stack += sorted(missing, key=priority)[::-1]
-                continue
-            stack.pop()
-            env[top] = new.node_copy(top, env.__getitem__)
-            if top.meta.get("layer") is not None:
-                env[top].meta["runs_in"] = layer
+            elif needed := missing(top):
+                stack += sorted(needed, key=priority)[::-1]
+            else:
+                env[stack.pop()] = new.node_copy(top, env.__getitem__)
+                if top.meta.get("layer") is not None:
+                    env[top].meta["runs_in"] = target.meta.get("layer")
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or forces(node) or not (late(node) or missing(node)):
+            pull(node)
     return new
 
 
 def with_readers_first(graph: fx.Graph) -> fx.Graph:
     """`graph` itself where its order is right, else the same one with such readers moved before the reductions."""
-    readers = earlier_readers(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    if all(order[r] < order[node] for node, others in readers.items() for r in others):
+    readers = earlier_readers(graph)
+    if all(order[reader] < order[node] for node, others in readers.items() for reader in others):
         return graph
-    computed = [n for n in graph.nodes if n.op != "placeholder"]
-    return rescheduled(graph, computed, readers, order.__getitem__)
+    return rescheduled(graph, lambda _: False, lambda _: True, order.__getitem__)
 
 
 __all__ = ["IN_PLACE", "earlier_readers", "rescheduled", "with_readers_first"]

@@ -187,7 +187,8 @@ def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 def entries(body: Body, index: int) -> list[Leaf]:
     """The projections that read input `index` of `body`, directly or where it enters rank-local computation."""
     placeholder = [n for n in body.graph.nodes if n.op == "placeholder"][index]
-    readers = [u for n in (placeholder, *placeholder.users) if n is placeholder or n.target is ops.enter for u in n.users]
+    values = [placeholder, *(n for n in placeholder.users if n.target is ops.enter)]
+    readers = [user for value in values for user in value.users]
     leaves = [body.modules[str(u.target)] for u in readers if u.op == "call_module"]
     return [leaf for leaf in leaves if isinstance(leaf, Leaf) and _plain_kind(leaf) in _OUTPUTS]
 

@@ -1,7 +1,8 @@
-"""Every all-reduce is started as early, and waited for as late, as the data allows."""
+"""All-reduces that can run behind computation are started early and waited for late."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,20 +10,21 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.communication import hidden_starts
-from rewriter.analysis.schedule import earlier_readers, rescheduled
+from rewriter.analysis.residual import computes
+from rewriter.analysis.schedule import rescheduled
 from rewriter.passes.base import Kind, Scope, record
-from rewriter.program import Program
+from rewriter.program import Program, copy_graph
 
 
 @dataclass(frozen=True)
 class Overlap:
     """AR(f) → wait(start(f)) and a schedule (Ladder Residual, Alg. 1).
 
-    A partial is computed as soon as its turn comes in the model's order and started at once; waits, and the adds behind
-    them, are placed where the next partial needs their value. Who reads a partial besides its reduction, which works in
-    place, runs before the start. `meta["runs_in"]` is the layer that runs a node, None after the last one;
-    `meta["layer"]` still says whose it is.
-    Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
+    A partial is computed when its turn comes in the model's order, and started at once; the wait, and what depends on
+    it, comes where the next block needs the sum. Whoever else reads a partial runs before the start, which works in
+    place. A reduction with no block between start and wait stays an all-reduce. `meta["runs_in"]` is the layer that
+    runs a node, None after the last one; `meta["layer"]` still says whose it is.
+    Exact. On one rank, or without an all-reduce to hide, the order stays the model's own.
     """
 
     name: ClassVar[str] = "overlap"
@@ -30,35 +32,42 @@ class Overlap:
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:
-        graph, _ = program.edit()
-        reductions = [n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
+        reductions = [n for n in program.graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
         if not reductions:
             return record(program, self, "no all-reduce to hide", fired=False)
-        for node in reductions:
+        tried = _started(program, {n.name for n in reductions})
+        hidden = {n.meta["reduction"] for n in hidden_starts(tried, program.modules)}
+        summary = f"{len(hidden)} of {len(reductions)} all-reduces run behind the computation of another block"
+        return record(program, self, summary, fired=bool(hidden), graph=_started(program, hidden))
+
+
+def _started(program: Program, names: Collection[str]) -> fx.Graph:
+    """The wiring in the new order, with the all-reduces of these names in two steps."""
+    graph, _ = copy_graph(program.graph)
+    for node in list(graph.nodes):
+        if node.target is ops.all_reduce and node.name in names:
             with graph.inserting_after(node):
                 wait = graph.call_function(ops.all_reduce_wait, (node,))
             wait.meta.update(node.meta)
             node.target = ops.all_reduce_start
             node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
-            if "stream" in node.meta:
-                del node.meta["stream"]
-        graph = _scheduled(graph)
-        hidden = len(hidden_starts(graph, program.modules))
-        summary = f"{hidden} of {len(reductions)} all-reduces run behind the computation of another block"
-        return record(program, self, summary, fired=hidden > 0, graph=graph)
+            node.meta = {k: v for k, v in node.meta.items() if k not in ("stream", "mode")} | {"reduction": node.name}
+    started = _last_start(graph)
+
+    def forces(node: fx.Node) -> bool:
+        works = node.op == "call_module" and computes(program.modules[str(node.target)])
+        return works or node.target is ops.all_reduce_start
+
+    return rescheduled(graph, lambda n: n.target is ops.all_reduce_wait, forces, started.__getitem__)
 
 
-def _scheduled(graph: fx.Graph) -> fx.Graph:
-    """The graph in the new order."""
-    starts = [n for n in graph.nodes if n.target is ops.all_reduce_start]
-    latest = _latest_start(graph, starts)
-    return rescheduled(graph, [*starts, graph.output_node()], earlier_readers(graph), latest.__getitem__)
-
-
-def _latest_start(graph: fx.Graph, starts: list[fx.Node]) -> dict[fx.Node, int]:
+def _last_start(graph: fx.Graph) -> dict[fx.Node, int]:
     """Per node, the number of the last all-reduce that it depends on; -1 for none."""
-    number = {start: i for i, start in enumerate(starts)}
-    latest: dict[fx.Node, int] = {}
+    last: dict[fx.Node, int] = {}
+    count = 0
     for node in graph.nodes:
-        latest[node] = max([latest[n] for n in node.all_input_nodes] + [number.get(node, -1)], default=-1)
-    return latest
+        own = -1
+        if node.target is ops.all_reduce_start:
+            own, count = count, count + 1
+        last[node] = max([last[n] for n in node.all_input_nodes] + [own])
+    return last

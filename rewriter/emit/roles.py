@@ -1,0 +1,96 @@
+"""What wiring values are called in an emitted module: names that say what a value is, equal for alike layers.
+
+    x           the residual stream, equal on all ranks (x_before: as it was some blocks earlier)
+    x_own       this rank's own residual: the stream plus what this rank alone added to it
+    delta       what this rank added since all ranks last agreed
+    share       this rank's part of a value whose sum over the ranks is taken
+    update      what several modules of a block add to the stream
+    f_pending   the sum of f over ranks, on its way
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.residual import is_add
+from rewriter.program import Body, Program, args_of
+
+_SUMS = (ops.all_reduce_wait, ops.all_reduce, ops.all_gather, ops.repeat_shard)
+
+
+class Roles:
+    """Names for the values of one program. `local` are the values that differ by rank."""
+
+    def __init__(self, program: Program, local: Collection[fx.Node]) -> None:
+        self.program, self.local = program, local
+
+    def of(self, node: fx.Node) -> str:
+        """What `node` is called in a layer."""
+        if "role" in node.meta:
+            return str(node.meta["role"])
+        if "stream" in node.meta or "reads" in node.meta:
+            return "x_own" if node in self.local else "x"
+        if node.op == "placeholder":
+            return str(node.target)
+        if node.op == "call_module":
+            return str(node.target).partition("#")[0].rpartition(".")[2]
+        if node.target is ops.all_reduce_start:
+            return f"{self.of(args_of(node)[0])}_pending"
+        if node.target in _SUMS:
+            return self.of(args_of(node)[0]).removesuffix("_pending")
+        if node.target is ops.enter:
+            entered = self.of(args_of(node)[0])
+            return "x_own" if entered == "x" and node.meta.get("layer") is not None else entered
+        if node.target is torch.ops.aten.sym_size.int:
+            return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
+        if node.meta.get("layer") is None:
+            return "x"
+        return self._computed(node)
+
+    def _computed(self, node: fx.Node) -> str:
+        """Sums and multiples inside of a layer."""
+        operands = [self.of(n) for n in node.all_input_nodes]
+        if is_add(node):
+            if "x_own" in operands:
+                return "x_own"
+            if "writes" in node.meta:
+                return "share" if "share" in operands and node.users and self._is_summed(node) else "delta"
+            return "update"
+        if "writes" in node.meta and node.target is operator.mul:
+            return "share"
+        return operands[0] if len(operands) == 1 else "total"
+
+    @staticmethod
+    def _is_summed(node: fx.Node) -> bool:
+        """Whether all that reads `node` is a reduction that gives the stream itself."""
+        return all("stream" in user.meta or user.target is ops.all_reduce_start for user in node.users)
+
+    def crossing(self, nodes: Collection[fx.Node], context: Collection[fx.Node]) -> dict[fx.Node, str]:
+        """Names of values that cross from layer to layer, in the order in which they are passed."""
+        taken: set[str] = set()
+        result: dict[fx.Node, str] = {}
+        for node in nodes:
+            wanted = self.in_context(node) if node in context else self.of(node)
+            if wanted == "x" and "x" in taken:
+                wanted = "x_before"
+            name, number = wanted, 2
+            while name in taken:
+                name, number = f"{wanted}_{number}", number + 1
+            taken.add(name)
+            result[node] = name
+        return result
+
+    def in_context(self, node: fx.Node) -> str:
+        """Values that every layer reads (rotary tables) are named as the layers' bodies call them."""
+        for user in node.users:
+            if user.op == "call_module" and user.meta.get("layer") is not None:
+                body = self.program.modules[str(user.target)]
+                if isinstance(body, Body):
+                    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+                    return str(inputs[user.args.index(node)].target)
+        return self.of(node)
