@@ -37,6 +37,7 @@ class ClassTable:
     names: Names = field(default_factory=Names)
     by_text: dict[str, Class] = field(default_factory=dict)
     by_body: dict[int, Class] = field(default_factory=dict)
+    lanes: set[int] = field(default_factory=set)  # ids of bodies whose input differs by rank
     keep: list[Body] = field(default_factory=list)  # ids in `by_body` stay valid while their bodies live
 
     def add(self, body: Body) -> Class:
@@ -56,7 +57,7 @@ class ClassTable:
         arguments = (*(["tp"] if needs_group else []), *(["slot"] if attentions else []), *sizes)
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
-            name = self.names.new(_title(body))
+            name = self.names.new(_title(body, id(body) in self.lanes))
             self.by_text[text] = Class(name, text, tuple(arguments), communicates, attentions)
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
@@ -116,10 +117,10 @@ def _size_arguments(body: Body) -> dict[str, int]:
     return {name: shape[0] for name, shape in body.parameters.items()}
 
 
-def _title(body: Body) -> str:
+def _title(body: Body, lane: bool) -> str:
     kinds = {n.kwargs["mask"].kind for n in body.graph.nodes if n.target is ops.attention}
     kind = next(iter(kinds)) if len(kinds) == 1 else "causal"
-    return body.class_name + ("" if kind == "causal" else kind.capitalize())
+    return ("Lane" if lane else "") + body.class_name + ("" if kind == "causal" else kind.capitalize())
 
 
 def containers(paths: list[str]) -> list[str]:

@@ -1,11 +1,11 @@
 """What wiring values are called in an emitted module: names that say what a value is, equal for alike layers.
 
-    x           the residual stream, equal on all ranks (x_before: as it was some blocks earlier)
-    x_own       this rank's own residual: the stream plus what this rank alone added to it
-    delta       what this rank added since all ranks last agreed
-    share       this rank's part of a value whose sum over the ranks is taken
-    update      what several modules of a block add to the stream
-    f_pending   the sum of f over ranks, on its way
+x           the residual stream, equal on all ranks (x_before: as it was some blocks earlier)
+x_own       this rank's own residual: the stream plus what this rank alone added to it
+delta       what this rank added since all ranks last agreed
+share       this rank's part of a value whose sum over the ranks is taken
+update      what several modules of a block add to the stream
+f_pending   the sum of f over ranks, on its way
 """
 
 from __future__ import annotations

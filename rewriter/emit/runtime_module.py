@@ -6,34 +6,20 @@ One class per distinct body and per distinct layer, alike layers in one loop. Ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.labels import reduced_shape, value_of
-from rewriter.analysis.residual import residual_blocks
-from rewriter.analysis.whole import counts_tokens
 from rewriter.analysis.schedule import with_readers_first
-from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
-from rewriter.emit.expressions import Printer
-from rewriter.emit.outline import SCHEDULED, Outline, Region, outline, segments, with_values_in_flight
+from rewriter.analysis.whole import counts_tokens
+from rewriter.emit.classes import ClassTable, containers
+from rewriter.emit.outline import Outline, outline, with_values_in_flight
+from rewriter.emit.runtime_layers import Layer, LayerPrinter, is_dropout
 from rewriter.emit.statements import Lines, Names
+from rewriter.emit.wrapping import wrapped
 from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Opaque, Program, args_of
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer to print: its class, how it is built, and its call."""
-
-    cls: str
-    construct: str
-    takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
-    previous: bool
+from rewriter.program import Body, Opaque, Program, args_of
 
 
 def emit_runtime_module(program: Program, header: str = "") -> str:
@@ -58,26 +44,15 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
 class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program, self.source_info = program, program.source
-        self.names = Names({"Model", "nn", "F", "torch"})
-        self.table = ClassTable(names=self.names)
-        self.outline: Outline = outline(program.graph, program.source.num_layers)
-        self.order = {n: i for i, n in enumerate(program.graph.nodes)}
-        self.outline = with_values_in_flight(self.outline)
-        placed = {n for r in self.outline.layers for n in r.nodes}
-        self.context = {
-            n for r in self.outline.layers for n in r.inputs if n not in placed and n.meta.get("stream") is None
-        }
-        self.ladder = {b.layer for b in residual_blocks(program) if b.reads != (b.index,)}
-        self.layer_classes: dict[str, str] = {}
-        self.slots = 0
-        self.slot_specs: list[str] = []
+        names = Names({"Model", "nn", "F", "torch"})
+        self.table = ClassTable(names=names)
+        self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
+        self.printer = LayerPrinter(program, self.outline, self.table, names)
 
     def source(self, header: str) -> str:
-        layers = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
+        layers, classes = self.printer.run()
         model = self._model(layers)
-        bodies = self.table.source()
-        layer_text = "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in self.layer_classes.items())
-        parts = [p for p in (bodies, layer_text, model) if p]
+        parts = [p for p in (self.table.source(), classes, model) if p]
         code = wrapped("\n\n\n".join(parts)) + "\n"
         return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
@@ -90,174 +65,11 @@ class _Emitter:
             "are this rank's; parameter names are those of the Hugging Face model.\n"
         )
 
-    # --- layers
-    # ----------------------------------------------------------------------------------------------------------
-
-    def _layer(self, index: int, region: Region) -> _Layer:
-        path = self.program.layer_path(index)
-        children = {
-            p.removeprefix(f"{path}."): m
-            for p, m in self.program.modules.items()
-            if p.startswith(f"{path}.") and not _is_dropout(m)
-        }
-        takes, names = self._interface(region)
-        previous = False
-
-        def module(target: str) -> str:
-            nonlocal previous
-            owner, _, rest = target.removeprefix(f"{self.source_info.layers}.").partition(".")
-            if owner == str(index):
-                return f"self.{rest}"
-            if owner == str(index - 1):
-                previous = True
-                return f"previous.{rest}"
-            raise RewriterError(f"layer {index} would call {target}, which is neither its own nor the layer's before")
-
-        lines, methods = self._schedule(region, names, module)
-        given = [names[n] for n in takes]
-        gives = tuple(sorted(region.outputs, key=self._crossing_order))
-        needs_group = any(n.target in SCHEDULED or n.target is ops.enter for n in region.nodes)
-        constructors = {name: self.table.construct(child) for name, child in children.items()}
-        classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
-        needs_group |= any("tp" in c.arguments for c in classes) or any(
-            leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf)
-        )
-        attentions = self._slots(children)
-        arguments = [*(["tp"] if needs_group else []), *(["slot"] if attentions else [])]
-        body = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
-        body += ["        self.tp = tp"] if needs_group else []
-        body += [f"        {line}" for line in containers(list(constructors))]
-        body += [f"        self.{name} = {text}" for name, text in constructors.items()]
-        head = ", ".join(["self", *(["previous"] if previous else []), *given])
-        body += ["", f"    def forward({head}):", *(f"        {line}" for line in lines)]
-        body += [f"        return {', '.join(names[n] for n in gives)}"]
-        for method in methods:
-            body += ["", *(f"    {line}".rstrip() for line in method)]
-        text = "\n".join(body)
-        if text not in self.layer_classes:
-            self.layer_classes[text] = self.names.new(self._layer_name(index))
-        slot = self.slots - attentions
-        values = {"tp": "tp", "slot": f"slot={slot}"}
-        construct = f"{self.layer_classes[text]}({', '.join(values[a] for a in arguments)})"
-        return _Layer(self.layer_classes[text], construct, takes, gives, previous)
-
-    def _slots(self, children: Mapping[str, Module]) -> int:
-        """Give cache slots to the attention calls of a layer; returns how many it has."""
-        count = 0
-        for child in children.values():
-            if not isinstance(child, Body):
-                continue
-            for node in child.graph.nodes:
-                if node.target is ops.attention:
-                    k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
-                    heads = node.meta.get("local_kv_heads", reduced_shape(k)[1])
-                    mask = node.kwargs["mask"]
-                    window = f", window={mask.size}" if mask.kind == "window" else ""
-                    self.slot_specs.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
-                    count += 1
-        self.slots += count
-        return count
-
-    def _layer_name(self, index: int) -> str:
-        """Layers are called after what their blocks read, and after what changes at their boundaries."""
-        base = self.source_info.layer_class
-        if index in self.ladder:
-            return f"Ladder{base}" if index - 1 in self.ladder else f"FirstLadder{base}"
-        if index - 1 in self.ladder:
-            return f"Drained{base}"
-        return base if index else f"First{base}"
-
-    def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
-        """(arguments in order: what crosses layers, then the context; names of the arguments)."""
-        crossing = sorted((n for n in region.inputs if n not in self.context), key=self._crossing_order)
-        context = sorted(
-            (n for n in region.inputs if n in self.context), key=lambda n: (n.target == "ctx", self.order[n])
-        )
-        takes = (*crossing, *context)
-        return takes, self._roles(takes)
-
-    def _crossing_order(self, node: fx.Node) -> tuple[int, int]:
-        """The stream first, newest first; then what is in flight, oldest first."""
-        return (0, -node.meta["stream"]) if "stream" in node.meta else (1, self.order[node])
-
-    def _roles(self, nodes: tuple[fx.Node, ...]) -> dict[fx.Node, str]:
-        """Names that say what a crossing value is, equal for alike layers."""
-        names, result, seen_stream = Names(), {}, False
-        for node in sorted(nodes, key=self._crossing_order):
-            if "stream" in node.meta:
-                result[node] = names.new("x_before" if seen_stream else "x")
-                seen_stream = True
-            else:
-                result[node] = names.new(self._context_name(node) if node in self.context else role_of(node))
-        return result
-
-    def _schedule(
-        self, region: Region, names: dict[fx.Node, str], module: Callable[[str], str]
-    ) -> tuple[list[str], list[list[str]]]:
-        """(lines of forward: segments and collectives; methods of the segments). Names results in `names`."""
-        outputs = self._roles(region.outputs)
-        pieces = segments(region, self.order)
-        bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
-        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*region.inputs, *bound)}
-        owner = {name: node for node, name in names.items()}
-        lines: list[str] = []
-        methods: list[list[str]] = []
-
-        def bind(node: fx.Node, at: int) -> None:
-            wanted = outputs.get(node) or ("x" if "stream" in node.meta else role_of(node))
-            name, number = wanted, 2
-            while name in owner and (owner[name] in outputs or last_use[owner[name]] > at):
-                name, number = f"{wanted}_{number}", number + 1
-            names[node], owner[name] = name, node
-
-        for piece in pieces:
-            if isinstance(piece, fx.Node):
-                if piece.target in (ops.all_reduce_start, ops.all_reduce):
-                    piece.meta["tag"] = role_of(args_of(piece)[0])
-                text = Printer(names.__getitem__, module, str, "self.tp").expression(piece)
-                bind(piece, self.order[piece])
-                lines.append(f"{names[piece]} = {text}")
-                continue
-            call = self._segment(piece, names, module, methods)
-            for node in piece.outputs:
-                bind(node, self.order[piece.nodes[-1]])
-            lines.append(f"{', '.join(names[n] for n in piece.outputs)} = {call}")
-        return lines, methods
-
-    def _segment(
-        self, piece: Region, names: dict[fx.Node, str], module: Callable[[str], str], methods: list[list[str]]
-    ) -> str:
-        """Print one run of computation as a method; returns its call. What communicates inside is not compiled."""
-        communicates = any(self._communicates(n) for n in piece.nodes)
-        name = f"{'block' if communicates else 'segment'}_{len(methods)}"
-        takes = sorted(piece.inputs, key=lambda n: (n in self.context, n.target == "ctx", *self._crossing_order(n)))
-        env = {n: names[n] for n in takes}
-        head = list(env.values())
-
-        def role(node: fx.Node) -> str:
-            return "x" if "stream" in node.meta else role_of(node)
-
-        printed = Lines(piece.nodes, env, dict.fromkeys(piece.outputs), role, module, str, "self.tp", inline=False)
-        printed.run()
-        previous = ["previous"] if any("previous." in line for line in printed.text) else []
-        results = ", ".join(printed.env[n] for n in piece.outputs)
-        body = [*printed.text, f"return {results}"]
-        if body[-2].startswith(f"{results} = ") and len(piece.outputs) == 1:
-            body[-2:] = [f"return {body[-2].removeprefix(f'{results} = ')}"]
-        methods.append([f"def {name}({', '.join(['self', *previous, *head])}):", *(f"    {line}" for line in body)])
-        return f"self.{name}({', '.join([*previous, *head])})"
-
-    def _communicates(self, node: fx.Node) -> bool:
-        if node.op != "call_module":
-            return False
-        body = self.program.modules[str(node.target)]
-        return isinstance(body, Body) and self.table.add(body).communicates
-
     # --- the model ---
 
-    def _model(self, layers: list[_Layer]) -> str:
+    def _model(self, layers: list[Layer]) -> str:
         inside = f"{self.source_info.layers}."
-        outside = {p: m for p, m in self.program.modules.items() if not p.startswith(inside) and not _is_dropout(m)}
+        outside = {p: m for p, m in self.program.modules.items() if not p.startswith(inside) and not is_dropout(m)}
         paths = {p: p.replace("#", "_variant_") for p in outside}
         dropout = max(
             m.dropout if isinstance(m, Body) else m.options.get("p", 0.0)
@@ -266,7 +78,7 @@ class _Emitter:
         )
         traced = (self.program.origin or self.program).graph.nodes  # tensor_parallel leaves dropout out
         dropout = max([dropout, *(args_of(n)[1] for n in traced if n.target is ops.dropout)])
-        lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.slot_specs)})"]
+        lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.printer.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
         lines += ["", "    def __init__(self, mesh=None):", "        super().__init__()"]
@@ -281,7 +93,7 @@ class _Emitter:
         lines += [f"        {line}" for line in self._forward(layers, paths)]
         return "\n".join(lines)
 
-    def _list(self, layers: list[_Layer]) -> list[str]:
+    def _list(self, layers: list[Layer]) -> list[str]:
         """The layers, runs of alike ones as comprehensions."""
         lines, i = ["            ["], 0
         step = self._slot_step(layers)
@@ -297,7 +109,7 @@ class _Emitter:
             i = j
         return [*lines, "            ]"]
 
-    def _slot_step(self, layers: list[_Layer]) -> int | None:
+    def _slot_step(self, layers: list[Layer]) -> int | None:
         """Slots per layer when layer i begins at slot i · step; None when layers differ."""
         found = [re.search(r"slot=(\d+)", layer.construct) for layer in layers]
         if any(m is None for m in found):
@@ -306,7 +118,7 @@ class _Emitter:
         step = numbers[1] if len(numbers) > 1 else 1
         return step if numbers == [i * step for i in range(len(numbers))] else None
 
-    def _forward(self, layers: list[_Layer], paths: Mapping[str, str]) -> list[str]:
+    def _forward(self, layers: list[Layer], paths: Mapping[str, str]) -> list[str]:
         def module(path: str) -> str:
             return f"self.{self._where(path, paths)}"
 
@@ -317,10 +129,10 @@ class _Emitter:
         before = self.outline.before
         keep: dict[fx.Node, str | None] = {n: None for n in before if n in used_later}
 
-        crossing = {name for layer in layers for name in self._roles(layer.gives).values()}
+        crossing = {name for layer in layers for name in self.printer.names_of(layer.gives).values()}
 
         def role(node: fx.Node) -> str:
-            name = "x" if "stream" in node.meta else self._context_name(node)
+            name = "x" if "stream" in node.meta else self.printer.roles.in_context(node)
             return f"outer_{name}" if name in crossing and "stream" not in node.meta else name
 
         first = Lines(before, env, keep, role, module, lambda a: f"self.{a}", "self.tp")
@@ -329,7 +141,7 @@ class _Emitter:
         calls = []
         for layer in layers:
             taken = ", ".join([*(["previous"] if layer.previous else []), *(env[n] for n in layer.takes)])
-            env |= self._roles(layer.gives)
+            env |= self.printer.names_of(layer.gives)
             calls.append((layer.cls, layer.previous, f"{', '.join(env[n] for n in layer.gives)} = {{}}({taken})"))
         lines += _loops(calls, f"self.{self.source_info.layers}")
         head = self._head()
@@ -339,7 +151,7 @@ class _Emitter:
             self.outline.after,
             {s: env[s] for n in self.outline.after for s in n.all_input_nodes if s in env},
             {result: "logits"},
-            lambda n: "x" if n.meta.get("stream") is not None or n is not result else "logits",
+            lambda n: "logits" if n is result else self.printer.roles.of(n) if "runs_in" in n.meta else "x",
             module,
             lambda a: f"self.{a}",
             "self.tp",
@@ -367,62 +179,6 @@ class _Emitter:
             return paths[path]
         layer, _, rest = path.removeprefix(f"{self.source_info.layers}.").partition(".")
         return f"{self.source_info.layers}[{layer}].{rest}"
-
-    def _context_name(self, node: fx.Node) -> str:
-        """Context values are named as the layers' bodies call them."""
-        for user in node.users:
-            if user.op == "call_module" and user.meta.get("layer") is not None:
-                body = self.program.modules[str(user.target)]
-                if isinstance(body, Body):
-                    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-                    return str(inputs[user.args.index(node)].target)
-        return role_of(node)
-
-
-def _is_dropout(module: Module) -> bool:
-    return isinstance(module, Leaf) and module.kind == "Dropout"
-
-
-def wrapped(code: str, width: int = 120) -> str:
-    """Break the calls of lines that are too long, one argument a line."""
-    lines: list[str] = []
-    for line in code.split("\n"):
-        if len(line) <= width or "(" not in line:
-            lines.append(line)
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        opening, arguments, closing = _outer_call(line.lstrip())
-        lines += [f"{indent}{opening}", *(f"{indent}    {a}," for a in arguments), f"{indent}{closing}"]
-    return "\n".join(lines)
-
-
-def _outer_call(line: str) -> tuple[str, list[str], str]:
-    """(text up to the first parenthesis, arguments, rest) of the first call in `line`."""
-    start = line.index("(") + 1
-    depth, begin, arguments = 1, start, []
-    for i in range(start, len(line)):
-        depth += (line[i] in "([{") - (line[i] in ")]}")
-        if depth == 0 or (depth == 1 and line[i] == ","):
-            arguments.append(line[begin:i].strip())
-            begin = i + 1
-        if depth == 0:
-            return line[:start], [a for a in arguments if a], line[i:]
-    return line, [], ""
-
-
-def role_of(node: fx.Node) -> str:
-    """A name for a wiring value that does not depend on the layer's number."""
-    if node.op == "placeholder":
-        return str(node.target)
-    if node.target is ops.all_reduce_start:
-        return f"{role_of(args_of(node)[0])}_pending"
-    if node.target in (ops.all_reduce_wait, ops.all_reduce, ops.all_gather, ops.enter, ops.repeat_shard):
-        return role_of(args_of(node)[0]).removesuffix("_pending")
-    if node.op == "call_module":
-        return str(node.target).partition("#")[0].rpartition(".")[2]
-    if node.target is torch.ops.aten.sym_size.int:
-        return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
-    return "x" if "stream" in node.meta or node.meta.get("layer") is None else "total"
 
 
 def _folded(items: list[str]) -> str:

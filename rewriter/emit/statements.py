@@ -88,7 +88,7 @@ class Lines:
     def one(self, node: fx.Node) -> None:
         """Print one node."""
         text = self.printer.expression(node)
-        if node.op == "get_attr" or (self.inline and node not in self.keep and may_inline(node, text)):
+        if node.op == "get_attr" or (node not in self.keep and self._inlined(node, text)):
             self.inlined[node] = text
             # an inlined expression reads its inputs where it stands, so they live until then
             user = next(iter(node.users), None)
@@ -101,6 +101,13 @@ class Lines:
             self.text.append(f"{', '.join(names)} = {text}")
             return
         self.text.append(f"{self._bind(node, node)} = {text}")
+
+    def _inlined(self, node: fx.Node, text: str) -> bool:
+        if self.inline:
+            return may_inline(node, text)
+        # what enters this rank's own sum stands in the sum
+        user = next(iter(node.users), None)
+        return node.target is ops.enter and len(node.users) == 1 and user in self.members and is_infix(user)
 
     def _extend(self, node: fx.Node, position: int) -> None:
         self.last_use[node] = max(self.last_use.get(node, -1), position)

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import fx
@@ -72,7 +73,7 @@ class _Fuser:
         groups: dict[tuple[fx.Node, int], list[fx.Node]] = {}
         for node in self.graph.nodes:
             body = self.modules.get(str(node.target)) if node.op == "call_module" else None
-            if isinstance(body, Body) and body.outputs == 1 and "block" in node.meta:
+            if isinstance(body, Body) and body.outputs == 1 and not body.stored and "block" in node.meta:
                 for index, value in enumerate(node.all_input_nodes):
                     if entries(body, index):
                         groups.setdefault((value, node.meta["block"]), []).append(node)
@@ -134,6 +135,9 @@ class _Fuser:
 
     # --- the projections
 
+    def _parameter(self, path: str, name: str) -> Parameter:
+        return self.parameters[f"{path}.{name}"]
+
     def fuse(self) -> None:
         """Fuse inside of every body of a layer; alike layers share the result."""
         done: dict[int, Fused] = {}
@@ -146,7 +150,7 @@ class _Fuser:
             if any(name.startswith(f"{path}.") for name in tied):
                 continue
             if id(body) not in done:
-                done[id(body)] = fuse_entries(body, lambda name, path=path: self.parameters[f"{path}.{name}"])
+                done[id(body)] = fuse_entries(body, partial(self._parameter, path))
             fused = done[id(body)]
             self.modules[path] = fused.body
             for note in fused.notes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -56,13 +57,17 @@ def fuse_entries(body: Body, parameter: Callable[[str], Parameter]) -> Fused:
         fusions.append(_fuse(graph, modules, calls, parameter))
     for path, child in body.modules.items():
         if isinstance(child, Body):
-            inner = fuse_entries(child, lambda name, path=path: parameter(f"{path}.{name}"))
+            inner = fuse_entries(child, partial(_below, parameter, path))
             modules[path] = inner.body
             fusions += [Fusion(f"{path}.{f.name}", tuple(f"{path}.{p}" for p in f.parts), f.dim) for f in inner.fusions]
             notes += [f"{path}: {note}" for note in inner.notes]
     if not fusions:
         return Fused(body, (), tuple(notes))
     return Fused(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
+
+
+def _below(parameter: Callable[[str], Parameter], path: str, name: str) -> Parameter:
+    return parameter(f"{path}.{name}")
 
 
 def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[list[fx.Node]]:
@@ -197,7 +202,7 @@ def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]
     """(one body that computes all of `bodies`, its inputs): a tuple of their results, in order.
 
     `inputs` are the values that each is called with; equal ones become one input, `ctx` the last. What belongs to a
-    body is named after it: its projection `o_proj` is `self_attn.o_proj`, its constant `scale` is `self_attn_scale`.
+    body is named after it: its projection `o_proj` is `self_attn.o_proj`.
     """
     graph = fx.Graph()
     given: dict[Any, fx.Node] = {}
@@ -223,7 +228,7 @@ def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]
         class_name=_class_name([b.class_name for b in bodies.values()]),
         graph=graph,
         parameters={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.parameters.items()},
-        buffers={f"{n}_{k}": v for n, b in bodies.items() for k, v in b.buffers.items()},
+        buffers={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.buffers.items()},
         modules={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.modules.items()},
         outputs=len(bodies),
         kept=first.kept,
@@ -249,10 +254,8 @@ def _append(graph: fx.Graph, name: str, body: Body, env: dict[fx.Node, fx.Node])
         if node.op == "output":
             return env[args_of(node)[0]]
         env[node] = graph.node_copy(node, env.__getitem__)
-        if node.op == "call_module" or (node.op == "get_attr" and str(node.target) in body.parameters):
+        if node.op in ("call_module", "get_attr"):
             env[node].target = f"{name}.{node.target}"
-        elif node.op == "get_attr":
-            env[node].target = f"{name}_{node.target}"
     raise AssertionError("a graph without output")
 
 

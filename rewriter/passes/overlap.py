@@ -13,6 +13,7 @@ from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
 from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.rewiring import is_reduced
 from rewriter.program import Program, copy_graph
 
 
@@ -22,9 +23,9 @@ class Overlap:
 
     A partial is computed when its turn comes in the model's order, and started at once; the wait, and what depends on
     it, comes where the next block needs the sum. Whoever else reads a partial runs before the start, which works in
-    place. A reduction with no block between start and wait stays an all-reduce. `meta["runs_in"]` is the layer that
-    runs a node, None after the last one; `meta["layer"]` still says whose it is.
-    Exact. On one rank, or without an all-reduce to hide, the order stays the model's own.
+    place. A reduction with no block between start and wait stays an all-reduce; the add behind it runs with the next
+    block. `meta["runs_in"]` is the layer that runs a node, None after the last one; `meta["layer"]` still says whose it
+    is. Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
     """
 
     name: ClassVar[str] = "overlap"
@@ -54,11 +55,16 @@ def _started(program: Program, names: Collection[str]) -> fx.Graph:
             node.meta = {k: v for k, v in node.meta.items() if k not in ("stream", "mode")} | {"reduction": node.name}
     started = _last_start(graph)
 
+    def late(node: fx.Node) -> bool:
+        """A sum on its way; and a residual add behind a sum that is there, which runs with the norm that follows."""
+        added = "stream" in node.meta and any(map(is_reduced, node.all_input_nodes))
+        return node.target is ops.all_reduce_wait or added
+
     def forces(node: fx.Node) -> bool:
         works = node.op == "call_module" and computes(program.modules[str(node.target)])
         return works or node.target is ops.all_reduce_start
 
-    return rescheduled(graph, lambda n: n.target is ops.all_reduce_wait, forces, started.__getitem__)
+    return rescheduled(graph, late, forces, started.__getitem__)
 
 
 def _last_start(graph: fx.Graph) -> dict[fx.Node, int]:

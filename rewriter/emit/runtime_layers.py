@@ -1,0 +1,284 @@
+"""The decoder layers of an emitted runtime module: one class per distinct layer, printed from the wiring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.labels import reduced_shape, value_of
+from rewriter.analysis.lanes import local_values
+from rewriter.analysis.residual import residual_blocks
+from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
+from rewriter.emit.expressions import Printer
+from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
+from rewriter.emit.roles import Roles
+from rewriter.emit.statements import Lines, Names
+from rewriter.errors import RewriterError
+from rewriter.program import Body, Leaf, Module, Program, args_of
+
+_PREFIXES = {"ladder": "Ladder", "own_partial": "OwnPartialLadder", "desync": "Desync", "parallel": "Parallel"}
+_RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its class, how it is built, and its call. `takes` and `gives` are the values that cross, in order."""
+
+    cls: str
+    construct: str
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    previous: bool
+
+
+@dataclass(frozen=True)
+class _Printed:
+    """A layer whose class has no name yet."""
+
+    text: str
+    arguments: str
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    previous: bool
+
+
+class LayerPrinter:
+    """Prints the layers of `program`, cut as in `outline`, with the classes of their children in `table`."""
+
+    def __init__(self, program: Program, cut: Outline, table: ClassTable, names: Names) -> None:
+        self.program, self.outline, self.table, self.names = program, cut, table, names
+        self.order = {n: i for i, n in enumerate(program.graph.nodes)}
+        placed = {n for r in cut.layers for n in r.nodes}
+        inputs = {n for r in cut.layers for n in r.inputs}
+        self.context = {n for n in inputs if n not in placed and n.meta.get("stream") is None}
+        self.local = local_values(program.graph, program.parameters)
+        self.roles = Roles(program, self.local)
+        self.slot_specs: list[str] = []
+        for node in program.graph.nodes:
+            body = program.modules.get(str(node.target)) if node.op == "call_module" else None
+            if isinstance(body, Body) and any(n in self.local for n in node.all_input_nodes):
+                table.lanes.add(id(body))
+
+    def run(self) -> tuple[list[Layer], str]:
+        """(the layers, the source of their classes)."""
+        printed = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
+        classes = self._names([p.text for p in printed])
+        layers = [
+            Layer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous) for p in printed
+        ]
+        return layers, "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in classes.items())
+
+    # --- names of classes
+
+    def _names(self, texts: Sequence[str]) -> dict[str, str]:
+        """A class name per distinct text: after how its layers are wired, and where they stand among such layers."""
+        modes = self._modes()
+        uses: dict[str, list[int]] = {}
+        for index, text in enumerate(texts):
+            uses.setdefault(text, []).append(index)
+        usual: dict[str, str] = {}  # per mode, the text of most layers; of equally many, of the later ones
+        for text, layers in uses.items():
+            mode = modes[layers[0]]
+            if mode not in usual or len(layers) >= len(uses[usual[mode]]):
+                usual[mode] = text
+        families = [_PREFIXES["desync"] if mode == _RESYNC else mode for mode in modes]
+        result = {}
+        for text, layers in uses.items():
+            mode = modes[layers[0]]
+            place = "" if usual[mode] == text else _place(layers, families)
+            result[text] = self.names.new(f"{place}{mode}{self.program.source.layer_class}")
+        return result
+
+    def _modes(self) -> list[str]:
+        """How each layer is wired, as the beginning of its class name."""
+        modes = [""] * len(self.outline.layers)
+        for block in residual_blocks(self.program):
+            mode = block.mode
+            if mode == "standard" and block.reads != (block.index,):
+                mode = "ladder"
+            modes[block.layer] = modes[block.layer] or _PREFIXES.get(mode, "")
+        for index, region in enumerate(self.outline.layers):
+            own = [
+                any("stream" in n.meta and n in self.local for n in side) for side in (region.inputs, region.outputs)
+            ]
+            if modes[index] == _PREFIXES["desync"] and own == [True, False]:
+                modes[index] = "Resync"
+        return modes
+
+    # --- one layer
+
+    def _layer(self, index: int, region: Region) -> _Printed:
+        path, source = self.program.layer_path(index), self.program.source
+        children = {
+            p.removeprefix(f"{path}."): m
+            for p, m in self.program.modules.items()
+            if p.startswith(f"{path}.") and not is_dropout(m)
+        }
+        takes, names = self._interface(region)
+        previous = False
+
+        def module(target: str) -> str:
+            nonlocal previous
+            owner, _, rest = target.removeprefix(f"{source.layers}.").partition(".")
+            if owner == str(index):
+                return f"self.{rest}"
+            if owner == str(index - 1):
+                previous = True
+                return f"previous.{rest}"
+            raise RewriterError(f"layer {index} would call {target}, which is neither its own nor the layer's before")
+
+        lines, methods = self._schedule(region, names, module)
+        given = [names[n] for n in takes]
+        gives = tuple(sorted(region.outputs, key=self.crossing_order))
+        constructors = {name: self.table.construct(child) for name, child in children.items()}
+        classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
+        needs_group = (
+            any(n.target in SCHEDULED or n.target is ops.enter for n in region.nodes)
+            or any("tp" in c.arguments for c in classes)
+            or any(leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf))
+        )
+        slot = len(self.slot_specs)
+        self.slot_specs += cache_slots(children)
+        has_slot = len(self.slot_specs) > slot
+        arguments = [*(["tp"] if needs_group else []), *(["slot"] if has_slot else [])]
+        body = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
+        body += ["        self.tp = tp"] if needs_group else []
+        body += [f"        {line}" for line in containers(list(constructors))]
+        body += [f"        self.{name} = {text}" for name, text in constructors.items()]
+        head = ", ".join(["self", *(["previous"] if previous else []), *given])
+        body += ["", f"    def forward({head}):", *(f"        {line}" for line in lines)]
+        body += [f"        return {', '.join(names[n] for n in gives)}"]
+        for method in methods:
+            body += ["", *(f"    {line}".rstrip() for line in method)]
+        values = {"tp": "tp", "slot": f"slot={slot}"}
+        return _Printed("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
+
+    def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
+        """(arguments in order: what crosses layers, then the context; names of the arguments)."""
+        crossing = sorted((n for n in region.inputs if n not in self.context), key=self.crossing_order)
+        context = sorted(
+            (n for n in region.inputs if n in self.context), key=lambda n: (n.target == "ctx", self.order[n])
+        )
+        takes = (*crossing, *context)
+        return takes, self.names_of(takes)
+
+    def crossing_order(self, node: fx.Node) -> tuple[int, int]:
+        """The stream first, newest first; then what is in flight, oldest first."""
+        return (0, -node.meta["stream"]) if "stream" in node.meta else (1, self.order[node])
+
+    def names_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
+        """Names of values that cross layers."""
+        return self.roles.crossing(sorted(nodes, key=self.crossing_order), self.context)
+
+    def _schedule(
+        self, region: Region, names: dict[fx.Node, str], module: Callable[[str], str]
+    ) -> tuple[list[str], list[list[str]]]:
+        """(lines of forward: segments and collectives; methods of the segments). Names results in `names`."""
+        outputs = self.names_of(region.outputs)
+        pieces = segments(region, self.order)
+        bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
+        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*region.inputs, *bound)}
+        owner = {name: node for node, name in names.items()}
+        lines: list[str] = []
+        methods: list[list[str]] = []
+
+        def bind(node: fx.Node, at: int) -> None:
+            wanted = outputs.get(node) or self.roles.of(node)
+            name, number = wanted, 2
+            while name in owner and (owner[name] in outputs or last_use[owner[name]] > at):
+                name, number = f"{wanted}_{number}", number + 1
+            names[node], owner[name] = name, node
+
+        for piece in pieces:
+            if isinstance(piece, fx.Node):
+                if piece.target in (ops.all_reduce_start, ops.all_reduce):
+                    piece.meta["tag"] = self.roles.of(args_of(piece)[0])
+                text = Printer(names.__getitem__, module, str, "self.tp").expression(piece)
+                bind(piece, self.order[piece])
+                lines.append(f"{names[piece]} = {text}")
+                continue
+            if piece.nodes and all(is_glue(n) for n in piece.nodes) and len(piece.nodes) <= 2:
+                self._inline(piece, names, bind, module, lines)
+                continue
+            call = self._segment(piece, names, module, methods)
+            for node in piece.outputs:
+                bind(node, self.order[piece.nodes[-1]])
+            lines.append(f"{', '.join(names[n] for n in piece.outputs)} = {call}")
+        return lines, methods
+
+    def _inline(
+        self,
+        piece: Region,
+        names: dict[fx.Node, str],
+        bind: Callable[[fx.Node, int], None],
+        module: Callable[[str], str],
+        lines: list[str],
+    ) -> None:
+        """An add behind a sum needs no method of its own."""
+        for node in piece.nodes:
+            text = Printer(names.__getitem__, module, str, "self.tp").expression(node)
+            bind(node, self.order[node])
+            lines.append(f"{names[node]} = {text}")
+
+    def _segment(
+        self, piece: Region, names: dict[fx.Node, str], module: Callable[[str], str], methods: list[list[str]]
+    ) -> str:
+        """Print one run of computation as a method; returns its call. What communicates inside is not compiled."""
+        communicates = any(self._communicates(n) for n in piece.nodes)
+        name = f"{'block' if communicates else 'segment'}_{len(methods)}"
+        takes = sorted(piece.inputs, key=lambda n: (n in self.context, n.target == "ctx", *self.crossing_order(n)))
+        env = {n: names[n] for n in takes}
+        head = list(env.values())
+        printed = Lines(
+            piece.nodes, env, dict.fromkeys(piece.outputs), self.roles.of, module, str, "self.tp", inline=False
+        )
+        printed.run()
+        previous = ["previous"] if any("previous." in line for line in printed.text) else []
+        results = ", ".join(printed.env[n] for n in piece.outputs)
+        body = [*printed.text, f"return {results}"]
+        if body[-2].startswith(f"{results} = ") and len(piece.outputs) == 1:
+            body[-2:] = [f"return {body[-2].removeprefix(f'{results} = ')}"]
+        methods.append([f"def {name}({', '.join(['self', *previous, *head])}):", *(f"    {line}" for line in body)])
+        return f"self.{name}({', '.join([*previous, *head])})"
+
+    def _communicates(self, node: fx.Node) -> bool:
+        if node.op != "call_module":
+            return False
+        body = self.program.modules[str(node.target)]
+        return isinstance(body, Body) and self.table.add(body).communicates
+
+
+def _place(layers: Sequence[int], families: Sequence[str]) -> str:
+    """Where layers stand among those that are wired alike: "First", "Last", "Drained" behind a ladder, or nowhere."""
+    if all(i == 0 or families[i] != families[i - 1] for i in layers):
+        behind = all(i > 0 and "Ladder" in families[i - 1] and "Ladder" not in families[i] for i in layers)
+        return "Drained" if behind else "First"
+    if all(i + 1 == len(families) or families[i] != families[i + 1] for i in layers):
+        return "Last"
+    return ""
+
+
+def is_glue(node: fx.Node) -> bool:
+    """Whether a wiring node is plain arithmetic between modules."""
+    return node.op == "call_function" and node.target not in SCHEDULED
+
+
+def is_dropout(module: Module) -> bool:
+    return isinstance(module, Leaf) and module.kind == "Dropout"
+
+
+def cache_slots(children: Mapping[str, Module]) -> list[str]:
+    """The cache entries of a layer's attention calls, as constructor expressions, in order."""
+    found = []
+    for child in children.values():
+        for node in child.graph.nodes if isinstance(child, Body) else ():
+            if node.target is ops.attention:
+                k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
+                heads = node.meta.get("local_kv_heads", reduced_shape(k)[1])
+                mask = node.kwargs["mask"]
+                window = f", window={mask.size}" if mask.kind == "window" else ""
+                found.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
+    return found

@@ -1,0 +1,120 @@
+"""Rewrites that are bound to the ranks, on real ranks: logits, every gradient and greedy tokens with a cache.
+
+The reference is the same program over simulated ranks: one process, one autograd graph, no cache, nothing in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from oracles import greedy_oracle, relative_error
+from programs import shards, traced, weights
+from ranks import run_ranks
+from test_emitted_runtime import on_rank
+
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.passes import available
+from rewriter.program import Program
+from rewriter.verify.simulate import simulate, whole_parameter
+
+PASSES = available()
+TOLERANCE = 1e-4
+
+Passes = list[tuple[str, dict[str, Any]]]
+OWN = {"variant": "own_partial"}
+CASES: dict[str, Passes] = {
+    "desync 2x, mean": [("desync", {"n": 2})],
+    "desync 2x, sum": [("desync", {"n": 2, "resync": "sum"})],
+    "desync 4x, mean": [("desync", {"n": 4})],
+    "desync 4x, sum, untied norms": [("desync", {"n": 4, "resync": "sum", "untie_norms": True})],
+    "own partial": [("ladder", OWN)],
+    "parallel": [("parallel_block", {}), ("merge_reductions", {}), ("fuse_projections", {})],
+    "ladder, standard, desync": [("ladder", {"layers": [1]}), ("desync", {"n": 2, "resync": "sum", "layers": [3]})],
+    "desync, own partial, standard": [("desync", {"n": 4, "layers": [0, 1]}), ("ladder", {"layers": [2], **OWN})],
+    "parallel, own partial, desync": [
+        ("parallel_block", {"layers": [0]}),
+        ("merge_reductions", {}),
+        ("ladder", {"layers": [1, 2], **OWN}),
+        ("desync", {"layers": [3], "n": 2}),
+    ],
+}
+# Blocks that are parallel already: one reduction per layer.
+NATIVE = {
+    "desync 2x, mean": [("desync", {"n": 2})],
+    "desync 2x, sum, untied norms": [("desync", {"n": 2, "resync": "sum", "untie_norms": True})],
+    "own partial": [("ladder", OWN)],
+    "own partial, standard, desync": [("ladder", {"layers": [1], **OWN}), ("desync", {"n": 2, "layers": [2, 3]})],
+}
+FAMILIES = ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"]
+
+
+def rewritten(name: str, ranks: int, passes: Passes, overlap: bool = True) -> Program:
+    """Family `name` over `ranks` ranks after `passes`."""
+    program = PASSES["tensor_parallel"]().apply(traced(name).with_(mesh={"tp": ranks}))
+    if not any(p == "merge_reductions" for p, _ in passes):
+        program = PASSES["merge_reductions"]().apply(program)
+    for pass_name, options in passes:
+        program = PASSES[pass_name](**options).apply(program)
+    return PASSES["overlap"]().apply(program) if overlap else program
+
+
+def full_weights(program: Program, name: str) -> dict[str, torch.Tensor]:
+    """Full tensors by runtime name; norms that ranks do not share get other weights on each."""
+    found = dict(weights(name))
+    for parameter, spec in program.parameters.items():
+        if parameter in found and spec.full_shape is not None and spec.full_shape != tuple(found[parameter].shape):
+            copies = spec.full_shape[0] // found[parameter].shape[0]
+            noise = torch.linspace(-0.3, 0.3, spec.full_shape[0])
+            found[parameter] = found[parameter].repeat(copies) + noise
+    return found
+
+
+def check(name: str, ranks: int, cases: dict[str, Passes], new_tokens: int = 16) -> None:
+    vocabulary = zoo.shared(name).config.vocab_size
+    ids, prompts = zoo.batch(2, 13, vocabulary), zoo.prompts(3, vocabulary)
+    programs = {label: rewritten(name, ranks, passes) for label, passes in cases.items()}
+    full = {label: full_weights(p, name) for label, p in programs.items()}
+    emitted = [(emit_runtime_module(p), shards(p, full[label]), dict(p.ties)) for label, p in programs.items()]
+    by_rank = run_ranks(on_rank, ranks, emitted, ids, prompts, new_tokens, timeout=240)
+    original = simulate(traced(name), ids, weights=weights(name))
+    for index, (label, program) in enumerate(programs.items()):
+        leaves = {n: t.clone().requires_grad_() for n, t in full[label].items()}
+        expected = simulate(program, ids, weights=leaves)
+        assert relative_error(expected.detach(), original) >= 1e-2, label  # else equality would mean nothing
+        expected.square().mean().backward()
+        wanted = greedy_oracle(lambda x, p=program, w=full[label]: simulate(p, x, weights=w), prompts, new_tokens)
+        for logits, gradients, tokens in (rank[index] for rank in by_rank):
+            assert relative_error(logits, expected.detach()) <= TOLERANCE, label
+            assert tokens == wanted, label
+            assert gradients.keys() <= program.parameters.keys()
+        compare_gradients(label, program, leaves, [rank[index][1] for rank in by_rank])
+
+
+def compare_gradients(label: str, program: Program, leaves: dict[str, torch.Tensor], by_rank: list[Any]) -> None:
+    """Every parameter's gradient on every rank is its part of the full one; what nothing reads has none."""
+    whole = {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}
+    for name, spec in program.parameters.items():
+        expected = whole_parameter(name, spec, whole)
+        for rank, gradients in enumerate(by_rank):
+            part = expected
+            if spec.ranges is not None:
+                part = torch.cat([expected.narrow(spec.dim, a, b - a) for a, b in spec.ranges[rank]], spec.dim)
+            if gradients[name] is None:
+                assert not expected.any(), f"{label}: {name} on rank {rank} has no gradient"
+            else:
+                error = (gradients[name] - part).abs().max() / expected.abs().max()
+                assert error <= TOLERANCE, f"{label}: {name} on rank {rank}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_equal_the_simulation(name: str) -> None:
+    check(name, 2, NATIVE if name == "gpt_neox" else CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_ranks_equal_the_simulation(name: str) -> None:
+    check(name, 4, NATIVE if name == "gpt_neox" else CASES)
