@@ -39,6 +39,8 @@ def parallel(program: Program) -> Program:
             env[node].replace_input_with(env[first.add], env[first.skip])
         del env[first.add].meta["stream"]
         env[second.add].meta["stream"] = first.layer + 1
+        for node in (*first.branch, *second.branch, first.add):
+            env[node].meta["block"] = first.layer
     return program.with_(graph=graph)
 
 

@@ -53,7 +53,7 @@ def _merge(root: fx.Node) -> int:
     def new(target: Any, args: tuple[Any, ...]) -> fx.Node:
         with graph.inserting_before(root):
             node = graph.call_function(target, args)
-        node.meta = {key: value for key, value in root.meta.items() if key != "stream"}
+        node.meta = {k: v for k, v in (*root.meta.items(), *reductions[0].meta.items()) if k in ("layer", "block")}
         return node
 
     def total(summands: list[fx.Node]) -> fx.Node:
