@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import coverage_faults
@@ -27,6 +28,7 @@ def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
     row = check(model_type)
     assert all(getattr(row, name) for name in CHECKS), row.reason
     assert row.reason is None
+    assert row.reductions == 8
     assert row.stream
     assert row.blocks == (4 if model_type == "gpt_neox" else 8)
     assert not row.wrong
@@ -153,6 +155,24 @@ def test_the_page_has_totals_and_reasons() -> None:
     assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
     assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in page
     assert "Wrong: none." in page
+
+
+def test_the_page_adds_totals_of_a_run_with_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = [Coverage("good", builds=True, versions={"transformers": "5.17.0", "torch": "2.11.0"}), rows()[1]]
+    files = [tmp_path / "new.json", tmp_path / "old.json"]
+    for file, found in zip(files, (rows(), older), strict=True):
+        file.write_text(json.dumps([row.to_dict() for row in found]))
+    assert main(["coverage", "--rows", str(files[0]), "--markdown", "--compare", str(files[1])]) == 0
+    page = capsys.readouterr().out
+    assert "## With transformers" in page
+    assert "2 types, of which builds 2, traces 0," in page
+    assert "Holds above and not here: good (traces, ladder, tp2, tp4, desync, emitted)." in page
+
+
+def test_rows_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text('[{"type": "llama"}]')
+    assert main(["coverage", "--rows", str(tmp_path / "x.json")]) == 2
+    assert "x.json: not the output of `rewrite coverage --json`" in capsys.readouterr().err
 
 
 def test_rows_survive_the_way_between_processes() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rewriter.cli import options
+
+if TYPE_CHECKING:
+    from rewriter.coverage.result import Coverage
 
 
 def coverage(
@@ -20,6 +23,18 @@ def coverage(
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 120.0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/COVERAGE.md.")] = False,
+    rows_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows", metavar="FILE", help="Show the rows that an earlier run printed with --json.", exists=True
+        ),
+    ] = None,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="With --markdown: add totals of a --json run with other versions.", exists=True
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Try every rewrite on a small model of each causal-LM type of transformers, and say what does not work and why.
@@ -27,32 +42,19 @@ def coverage(
     Per type: builds, traces, ladder, tensor parallelism on 2 and 4 ranks, desync, and the emitted checkpoint, each
     compared with the unmodified model or an independent reference. Exit code 3 where a result is wrong.
     """
-    from rewriter.cli.progress import Progress
-
-    with Progress() as progress, tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch:
-        progress("importing")
-        # For the processes that check; torch and transformers read these when they are imported. Code of emitted
-        # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
-        os.environ |= {"HF_MODULES_CACHE": str(Path(scratch, "modules")), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        from rewriter.coverage import report
-        from rewriter.coverage.check import check
-        from rewriter.coverage.configs import require_registered
-        from rewriter.coverage.pool import run
-
-        chosen = require_registered(types or [])
-        rows = []
-        for row in run(chosen, check, jobs=jobs, limit=limit):
-            rows.append(row)
-            progress("coverage", len(rows), len(chosen))
-    rows.sort(key=lambda row: chosen.index(row.type))
+    rows = _read(rows_of) if rows_of is not None else _run(types or [], jobs, limit)
     if json:
         from json import dumps
 
         typer.echo(dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False))
     elif markdown:
-        typer.echo(report.markdown(rows), nl=False)
+        from rewriter.coverage import report
+
+        typer.echo(report.markdown(rows, [_read(path) for path in compare or ()]), nl=False)
     else:
         from rich.console import Console
+
+        from rewriter.coverage import report
 
         Console(highlight=False).print(report.table(rows))
     wrong = [row.type for row in rows if row.wrong]
@@ -60,3 +62,35 @@ def coverage(
         from rewriter.errors import VerificationError
 
         raise VerificationError(f"{len(wrong)} of {len(rows)} types are wrong: {', '.join(wrong)}")
+
+
+def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
+    from rewriter.cli.progress import Progress
+
+    with Progress() as progress, tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch:
+        progress("importing")
+        # For the processes that check; torch and transformers read these when they are imported. Code of emitted
+        # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
+        os.environ |= {"HF_MODULES_CACHE": str(Path(scratch, "modules")), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        from rewriter.coverage.check import check
+        from rewriter.coverage.configs import require_registered
+        from rewriter.coverage.pool import run
+
+        chosen = require_registered(types)
+        rows = []
+        for row in run(chosen, check, jobs=jobs, limit=limit):
+            rows.append(row)
+            progress("coverage", len(rows), len(chosen))
+    return sorted(rows, key=lambda row: chosen.index(row.type))
+
+
+def _read(path: Path) -> list[Coverage]:
+    from json import loads
+
+    from rewriter.coverage.result import Coverage
+    from rewriter.errors import RewriterError
+
+    try:
+        return [Coverage.from_dict(row) for row in loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewriterError(f"{path}: not the output of `rewrite coverage --json` ({type(error).__name__})") from error

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.coverage.configs import small_config
 from rewriter.coverage.lanes import computed_whole, desync_modes
@@ -155,7 +156,9 @@ class _Subject:
         program = TensorParallel().apply(self.program.with_(mesh={"tp": ranks}, origin=self.program))
         self._require(program, self.expected, RANKS, f"the program on {ranks} ranks")
         entry = program.history[-1]
-        self.result.split = self.result.split or entry.summary
+        self.result.reductions = sum(
+            n.target is ops.all_reduce for n in program.graph.nodes if n.meta.get("layer") is not None
+        )
         self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
 
     def _desync(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,9 +17,10 @@ CHECKS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
 class Coverage:
     """The row of one type.
 
-    `stream`: it has a residual stream, of `blocks` blocks. `replicated`: what ranks compute alike instead of sharing
-    it, with the reason. `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not
-    the expected one, in contrast to those that were refused.
+    `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks, none
+    where no layer can be split. `replicated`: what ranks compute alike instead of sharing it, with the reason.
+    `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not the expected one,
+    in contrast to those that were refused. `versions`: of the libraries that it was found with.
     """
 
     type: str
@@ -31,12 +33,14 @@ class Coverage:
     emitted: bool = False
     stream: bool = False
     blocks: int = 0
-    split: str = ""
+    reductions: int = 0
     replicated: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    versions: dict[str, str] = field(
+        default_factory=lambda: {name: version(name) for name in ("transformers", "torch")}
+    )
 
     @property
     def reason(self) -> str | None:
