@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def test_a_bound_recipe_converts_and_verifies(name: str, tp: int, source: Path, 
 def test_one_rank_is_refused_before_any_work(
     name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["rewriter.trace"], "trace", lambda *_, **__: pytest.fail("traced"))
+    monkeypatch.setattr(import_module("rewriter.trace"), "trace", lambda *_, **__: pytest.fail("traced"))
     with pytest.raises(RewriterError, match=r"is bound to a number of ranks: .* Give --tp 2 or more"):
         api.convert(source, name, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
