@@ -1,0 +1,48 @@
+"""docs/DRIFT.md is what `benchmarks/drift.py` writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rewriter.recipes.catalogue import library
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "DRIFT.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("drift_benchmark", ROOT / "benchmarks" / "drift.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_text_around_the_figures_is_the_templates(benchmark: ModuleType) -> None:
+    template = benchmark.TEMPLATE.read_text(encoding="utf-8")
+    pattern = "(?:.|\n)+?".join(re.escape(part) for part in re.split(r"<<\w+>>", template))
+    assert re.fullmatch(pattern, PAGE)
+
+
+def test_every_recipe_is_in_the_table(benchmark: ModuleType) -> None:
+    rows = set(re.findall(r"^\| `([a-z0-9-]+)` \|", PAGE, re.MULTILINE))
+    assert rows == set(library()) - set(benchmark.LEFT_OUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("ladder-upper-half", 2), ("desync-2x-sum", 4), ("drop-sync", 2)])
+def test_figures_are_what_the_command_gives(name: str, ranks: int, benchmark: ModuleType) -> None:
+    row = benchmark.Bench.build().recipe(name, ranks)
+    shown = re.search(rf"^\| `{name}` \| {row.ranks or 'any'} \| (\d+) \| ([\d.]+) ± ", PAGE, re.MULTILINE)
+    assert shown is not None
+    assert int(shown[1]) == row.reductions
+    assert float(shown[2]) == pytest.approx(row.kl, rel=0.01)
