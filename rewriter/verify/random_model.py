@@ -24,7 +24,8 @@ EAGER: Mapping[str, Any] = {
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
     """int64 [rows, length], the same for the same length; tokens that stand for padding do not occur."""
     text = text_config(config)
-    ids = torch.randint(2, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(length))
+    vocabulary = getattr(text, "vocab_size", None) or config.vocab_size
+    ids = torch.randint(2, vocabulary, (rows, length), generator=torch.Generator().manual_seed(length))
     padding = getattr(text, "pad_token_id", None)
     return ids if padding is None else ids.masked_fill(ids == padding, 1 if padding != 1 else 0)
 
