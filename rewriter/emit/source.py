@@ -9,6 +9,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from rewriter.emit.python import constant
 from rewriter.errors import RewriterError
 from rewriter.program import Source
@@ -92,5 +94,6 @@ def _is_built_as_tuple(definition: ast.stmt, name: str) -> bool:
 
 
 def config_module(source: Source) -> str:
-    """The module that defines the config class."""
-    return str(getattr(importlib.import_module(source.module), source.config_class).__module__)
+    """The module that defines the config class; a type may borrow the model's classes from another one."""
+    imported = getattr(importlib.import_module(source.module), source.config_class, None)
+    return str((imported or CONFIG_MAPPING[source.model_type]).__module__)

@@ -22,7 +22,9 @@ from transformers import PreTrainedConfig
 from rewriter.errors import RewriterError
 from rewriter.verify.shrink_sizes import LAYERS, shrunken_sizes
 
-_LISTS_OF_LAYERS = ("mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers")
+_LISTS_OF_LAYERS = (
+    "mlp_only_layers", "moe_layers", "dense_layers", "full_attn_idxs", "cross_attention_layers", "attn_layer_indices",
+)  # fmt: skip
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _LAST_LAYERS = ("num_kv_shared_layers",)
 # Configs inside others that transformers does not know as the language model's: between byte encoder and decoder.
