@@ -12,6 +12,7 @@ import zoo
 
 import rewriter as rw
 from rewriter import calibrate as calibrate_module
+from rewriter.apply import apply_recipe
 from rewriter.errors import RewriterError, VerificationError
 from rewriter.passes.base import record
 from rewriter.passes.desync import desynchronise
@@ -26,6 +27,7 @@ from rewriter.verify.drift import calibration_tokens, drift
 from rewriter.verify.rehearsal import rehearse
 from rewriter.verify.sensitivity import sensitivity
 
+OPTIONAL = rw.Recipe.load("drop-sync").with_overrides({"drop_sync.optional": "true"})
 COSTS = (0.9, 0.1, 0.1, None, 0.3, 0.2)
 
 
@@ -129,8 +131,13 @@ def test_a_layer_without_such_a_reduction_has_no_cost(program: Program, monkeypa
 
 def test_a_model_where_nothing_can_be_dropped_is_told(tmp_path: Path) -> None:
     zoo.save("gpt_neox", tmp_path)
-    with pytest.raises(RewriterError, match="no layer has an attention reduction followed by another one"):
-        rw.rewrite(trace(tmp_path), "drop-sync", tp=2)
+    program = trace(tmp_path)
+    reason = "drop_sync: in no layer can attention's reduction be dropped"
+    with pytest.raises(RewriterError, match=reason):
+        rw.rewrite(program, "drop-sync", tp=2)
+    assert sensitivity(program, zoo.batch(1, 20)[0], 2) == (None,) * 4
+    _, skipped = apply_recipe(program, calibrate_module.calibrate(OPTIONAL, program, 2), 2)
+    assert any(name == "drop_sync" and why.startswith(reason) for name, why in skipped)
 
 
 # From a recipe to a program

@@ -64,6 +64,11 @@ class DropSync:
                 f"drop_sync: sensitivity has {len(self.sensitivity)} numbers, the model has {num_layers} layers"
             )
         ranked = sorted((cost, -layer) for layer, cost in enumerate(self.sensitivity) if cost is not None)
+        if not ranked:
+            raise RewriterError(
+                "drop_sync: in no layer can attention's reduction be dropped: it has to be followed by another one of "
+                "its layer, with nothing but additions and factors between it and the residual stream"
+            )
         count = self.drop if isinstance(self.drop, int) else int(self.drop * len(ranked))
         if not 0 < count <= len(ranked):
             raise RewriterError(

@@ -37,21 +37,17 @@ def sensitivity(
 
     `program` is as traced; `tokens`, int64 [T], are read in windows as `drift` reads them. None stands for a layer
     without an attention reduction that can be dropped. `weights` are full fp32 tensors by runtime name; by default the
-    checkpoint is read. Raises RewriterError for a program without weights, or where no layer has such a reduction.
+    checkpoint is read. Raises RewriterError for a program without weights.
     """
     if len(tokens) < 2:
         raise RewriterError(f"drop_sync: {len(tokens)} tokens to measure with; at least two are needed")
     sharded = TensorParallel().apply(program.with_(mesh={"tp": ranks}, origin=program))
     blocks = attention_reductions(sharded)
-    if not blocks:
-        raise RewriterError(
-            "drop_sync: no layer has an attention reduction followed by another one that could bring it along"
-        )
+    tails = _tails(sharded, blocks)
+    if not tails:
+        return (None,) * program.source.num_layers
     if weights is None:
         weights = load_weights(program, torch.float32)
-    tails, refusal = _tails(sharded, blocks)
-    if not tails:
-        raise RewriterError(f"drop_sync: no layer's attention reduction can be dropped. {refusal}")
     host = host_of(program)
     whole = _with_stream(program, [blocks[layer].index for layer in tails])
     found = {layer: Comparison() for layer in tails}
@@ -67,18 +63,16 @@ def sensitivity(
     return tuple(costs.get(layer) for layer in range(program.source.num_layers))
 
 
-def _tails(sharded: Program, blocks: Mapping[int, Block]) -> tuple[dict[int, Program], str]:
-    """(by layer, the program with its reduction dropped, from what its attention reads on; the last refusal)."""
+def _tails(sharded: Program, blocks: Mapping[int, Block]) -> dict[int, Program]:
+    """By layer that allows it, the program with its reduction dropped, from what its attention reads on."""
     tails: dict[int, Program] = {}
-    refusal = ""
     for layer, block in blocks.items():
         try:
             dropped = DropSync(layers=layer).apply(sharded)
-        except RewriterError as error:
-            refusal = str(error)
+        except RewriterError:
             continue
         tails[layer] = _from_stream(dropped, block.index)
-    return tails, refusal
+    return tails
 
 
 def _with_stream(program: Program, places: list[int]) -> Program:
