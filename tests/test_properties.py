@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import draws
+import emitted
 import pytest
 import torch
 import zoo
-from oracles import relative_error
+from oracles import greedy_oracle, relative_error
 from transformers import AutoConfig
 
 from rewriter.apply import lint
+from rewriter.emit.huggingface import emit_huggingface
 from rewriter.trace import trace
 from rewriter.verify.lane_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import simulate
@@ -66,3 +69,43 @@ def test_what_follows_a_desynced_layer_starts_drained_also_behind_a_block_that_r
     runs = (((0, 1), LayerMode("desync", resync="sum")), ((2,), LayerMode("ladder")))
     chosen = draws.Mix(2, runs, dict.fromkeys((0, 1), (False, False)))
     check_mixes(random.Random(0), draws.Architecture(config, 2, divides=False), [chosen])
+
+
+# With a cache
+
+
+def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens: int = 8) -> None:
+    """The adapted checkpoint of a random mix writes, with its cache, what recomputing with the reference gives."""
+    rng = random.Random(f"{family} {seed} generation")
+    drawn = draws.architecture(rng, family)
+    model, chosen = draws.build(drawn, seed), draws.mix(rng, drawn, ranks)
+    model.save_pretrained(directory / "source")
+    rewritten = draws.rewrite(rng, trace(directory / "source"), drawn, chosen)
+    emitted.write(emit_huggingface(rewritten), directory / "source", directory / "adapted")
+    adapted = emitted.load(directory / "adapted")
+    reference = LaneReference(model, chosen.modes(), ranks, whole=drawn.whole(ranks))
+    prompts = zoo.prompts(3, drawn.config.vocab_size)
+    with torch.no_grad():
+        expected = greedy_oracle(reference, prompts, tokens)
+    inputs = emitted.left_padded(prompts)
+    text = adapted.generate(**inputs, max_new_tokens=tokens, do_sample=False, use_cache=True)
+    assert text[:, inputs["input_ids"].shape[1] :].tolist() == expected, f"{drawn.config}\n{chosen}"
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", 1), ("qwen3", 2), ("gpt2", 4), ("gpt_neox", 2), ("gemma2", 1), ("granite", 2)]
+)
+def test_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
+    family: str, ranks: int, tmp_path: Path
+) -> None:
+    check_generation(family, 0, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", draws.ALL_FAMILIES)
+def test_many_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
+    family: str, ranks: int, seed: int, tmp_path: Path
+) -> None:
+    check_generation(family, seed, ranks, tmp_path, tokens=24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from programs import traced, weights
 
 from rewriter.analysis.residual import annotate, residual_blocks
 from rewriter.passes import available
+from rewriter.verify.lane_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import simulate
 
 PASSES, SCALE, RANKS = available(), 0.5, 2
@@ -103,3 +105,22 @@ def test_rewrites_scale_what_they_carry(name):
         expected = reference(model, ids)
         assert relative_error(simulate(program, ids, weights=weights("llama")), expected) >= 1e-2
         assert relative_error(simulate(rewired, ids, weights=weights("llama")), expected) <= 1e-5
+
+
+LAST_KEPT = {resync: LayerMode("desync", (False, True), resync) for resync in ("mean", "sum")}
+MODES = LAST_KEPT | {"paper": LayerMode("ladder"), "own-partial": LayerMode("own_partial")}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_the_lane_reference_scales_what_it_carries(name):
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = SCALE * hidden_states + attended
+        return hidden_states * SCALE + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    model, ids = zoo.build("llama"), zoo.batch(2, 21, 256)
+    for layer in model.model.layers:
+        layer.forward = types.MethodType(forward, layer)
+    with torch.no_grad():
+        actual = LaneReference(model, dict.fromkeys(range(4), MODES[name]), RANKS)(ids)
+        assert relative_error(actual, REWRITES[name][1](zoo.shared("llama"), ids)) <= 1e-5

@@ -33,7 +33,7 @@ from rewriter.errors import RewriterError
 from rewriter.verify.exits import Shares, set_tensor
 from rewriter.verify.rank_threads import Group
 from rewriter.verify.reference import check_layers
-from rewriter.verify.stream import Structure, find_structure, watched
+from rewriter.verify.stream import Carry, Structure, find_structure, watched
 
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
@@ -191,19 +191,19 @@ def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tupl
 
 
 class _Rank:
-    """The stream as one rank holds it."""
+    """The stream as one rank holds it. What a model multiplies the stream by (`carry`) holds for all that is in it."""
 
     def __init__(self, rank: int, group: Group, structure: Structure, steps: Sequence[_Step]) -> None:
         self.rank, self.group, self.structure, self.steps = rank, group, structure, steps
         self.block_of = {start: block for block, start in enumerate((*structure.starts, structure.last))}
         self.seen: list[torch.Tensor] = []  # x at the start of each block
         self.parts: list[torch.Tensor] = []  # what this rank wrote in each block
+        self.carries: list[list[Carry]] = []  # what was made of x in each block
 
     def begin(self, stream: torch.Tensor) -> None:
         self.x = self.synchronised = stream
-        self.added: torch.Tensor | float = 0.0
-        self.written: torch.Tensor | float = 0.0
-        self.seen, self.parts = [stream], []
+        self.added, self.written = torch.zeros_like(stream), torch.zeros_like(stream)
+        self.seen, self.parts, self.carries = [stream], [], [[]]
 
     def read(self, value: int) -> torch.Tensor:
         block = self.block_of[value]
@@ -212,31 +212,39 @@ class _Rank:
         step = self.steps[block]
         given = self.seen[step.since]
         if step.own:
-            for part in self.parts[step.since : block]:
-                given = given + part
+            for earlier in range(step.since, block):
+                given = _carried(self.carries[earlier], given) + self.parts[earlier]
         return given
 
-    def write(self, value: int, written: torch.Tensor) -> None:
-        self.written = self.written + written
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        self.written = carry(self.written) + written
+        self.carries[-1].append(carry)
         block = self.block_of.get(value + 1)
         if block is not None:
-            assert isinstance(self.written, torch.Tensor)
             self.parts.append(self.written)
             self.x = self._after(self.steps[block - 1], self.written)
             self.seen.append(self.x)
-            self.written = 0.0
+            self.carries.append([])
+            self.written = torch.zeros_like(self.x)
 
     def _after(self, step: _Step, f: torch.Tensor) -> torch.Tensor:
         """The stream after a block that wrote `f` here."""
         ranks, reduce = self.group.ranks, lambda part: self.group.all_reduce(self.rank, part)
+        x, synchronised, added = (_carried(self.carries[-1], v) for v in (self.x, self.synchronised, self.added))
         if step.mode.mode == "desync" and not (step.split and step.keep):
-            self.added = self.added + (f if step.split else f / ranks)
-            return self.x + f
+            self.synchronised, self.added = synchronised, added + (f if step.split else f / ranks)
+            return x + f
         if step.mode.mode != "desync":
-            x = self.x + (reduce(f) if step.split else f)
+            x = x + (reduce(f) if step.split else f)
         elif step.mode.resync == "mean":
-            x = reduce(f + self.x / ranks)
+            x = reduce(f + x / ranks)
         else:
-            x = self.synchronised + reduce(self.added + f)
-        self.synchronised, self.added = x, 0.0
+            x = synchronised + reduce(added + f)
+        self.synchronised, self.added = x, torch.zeros_like(x)
         return x
+
+
+def _carried(carries: Sequence[Carry], x: torch.Tensor) -> torch.Tensor:
+    for carry in carries:
+        x = carry(x)
+    return x

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rewriter.errors import RewriterError
-from rewriter.verify.stream import Structure, decoder_layers, find_structure, watched
+from rewriter.verify.stream import Carry, Structure, decoder_layers, find_structure, watched
 
 
 @contextmanager
@@ -51,8 +51,8 @@ class _Ladder:
     def begin(self, stream: torch.Tensor) -> None:
         self.values = {0: stream.clone()}  # some models add in place
 
-    def write(self, value: int, written: torch.Tensor) -> None:
-        self.values[value + 1] = self.values[value] + written
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        self.values[value + 1] = carry(self.values[value]) + written
 
     def read(self, value: int) -> torch.Tensor:
         return self.values[self.source[value]]

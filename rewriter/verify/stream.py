@@ -2,8 +2,9 @@
 
 Nothing here knows the IR, the analyses or the passes; they are what it checks. The stream begins as the hidden states
 given to the first decoder layer. An addition of the stream and another tensor of its shape makes the next stream value,
-and the other tensor is a *write*; a cast or a view of the stream is the stream; whatever else is computed from it is a
-*read*. This is seen in the calls of torch functions, so it does not matter which module adds, norms or reads.
+and the other tensor is a *write*; a cast, a view or a multiple (by a number) of the stream is the stream; whatever else
+is computed from it is a *read*. This is seen in the calls of torch functions, so it does not matter which module adds,
+norms or reads.
 
 While a model is watched, the tensors that it holds as its stream are filled with NaN: they are tokens that say where in
 the stream a computation stands. Values come from a `Ledger` alone. A read that goes unnoticed therefore gives NaN
@@ -12,6 +13,7 @@ logits, never wrong ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,11 +33,10 @@ _SAME = frozenset(
     | {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"}
 )
 _ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
-# In-place functions whose result no longer is what the stream was, other than additions.
-_CHANGES = frozenset(
-    {"__imul__", "__isub__", "__itruediv__", "__setitem__", "mul_", "sub_", "div_", "copy_", "fill_", "zero_"}
-    | {"masked_fill_", "masked_scatter_", "index_add_", "scatter_", "clamp_"}
+_SCALINGS = frozenset(
+    {"mul", "multiply", "__mul__", "__rmul__", "mul_", "__imul__", "div", "__truediv__", "div_", "__itruediv__"}
 )
+_IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
 
 # Calls that ask for the shape, type or place of a tensor alone.
 _QUESTIONS = frozenset(
@@ -72,14 +73,18 @@ class Structure:
         return len(self.chain)
 
 
+Carry = Callable[[torch.Tensor], torch.Tensor]
+"""What a model makes of the stream before it adds to it: the same, another type, a multiple. Linear."""
+
+
 class Ledger(Protocol):
     """Holds the values of the stream while a model runs. Called in the order of execution."""
 
     def begin(self, stream: torch.Tensor) -> None:
         """A forward pass begins: `stream`, [B, S, D], is what the first layer is given."""
 
-    def write(self, value: int, written: torch.Tensor) -> None:
-        """`written` is added to stream value number `value`, which makes value + 1."""
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        """`written`, [B, S, D], is added to `carry` of stream value number `value`, which makes value + 1."""
 
     def read(self, value: int) -> torch.Tensor:
         """What a reader of stream value number `value` is given."""
@@ -139,7 +144,7 @@ class _Token:
 
     tensor: torch.Tensor  # holding it keeps its identity unique
     value: int
-    as_token: Callable[[torch.Tensor], torch.Tensor]
+    as_token: Carry
 
 
 class Watch(TorchFunctionMode):
@@ -214,10 +219,11 @@ class Watch(TorchFunctionMode):
         name = _name(func)
         if name in _ADDS and (made := self._add(func, args, kwargs)) is not None:
             return made
-        if name in _CHANGES and tokens[0] is not None:
+        first = tokens[0]
+        if first is not None and not any(tokens[1:]) and (name in _SAME or _scales(name, args, kwargs)):
+            return self._same(func, first, args, kwargs)
+        if first is not None and (name in _IN_PLACE or re.fullmatch(r"[a-z]\w*[a-z]_", name)):
             raise RewriterError(f"the residual stream is changed in place by {name} in {self._place()}")
-        if name in _SAME and tokens[0] is not None and not any(tokens[1:]):
-            return self._same(func, tokens[0], args, kwargs)
         if name == "__get__":  # shape, dtype, device
             result = func(*args, **kwargs)
             if not isinstance(result, torch.Tensor):
@@ -245,16 +251,18 @@ class Watch(TorchFunctionMode):
         value = len(self.made)
         self.made.append((token.value, count))
         written = other if kwargs.get("alpha", 1) == 1 else other * kwargs["alpha"]
-        self.ledger.write(token.value, written.reshape(self._shape).contiguous())
-        self._remember(result, value, token.as_token)
+        shape, carry = self._shape, token.as_token
+        self.ledger.write(token.value, lambda x: carry(x).reshape(shape), written.reshape(shape).contiguous())
+        self._remember(result, value, lambda x: x.reshape(result.shape))
         return result
 
     def _same(self, func: Callable[..., Any], token: _Token, args: Any, kwargs: Any) -> torch.Tensor:
+        before, rest = token.as_token, args[1:]
         result: torch.Tensor = func(*args, **kwargs)
-        if result is token.tensor:
-            return result
-        rest = args[1:]
-        self._remember(result, token.value, lambda value: func(token.as_token(value), *rest, **kwargs))
+        if result is not token.tensor:
+            self._remember(result, token.value, lambda value: func(before(value), *rest, **kwargs))
+        elif _name(func) in _SCALINGS:  # in place, which the value must not be
+            self._remember(result, token.value, lambda value: func(before(value).clone(), *rest, **kwargs))
         return result
 
     def _read(self, token: _Token) -> torch.Tensor:
@@ -262,7 +270,7 @@ class Watch(TorchFunctionMode):
             self.reads.append((token.value, Reader(self._inside[-1], self.layer)))
         return token.as_token(self.ledger.read(token.value)).to(token.tensor.dtype)
 
-    def _remember(self, tensor: torch.Tensor, value: int, as_token: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _remember(self, tensor: torch.Tensor, value: int, as_token: Carry) -> None:
         self._tokens[id(tensor)] = _Token(tensor, value, as_token)
 
     def _token(self, leaf: Any) -> _Token | None:
@@ -275,6 +283,11 @@ class Watch(TorchFunctionMode):
 def _name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", None) or str(resolve_name(func))
     return name.rpartition(".")[2]
+
+
+def _scales(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call multiplies its first argument by a number."""
+    return name in _SCALINGS and len(args) == 2 and isinstance(args[1], (int, float)) and not kwargs
 
 
 def _hidden(tree: Any) -> torch.Tensor | None:
@@ -297,9 +310,9 @@ class Plain:
     def begin(self, stream: torch.Tensor) -> None:
         self.values, self.writes = [stream.clone()], []
 
-    def write(self, value: int, written: torch.Tensor) -> None:
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
         self.writes.append(written.clone())
-        self.values.append(self.values[value] + written)
+        self.values.append(carry(self.values[value]) + written)
 
     def read(self, value: int) -> torch.Tensor:
         return self.values[value]
