@@ -16,6 +16,7 @@ from rewriter.verify.lane_reference import LayerMode
 
 # A norm stands between the reduction and the residual: a rank's partial sum cannot be added there.
 POST_NORM = {"gemma2", "olmo2"}
+EXPERTS = {"mixtral", "qwen3_moe"}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "starcoder2", "mixtral", "qwen3_moe", "gpt_neox", "gpt2")
 ALL_FAMILIES = (*FAMILIES, *sorted(POST_NORM))
 
@@ -37,13 +38,18 @@ class Architecture(NamedTuple):
         layers = "transformer.h" if self.name() == "gpt2" else "model.layers"
         return [f"{layers}.{layer}.mlp" for layer in range(self.config.num_hidden_layers)]
 
+    def equal_runs(self, ranks: int) -> bool:
+        """Whether every rank holds as many key/value heads, next to each other, and none of them in part."""
+        kv_heads = getattr(self.config, "num_key_value_heads", ranks)
+        return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
 
 def architecture(rng: random.Random, family: str) -> Architecture:
     """A random config of `family`: heads, key/value heads, sizes, biases, norms, tied or not, experts, depth 2 to 7."""
     heads = rng.choice([4, 8, 12])
     kv_heads = rng.choice([k for k in range(1, heads + 1) if heads % k == 0])
     size, tied = rng.choice([8, 16]), rng.random() < 0.5
-    divides = rng.random() < 0.75 or family in ("mixtral", "qwen3_moe", "gpt_neox")
+    divides = rng.random() < 0.75 or family in EXPERTS | {"gpt_neox"}
     inner = 4 * rng.randint(10, 40) + (0 if divides else 1)
     common: dict[str, Any] = {"vocab_size": rng.choice([256, 259]), "pad_token_id": 0, "bos_token_id": 1}
     common |= {"eos_token_id": None, "tie_word_embeddings": tied}

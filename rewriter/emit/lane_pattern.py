@@ -8,7 +8,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.lanes import local_values
-from rewriter.analysis.residual import residual_blocks, stream_values
+from rewriter.analysis.residual import Block, residual_blocks, stream_values
 from rewriter.program import Program
 
 _SENTENCES = {
@@ -49,15 +49,24 @@ def layer_modes(program: Program) -> list[tuple[BlockMode, ...]]:
     local = local_values(program.graph, program.parameters)
     stream = stream_values(program.graph)
     layers: list[list[BlockMode]] = [[] for _ in range(program.source.num_layers)]
-    for block in residual_blocks(program.origin or program):
-        value = stream[block.index + 1]
-        before = stream[block.index]
-        mode = str(value.meta.get("mode", "standard"))
-        if mode == "desync":
-            mode = _desynced(before, value, local)
-        name = block.path.rpartition(".")[2] if block.kind != "parallel" else "layer"
-        layers[block.layer].append(BlockMode(name, mode))
+    rewritten = _by_layer(program)
+    for layer, blocks in _by_layer(program.origin or program).items():
+        # a parallel layer has one block for what were two
+        for place, block in enumerate(blocks):
+            index = rewritten[layer][min(place, len(rewritten[layer]) - 1)].index
+            mode = str(stream[index + 1].meta.get("mode", "standard"))
+            if mode == "desync":
+                mode = _desynced(stream[index], stream[index + 1], local)
+            name = block.path.rpartition(".")[2] if block.kind != "parallel" else "layer"
+            layers[layer].append(BlockMode(name, mode))
     return [tuple(blocks) for blocks in layers]
+
+
+def _by_layer(program: Program) -> dict[int, list[Block]]:
+    layers: dict[int, list[Block]] = {}
+    for block in residual_blocks(program):
+        layers.setdefault(block.layer, []).append(block)
+    return layers
 
 
 def _desynced(before: fx.Node, value: fx.Node, local: set[fx.Node]) -> str:
