@@ -11,7 +11,10 @@ from oracles import relative_error
 from torch import fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.analysis.placement import reduce_over_ranks
+from rewriter.analysis.units import Units
 from rewriter.errors import RewriterError
+from rewriter.ops import MaskSpec
 from rewriter.passes import available
 from rewriter.program import Body
 from rewriter.trace import trace
@@ -19,6 +22,7 @@ from rewriter.trace.assemble import ModelTracer
 from rewriter.trace.bodies import BodyTracer
 from rewriter.trace.example import Example
 from rewriter.trace.lifting import Recorded, lifted_interfaces
+from rewriter.trace.masks import Static, find_mask_spec, seen_by
 from rewriter.trace.model import TRACE_DTYPE, build_skeleton, fingerprint
 from rewriter.verify.simulate import simulate
 
@@ -181,3 +185,35 @@ def test_dropout_called_as_a_function_is_known_to_the_runtime_module():
     x = torch.empty(5, 37, 8, dtype=torch.bfloat16, device="meta")
     body = BodyTracer({}, {}, Example()).trace("drop", _CallsDropout().eval(), Recorded((x,), {}))
     assert body.dropout == 0.25
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_over_heads_that_several_ranks_hold_counts_each_once(ranks: int) -> None:
+    """Key/value heads lie on more than one rank where there are fewer of them than ranks."""
+    size = 8
+    units = Units(ranks)
+    first = units.key_value_heads(4, 2)
+    assert first is not None
+    labels = torch.arange(first, first + 2).repeat_interleave(size // 2)
+    copies = units.copies(labels)
+    assert copies == ranks // 2
+    x = torch.randn(3, size)
+    graph = fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = x
+    total = graph.call_function(torch.ops.aten.sum.dim_IntList, (source, [-1], True))
+    total.meta["val"] = x.sum(-1, keepdim=True)
+    graph.output(total)
+    ranges = units.ranges(labels)
+    reduce_over_ranks(total, {source: (1, ranges)}, ranks, copies)
+    local = [torch.cat([x[:, a:b] for a, b in r], 1).sum(-1, keepdim=True) for r in ranges]
+    scales = [n.args[1] for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor]
+    torch.testing.assert_close(sum(local) * (scales[0] if scales else 1.0), x.sum(-1, keepdim=True))
+
+
+def test_a_window_of_0_is_known_and_goes_to_no_attention() -> None:
+    """Qwen2-MoE without windows makes such a mask beside the causal one that its layers use."""
+    nothing = find_mask_spec(lambda b, h, q, kv: (kv <= q) & (kv > q - 0))
+    assert nothing == MaskSpec("window", 0)
+    assert seen_by(lambda n, spec: ~MaskSpec("causal").visible(torch.arange(n), torch.arange(n)),
+                   Static(lambda n, spec: None, frozenset({nothing}))) is None  # fmt: skip

@@ -94,7 +94,11 @@ def test_nothing_stays_patched_when_a_trace_fails(failing: str, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "spec",
-    [MaskSpec("causal"), *(MaskSpec("window", n) for n in (2, 3, 128, 4096)), *(MaskSpec("chunk", n) for n in (5, 64))],
+    [
+        MaskSpec("causal"),
+        *(MaskSpec("window", n) for n in (2, 3, 128, 4096)),
+        *(MaskSpec("chunk", n) for n in (5, 9, 64, 8192)),
+    ],
 )
 def test_masks_are_found_from_their_function(spec: MaskSpec) -> None:
     def visible(batch: Any, head: Any, q: Any, kv: Any) -> Any:

@@ -214,6 +214,11 @@ class _Splitter:
         labels = self.labels.get(node)
         return labels is not None and self.units.shared(labels.flatten())
 
+    def _copies(self, node: fx.Node) -> int | None:
+        """On how many ranks each element of a reduction's input lies; None when that differs."""
+        labels = self.labels.get(args_of(node)[0])
+        return 1 if labels is None else self.units.copies(labels.flatten())
+
     # --- the local graph
     # ------------------------------------------------------------------------------------------------------
 
@@ -310,7 +315,7 @@ class _Splitter:
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:
-            reduce_over_ranks(node, sharded, self.ranks)
+            reduce_over_ranks(node, sharded, self.ranks, self._copies(node))
         elif any(n in sharded or n in self.local for n in inputs):
             if not is_pointwise(node) and node not in self.local:
                 raise Unsplittable(f"{_name(node)} is computed over split heads or channels")
@@ -482,8 +487,11 @@ def _local_bounds(args: list[Any], size: int, ranges: tuple[Ranges, ...]) -> lis
     return list(bounds.pop())
 
 
-def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int) -> None:
-    """A sum or mean over the split dimension, completed by an all-reduce; the result is replicated."""
+def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int, copies: int | None) -> None:
+    """A sum or mean over the split dimension, completed by an all-reduce; the result is replicated.
+
+    Each element lies on `copies` ranks (key/value heads may on several), so that a sum meets it that often.
+    """
     source = args_of(node)[0]
     assert isinstance(source, fx.Node)
     if source not in sharded:
@@ -491,13 +499,15 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Any], ranks: int)
     dims = {d % value_of(source).dim() for d in args_of(node)[1]}
     if sharded[source][0] not in dims:
         return
+    if copies is None:
+        raise Unsplittable(f"{_name(node)} reduces over heads of which ranks hold unequal numbers of copies")
     graph, users = node.graph, list(node.users)
     with graph.inserting_after(node):
         total = graph.call_function(ops.all_reduce, (node, AXIS))
-    last = total
-    if node.target is aten.mean.dim:
+    last, factor = total, 1.0 / (ranks if node.target is aten.mean.dim else copies)
+    if factor != 1.0:
         with graph.inserting_after(last):
-            last = graph.call_function(aten.mul.Tensor, (last, 1.0 / ranks))
+            last = graph.call_function(aten.mul.Tensor, (last, factor))
     for new in (total, last):
         new.meta["val"] = value_of(node)
     for user in users:

@@ -105,6 +105,12 @@ class Units:
         units = set(profile.tolist())
         return sum(u in units for held in self.held for u in held) > len(units)
 
+    def copies(self, profile: torch.Tensor) -> int | None:
+        """How many ranks hold each element with these labels; None when some are held more often than others."""
+        held = Counter(u for units in self.held for u in units)
+        counts = {held[u] for u in set(profile.tolist()) - {-1}}
+        return counts.pop() if len(counts) == 1 else None
+
 
 def _runs(labels: list[int]) -> list[tuple[int, int, int]]:
     runs: list[tuple[int, int, int]] = []

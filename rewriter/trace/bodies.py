@@ -403,6 +403,9 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
             new = graph.call_module(args[1], tuple(args[0]))
             new.meta["val"] = node.meta["val"][0] if len(node.meta["val"]) == 1 else node.meta["val"]
             env[node] = (new,) if len(node.meta["val"]) == 1 else new
+        elif target is aten.view.default and _is_attended(args_of(node)[0]):
+            # the source's attention returns memory in the order of its dimensions, the IR's need not
+            env[node] = emit(node, aten.reshape.default, args)
         elif target is operator.getitem:
             env[node] = args[0][args[1]] if isinstance(args[0], tuple) else emit(node, target, args)
         elif _is_no_op(node):
@@ -475,6 +478,13 @@ def prune_inputs(graph: fx.Graph, names: list[str]) -> tuple[int, ...]:
         node.target = name
         node._rename(name)
     return tuple(kept)
+
+
+def _is_attended(node: fx.Node) -> bool:
+    """Whether an exported value is what attention returned, but for casts."""
+    while _is_no_op(node) or _cast_dtype(node) is not None:
+        node = args_of(node)[0]
+    return node.target is torch.ops.rewriter_trace.attention.default
 
 
 def _is_model_dtype(node: fx.Node) -> bool:

@@ -90,14 +90,14 @@ def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
             spec = MaskSpec("bidirectional")
         elif row[0]:
             spec = MaskSpec("causal")
+        elif not row.any():  # a window of 0, which models make and hand to no layer
+            spec = MaskSpec("window", 0)
         else:
-            window = _FAR - int(np.argmax(row))
-            spec = MaskSpec("window", window)
-            # the first query of a chunk sees itself alone, the first query past a window's size sees a full window
-            if not evaluate(np.int64(window).reshape(1), np.int64(1).reshape(1))[0] or _FAR % window == 0:
-                begins = evaluate(keys[1:4097], keys[0:4096])
-                if not begins.all():
-                    spec = MaskSpec("chunk", int(np.argmin(begins)) + 1)
+            spec = MaskSpec("window", _FAR - int(np.argmax(row)))
+            # the first query of a chunk does not see the key before it, with which a window larger than 1 begins
+            previous = evaluate(keys[1:_FAR], keys[: _FAR - 1])
+            if spec.size != 1 and not previous.all():
+                spec = MaskSpec("chunk", int(np.argmin(previous)) + 1)
         rng = np.random.default_rng(0)
         size = spec.size or 64
         q = np.concatenate([rng.integers(0, _FAR, 4096), rng.integers(0, 3 * size, 4096)])
@@ -256,7 +256,8 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
         if found is None or not torch.equal(found, rest & _grid(spec, _SHORT)):
             return None
     own = _own_rule(visible, MaskSpec("bidirectional"), value.largest)
-    return None if own is None else intersection(own, mask)
+    both = None if own is None else intersection(own, mask)
+    return None if both is None or both.size == 0 else both
 
 
 def _own_rule(
