@@ -233,7 +233,7 @@ class _Sharder:
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, leaf.parameters["weight"][1])}
         if "bias" in leaf.parameters:
             shapes["bias"] = (rows,)
-            self._shard(f"{path}.bias", Shard(0, ranges))
+            self._shard(self.program.ties.get(f"{path}.bias", f"{path}.bias"), Shard(0, ranges))
         self.modules[path] = Leaf("ColumnParallelLinear", {**leaf.options, "out_features": rows}, shapes)
         with self.graph.inserting_before(node):
             entered = self.graph.call_function(ops.enter, (args_of(node)[0], AXIS))

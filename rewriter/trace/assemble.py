@@ -154,6 +154,7 @@ class ModelTracer:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
+        lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
         example, model = example_inputs(self.model, self.example), self.model
 
         class Logits(nn.Module):
@@ -166,6 +167,9 @@ class ModelTracer:
 
         with self._opaque_layers(), torch.no_grad():
             calls = record_calls(lambda: model(**example, use_cache=False), lifted)
+        # what is given no tensor computes from lengths, which a body of its own would take for constants
+        calls = {n: call for n, call in calls.items() if tensors_of(call)[0]}
+        lifted = {n: m for n, m in lifted.items() if n in map(base_name, calls)}
         meta_calls = dict(self.calls)
         modules = {
             name: self.bodies.trace(base_name(name), lifted[base_name(name)], call) for name, call in calls.items()
@@ -191,7 +195,35 @@ class ModelTracer:
             node.target = list(example)[index]
             node._rename(str(node.target))
         self._find_static(graph, used)
+        self._call_tables(graph, used, modules)
         return Outside(graph, modules, {n: v for n, v in used.items() if v is not None})
+
+    def _call_tables(
+        self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None], modules: dict[str, Module]
+    ) -> None:
+        """Tensors that the model reads outside of any module (tables of positions) become modules that return them."""
+        for node in list(graph.nodes):
+            name = str(node.target)
+            if node.op != "get_attr" or used[name] is not None:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            if owner in modules:
+                raise RewriterError(f"{name} is read outside of the module that holds it, which is not supported yet")
+            inner = fx.Graph()
+            value = inner.get_attr(leaf)
+            value.meta["val"] = node.meta["val"]
+            inner.output(value)
+            stored = {leaf: self.bodies.stored[name]} if name in self.bodies.stored else {}
+            parameter = bool(stored) or name in dict(self.model.named_parameters())
+            shape = {leaf: tuple(map(int, node.meta["val"].shape))} if parameter else {}
+            buffers = {} if parameter else {leaf: self.bodies.buffers[name]}
+            kind = type(self.model.get_submodule(owner)).__name__
+            modules[owner] = Body(kind, inner, shape, buffers, {}, kept=(), stored=stored)
+            with graph.inserting_before(node):
+                call = graph.call_module(owner, ())
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
         """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
@@ -299,6 +331,12 @@ class ModelTracer:
         if isinstance(body, Body) and (operator := mixing_operator(body)):
             return opaque_child(path, module, call, self.example, _MIXES.format(operator))
         return body
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module holds nothing but tables in the model's dtype, which its own inputs do not tell."""
+    tables = [b for b in module.buffers() if b.dtype == TRACE_DTYPE]
+    return bool(tables) and not any(True for _ in module.parameters())
 
 
 class _OtherResult:

@@ -12,6 +12,7 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.trace.assemble import Child, ModelTracer, Outside
 from rewriter.trace.bodies import tensors_of
+from rewriter.trace.masks import refuse_unknown_masks
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.probe import bind
 from rewriter.trace.wiring import SPLAT, is_cast
@@ -53,6 +54,7 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
         if node.op == "output":
             new.args = (args_of(new)[0][0],)
     drop_dead_nodes(graph)
+    refuse_unknown_masks(graph)
     return graph, modules
 
 

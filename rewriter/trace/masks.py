@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -46,10 +46,30 @@ def lifted_mask(
     device: Any = "meta",
     **_: Any,
 ) -> torch.Tensor:
-    """The mask function of transformers' AttentionMaskInterface, recorded as one operator: additive, [B, 1, S, T]."""
-    spec = find_mask_spec(mask_function)
-    anchor = torch.empty(batch_size, q_length, kv_length, dtype=torch.bool, device=device)
+    """The mask function of transformers' AttentionMaskInterface, recorded as one operator: additive, [B, 1, S, T].
+
+    A mask that follows no rule is an error only where attention uses it: some models make masks for layers that they
+    do not have.
+    """
+    try:
+        spec = find_mask_spec(mask_function)
+    except RewriterError as error:
+        return torch.ops.rewriter_trace.mask(_anchor(batch_size, q_length, kv_length, device), str(error), None, dtype)
+    anchor = _anchor(batch_size, q_length, kv_length, device)
     return torch.ops.rewriter_trace.mask(anchor, spec.kind, spec.size, dtype)
+
+
+def _anchor(batch: int, queries: int, keys: int, device: Any) -> torch.Tensor:
+    """A tensor that tells the operator its sizes."""
+    return torch.zeros(batch, queries, keys, dtype=torch.bool, device=device)
+
+
+def refuse_unknown_masks(graph: fx.Graph) -> None:
+    """Raise RewriterError where a mask that follows no rule is used."""
+    for node in graph.nodes:
+        mask = node.kwargs.get("mask") if node.target is ops.additive_mask else None
+        if isinstance(mask, MaskSpec) and mask.kind not in get_args(ops.MaskKind):
+            raise RewriterError(mask.kind)
 
 
 class _Index(np.ndarray):
@@ -134,6 +154,22 @@ def _without_padding(function: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where in the arguments a number stands."""
+
+    place: int
+
+
+_FILLED: Mapping[Any, float | _Place] = types.MappingProxyType(
+    {
+        torch.ops.aten.new_zeros.default: 0.0, torch.ops.aten.zeros_like.default: 0.0,
+        torch.ops.aten.new_ones.default: 1.0, torch.ops.aten.ones_like.default: 1.0,
+        torch.ops.aten.new_full.default: _Place(2), torch.ops.aten.full_like.default: _Place(1),
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Static:
     """A tensor that depends on lengths and constants alone.
 
@@ -175,6 +211,9 @@ class StaticGraph:
             return None
         if node.target is torch.ops.aten.sym_size.int:
             return Static(lambda length, stand_in: self._size(node.meta["val"], length))
+        place = _FILLED.get(node.target)
+        if place is not None and not (isinstance(place, _Place) and isinstance(args_of(node)[place.place], fx.Node)):
+            return Static(lambda length, stand_in: self._filled(node, length))
         sources = {n: self.of(n) for n in _sources(node)}
         if any(s is None for s in sources.values()):
             return None
@@ -197,6 +236,14 @@ class StaticGraph:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
         return Static(functools.cache(evaluate), masks, largest)
+
+    def _filled(self, node: fx.Node, length: int) -> torch.Tensor:
+        """A tensor of one number, of which another one may only lend the size."""
+        number = _FILLED[node.target]
+        value = args_of(node)[number.place] if isinstance(number, _Place) else number
+        sizes = [self._size(s, length) if isinstance(s, torch.SymInt) else s for s in node.meta["val"].shape]
+        kind = torch.float32 if node.meta["val"].is_floating_point() else node.meta["val"].dtype
+        return torch.full(sizes, value, dtype=kind)
 
     def _size(self, size: Any, length: int) -> int:
         """A dynamic size for one row of `length` tokens."""
@@ -248,6 +295,8 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
     if len(value.masks) > 1:
         return None
     (mask,) = value.masks
+    if mask.kind not in get_args(ops.MaskKind):
+        return None
     rest = visible(_SHORT, MaskSpec("bidirectional"))
     if rest is None:
         return None

@@ -26,7 +26,16 @@ aten = torch.ops.aten
 
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _MATMUL = (aten.matmul.default, aten.bmm.default)
+_FLOORS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_min.default)
 _SAME = (ops.type_as_model, aten.to.dtype, aten.contiguous.default, aten.clone.default)
+# operators between the product of queries and keys and the softmax
+_ON_SCORES = frozenset(
+    {
+        aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
+        aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther,
+        aten.where.ScalarSelf, aten.tanh.default, *_FLOORS,
+    }
+)  # fmt: skip
 _VIEWS = frozenset(
     {
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
@@ -221,6 +230,15 @@ def _take_apart(node: Any, factor: float, folded: bool, scores: _Scores, static:
     elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         _fill(args[1], True, args[2], factor, scores, static)
         _take_apart(args[0], factor, folded, scores, static)
+    elif target in _FLOORS:  # a floor under what is hidden
+        floor = _number(args[1], static)
+        if floor is None or floor > HIDDEN:
+            raise _Unknown
+        _take_apart(args[0], factor, folded, scores, static)
+    elif target in (aten.where.ScalarOther, aten.where.ScalarSelf):
+        first = target is aten.where.ScalarOther
+        _fill(args[0], not first, args[2 if first else 1], factor, scores, static)
+        _take_apart(args[1 if first else 2], factor, folded, scores, static)
     elif target is aten.where.self:
         content, other = _content(args[1], args[2])
         _fill(args[0], content is args[2], other, factor, scores, static)
@@ -259,10 +277,7 @@ def _holds_product(node: Any) -> bool:
     if node.target in (*_MATMUL, aten.baddbmm.default):
         return True
     through = node.target in _SAME or node.target in _VIEWS or _is_copy(node)
-    if through or node.target in (
-        aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor, aten.where.self, aten.tanh.default, aten.mul.Scalar, aten.div.Scalar,
-    ):  # fmt: skip
+    if through or node.target in _ON_SCORES:
         return any(_holds_product(n) for n in node.all_input_nodes)
     return False
 

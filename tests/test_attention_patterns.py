@@ -1,0 +1,339 @@
+"""Attention that models write out themselves: found in any spelling, exact, and left alone where it is no attention."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import programs
+import pytest
+import torch
+import zoo
+from oracles import relative_error
+from torch import fx, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from rewriter import ops
+from rewriter.analysis.whole import counts_tokens
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.errors import RewriterError
+from rewriter.ops import MaskSpec
+from rewriter.passes import available
+from rewriter.program import Body, walk_modules
+from rewriter.trace import trace
+from rewriter.trace.bodies import BodyTracer
+from rewriter.trace.example import Example
+from rewriter.trace.lifting import Recorded
+from rewriter.trace.masks import Static, StaticGraph, find_mask_spec, intersection, seen_by
+from rewriter.trace.model import TRACE_DTYPE
+from rewriter.verify.simulate import simulate
+
+HEADS, SIZE = 4, 8
+WIDTH = HEADS * SIZE
+
+
+# --- spellings of one attention --------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Self-attention whose scores are made by `spell(q, k, v, mask, module)`; q, k, v are [B, H, S, D]."""
+
+    def __init__(self, spell: Callable[..., torch.Tensor], window: int | None = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        seen = torch.ones(64, 64, dtype=torch.bool).tril()
+        seen = seen if window is None else seen & ~seen.tril(-window)
+        self.register_buffer("bias", seen[None, None], persistent=False)
+        self.spell = spell
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (t.view(batch, length, HEADS, SIZE).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        o = self.spell(q, k, v, mask, self)
+        return self.out(o.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+def plain(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(SIZE) + mask, dim=-1) @ v
+
+
+def scaled_first(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    scores = torch.matmul(q * SIZE**-0.5, k.permute(0, 1, 3, 2)).float()
+    return torch.matmul(module.drop(torch.softmax(mask + scores, dim=-1).to(v.dtype)), v)
+
+
+def mask_before_scale(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    return torch.softmax((q @ k.transpose(2, 3) + mask) / math.sqrt(SIZE), dim=-1) @ v
+
+
+def folded(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    batch, _, length, _ = q.shape
+    q, k, v = (t.reshape(batch * HEADS, length, SIZE) for t in (q, k, v))
+    scores = torch.baddbmm(q.new_zeros(batch * HEADS, length, length), q, k.transpose(1, 2), alpha=SIZE**-0.5)
+    scores = torch.max(scores.view(batch, HEADS, length, length) + mask, torch.full((), -1e30, device=q.device))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.bmm(weights.view(batch * HEADS, length, length), v).view(batch, HEADS, length, SIZE)
+
+
+def filled(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    scores = q @ k.transpose(-1, -2) * SIZE**-0.5
+    scores = scores.masked_fill(~module.bias[:, :, :length, :length], torch.finfo(torch.float32).min)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def chosen(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    scores = torch.where(module.bias[:, :, :length, :length], q @ k.transpose(-1, -2) * SIZE**-0.5, -1e9)
+    return torch.softmax(scores + mask, dim=-1) @ v
+
+
+def multiplied(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    seen = module.bias[:, :, :length, :length].float()
+    return torch.softmax(q @ k.transpose(-1, -2) * SIZE**-0.5 * seen + -1e4 * (1 - seen), dim=-1).to(v.dtype) @ v
+
+
+def made_here(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    hidden = torch.triu(torch.ones(length, length, device=q.device), 1)
+    return torch.softmax(q @ k.transpose(-1, -2) * SIZE**-0.5 + hidden * -1e4, dim=-1).to(v.dtype) @ v
+
+
+def capped(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    return torch.softmax(torch.tanh(q @ k.transpose(-1, -2) * SIZE**-0.5 / 5.0) * 5.0 + mask, dim=-1) @ v
+
+
+def with_alibi(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1, device=q.device)
+    bias = slopes[:, None, None] * torch.arange(q.shape[2], device=q.device)
+    return torch.softmax(q @ k.transpose(-1, -2) * SIZE**-0.5 + bias + mask, dim=-1).to(v.dtype) @ v
+
+
+SPELLINGS = {
+    f.__name__: f
+    for f in (plain, scaled_first, mask_before_scale, folded, filled, chosen, multiplied, made_here, capped, with_alibi)
+}
+
+
+def additive(spec: MaskSpec, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    return ops.additive_mask(torch.empty(batch, length, dtype=dtype), mask=spec)
+
+
+def traced(module: nn.Module, spec: MaskSpec) -> Body:
+    """The body of a module that takes (hidden states, mask), the mask known to follow `spec`."""
+    example = Example()
+    batch, length = example.batch, example.length
+    buffers = {f"block.{n}": b.clone() for n, b in module.named_buffers()}
+    on_meta = module.to("meta", TRACE_DTYPE).eval()
+    x = torch.empty(batch, length, WIDTH, dtype=TRACE_DTYPE, device="meta")
+    mask = torch.empty(batch, 1, length, length, dtype=TRACE_DTYPE, device="meta")
+    known = Static(lambda n, stand_in: additive(stand_in or spec, 1, n, torch.float32), frozenset({spec}))
+    call = Recorded((x, mask), {}, x)
+    body = BodyTracer(buffers, {}, example).trace("block", on_meta, call, lambda t: known if t is mask else None)
+    assert isinstance(body, Body)
+    return body
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    for name, parameter in module.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def run(body: Body, x: torch.Tensor, mask: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A body node by node, without the simulator."""
+    given = {"x": x, "mask": mask, "ctx": None}
+    env: dict[fx.Node, Any] = {}
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = given[str(node.target)]
+        elif node.op == "get_attr":
+            env[node] = body.buffers[str(node.target)]
+        elif node.op == "call_module":
+            path = str(node.target)
+            env[node] = nn.functional.linear(env[node.args[0]], weights[f"{path}.weight"], weights[f"{path}.bias"])
+        elif node.op == "output":
+            return env[node.args[0]]
+        else:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            env[node] = node.target(*args, **kwargs)
+    raise AssertionError("no output")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_one_attention_node(spelling: str) -> None:
+    window = 5 if spelling in ("filled", "chosen") else None
+    module = Written(SPELLINGS[spelling], window).eval()
+    weights = weights_of(module)
+    expected = {}
+    for length in (1, 21, 50):
+        x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+        mask = additive(MaskSpec("causal"), 2, length, torch.float32)
+        with torch.no_grad():
+            expected[length] = (x, mask, module(x, mask))
+    body = traced(module, MaskSpec("causal"))
+    nodes = [n for n in body.graph.nodes if n.target is ops.attention]
+    assert [n.kwargs["mask"] for n in nodes] == [MaskSpec("causal") if window is None else MaskSpec("window", window)]
+    assert nodes[0].kwargs["scale"] == pytest.approx(1.0 if spelling == "scaled_first" else SIZE**-0.5)
+    assert nodes[0].kwargs.get("softcap") == (5.0 if spelling == "capped" else None)
+    assert ("bias" in nodes[0].kwargs) == (spelling == "with_alibi")
+    assert not any(n.target is torch.ops.aten.softmax.int for n in body.graph.nodes)
+    for x, mask, wanted in expected.values():
+        assert relative_error(run(body, x, mask, weights), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("spec", [MaskSpec("causal"), MaskSpec("window", 3), MaskSpec("chunk", 4)], ids=str)
+def test_a_mask_that_is_handed_in_keeps_its_rule(spec: MaskSpec) -> None:
+    module = Written(plain).eval()
+    weights_of(module)
+    (node,) = (n for n in traced(module, spec).graph.nodes if n.target is ops.attention)
+    assert node.kwargs["mask"] == spec
+
+
+def capped_with_its_mask(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    return torch.softmax(torch.tanh((q @ k.transpose(-1, -2) + mask) / 5.0) * 5.0, dim=-1) @ v
+
+
+def zeroed_but_seen(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    scores = q @ k.transpose(-1, -2) * module.bias[:, :, :length, :length].float()
+    return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+def filled_weakly(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    length = q.shape[2]
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~module.bias[:, :, :length, :length], -3.0)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def over_queries(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) + mask, dim=-2) @ v
+
+
+@pytest.mark.parametrize(
+    "spell", [capped_with_its_mask, zeroed_but_seen, filled_weakly, over_queries], ids=lambda f: f.__name__
+)
+def test_what_only_looks_like_attention_stays_as_it_is(spell: Callable[..., torch.Tensor]) -> None:
+    module = Written(spell).eval()
+    weights = weights_of(module)
+    x = torch.randn(2, 21, WIDTH, generator=torch.Generator().manual_seed(0))
+    mask = additive(MaskSpec("causal"), 2, 21, torch.float32)
+    with torch.no_grad():
+        wanted = module(x, mask)
+    body = traced(module, MaskSpec("causal"))
+    assert not any(n.target is ops.attention for n in body.graph.nodes)
+    assert relative_error(run(body, x, mask, weights), wanted) <= 1e-5
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_rules_intersect() -> None:
+    causal, both = MaskSpec("causal"), MaskSpec("bidirectional")
+    window, wider, chunk = MaskSpec("window", 4), MaskSpec("window", 9), MaskSpec("chunk", 4)
+    assert intersection(causal, both) == intersection(both, causal) == causal
+    assert intersection(causal, window) == intersection(window, wider) == window
+    assert intersection(chunk, causal) == chunk
+    assert intersection(chunk, window) is None
+
+
+def test_a_window_as_long_as_a_buffer_that_is_too_long_to_see_is_not_taken_for_causal() -> None:
+    graph = fx.Graph()
+    node = graph.get_attr("bias")
+    short = torch.ones(12, 12, dtype=torch.bool).tril()
+    value = StaticGraph(graph, {"bias": short}, {}, 37).of(node)
+    assert value is not None
+    assert seen_by(lambda length, stand_in: ~short[:length, :length], value) is None
+
+
+def test_chunks_begin_after_left_padding() -> None:
+    left_padding = torch.zeros(2, dtype=torch.int64, device="meta")
+
+    def visible(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & ((kv - left_padding[batch]) // 5 == (q - left_padding[batch]) // 5)
+
+    assert find_mask_spec(visible) == MaskSpec("chunk", 5)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+_SMALL: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "falcon": _SMALL | {"multi_query": True, "new_decoder_architecture": False},
+    "falcon-alibi": _SMALL | {"model_type": "falcon", "alibi": True, "multi_query": False, "parallel_attn": False},
+    "gpt_neo": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 9,
+        "max_position_embeddings": 128,
+    },
+    "codegen": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 128, "rotary_dim": 4},
+    "xglm": {
+        "vocab_size": 256,
+        "d_model": 64,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "ffn_dim": 96,
+        "max_position_embeddings": 128,
+    },
+    "mpt": {"vocab_size": 256, "d_model": 64, "n_layers": 2, "n_heads": 8, "max_seq_len": 128},
+}
+MASKS = {
+    "falcon": {MaskSpec("causal")},
+    "falcon-alibi": {MaskSpec("causal")},
+    "gpt_neo": {MaskSpec("causal"), MaskSpec("window", 9)},
+    "codegen": {MaskSpec("causal")},
+    "xglm": {MaskSpec("causal")},
+    "mpt": {MaskSpec("causal")},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_attention_of_their_own_are_exact_on_one_device_and_on_several(name: str) -> None:
+    options = dict(MODELS[name])
+    config = CONFIG_MAPPING[options.pop("model_type", name)](**options)
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    zoo.randomize(model, 0)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    program = trace(config)
+    nodes = [
+        n
+        for _, module in walk_modules(program.modules)
+        if isinstance(module, Body)
+        for n in module.graph.nodes
+        if n.target is ops.attention
+    ]
+    assert {n.kwargs["mask"] for n in nodes} == MASKS[name]
+    assert any("bias" in n.kwargs for n in nodes) == (name in ("mpt", "falcon-alibi"))
+    split = available()["tensor_parallel"]().apply(program.with_(mesh={"tp": 4}))
+    assert f"{config.num_hidden_layers} attention blocks" in split.history[-1].summary
+    for length in (1, 21, 100):
+        ids = zoo.batch(2, length)
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits
+            assert relative_error(simulate(program, ids, weights=weights), expected) <= 1e-5
+            assert relative_error(simulate(split, ids, weights=weights), expected) <= 1e-5
+
+
+def test_a_program_that_counts_its_tokens_itself_is_not_emitted_for_the_runtime() -> None:
+    program = programs.traced("llama")
+    assert counts_tokens(program) is None
+    graph, _ = program.edit()
+    (positions,) = (n for n in graph.nodes if n.target == "position_ids")
+    (ids,) = (n for n in graph.nodes if n.target == "input_ids")
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        length = graph.call_function(torch.ops.aten.sym_size.int, (ids, 1))
+        counted = graph.call_function(torch.ops.aten.arange.default, (length,))
+    positions.replace_all_uses_with(counted)
+    with pytest.raises(RewriterError, match="numbers the tokens of a call itself"):
+        emit_runtime_module(program.with_(graph=graph))
