@@ -29,6 +29,7 @@ from rewriter.emit.huggingface import emit_huggingface
 from rewriter.errors import RewriterError, VerificationError
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
+from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.program import Program
 from rewriter.trace import trace
@@ -162,10 +163,11 @@ class _Subject:
         self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
 
     def _desync(self) -> None:
-        """Two ranks, every second reduction dropped, kept ones resync by mean."""
+        """The recipe desync-2x on two ranks: every second reduction is dropped, kept ones resync by mean."""
         if not self.result.stream:
             raise RewriterError("no residual stream, so there is nothing that ranks could keep to themselves")
         shared = TensorParallel().apply(self.program.with_(mesh={"tp": 2}, origin=self.program))
+        shared = MergeReductions().apply(shared)
         program = Desync(self._layers(), n=2).apply(shared)
         blocks = residual_blocks(shared)
         reference = LaneReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
