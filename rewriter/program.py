@@ -142,12 +142,16 @@ class LayerArgument:
 
 @dataclass(frozen=True)
 class LayerSource:
-    """A class of decoder layers: the parameters of its forward, whether it takes **kwargs, and a hash of its code."""
+    """A class of decoder layers: the parameters of its forward, whether it takes **kwargs, and a hash of its code.
+
+    `module` defines it: another one than the model's where that is made of other models.
+    """
 
     name: str
     arguments: tuple[str, ...]
     var_kwargs: bool
     sha256: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,10 @@ class Source:
     def alike(self, layer: int, other: int) -> bool:
         """Whether two layers are of one class and were traced without the same arguments."""
         return self.layer_kinds[layer] == self.layer_kinds[other] and self.absent[layer] == self.absent[other]
+
+    def module_of(self, class_name: str) -> str:
+        """The module that defines a class of the layers; for any other class, the model's."""
+        return next((cls.module for cls in self.layer_classes if cls.name == class_name), self.module)
 
     def of_layer(self, index: int) -> Source:
         """The same source, told from the class of layer `index`."""

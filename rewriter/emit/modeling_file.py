@@ -64,10 +64,13 @@ def own_config(source: Source, names: Names) -> dict[str, Any]:
 
 
 def source_config(source: Source) -> dict[str, Any]:
-    """config.json as it lies on disk; what the trace knows of it where there is none."""
+    """config.json as it lies on disk; what the trace knows of it where there is none, or where it is another one.
+
+    That is where the file configures several models, of which the causal LM is one.
+    """
     file = Path(source.path) / "config.json" if source.path else None
     config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
-    return config
+    return config if config.get("model_type", source.model_type) == source.model_type else dict(source.config)
 
 
 def wrapped(text: str, indent: int = 0, first: str = "") -> str:
@@ -80,15 +83,17 @@ def imports(
     source: Source, own: Collection[str] = (), standard: Collection[str] = (), others: Collection[str] = ()
 ) -> str:
     """The import statements; besides the model's classes, `own` from its module, `standard` modules, and `others`."""
-    # constants first, as ruff sorts names: GPT2MLP is written like one
     layers = [cls.name for cls in source.layer_classes]
-    classes = sorted({*layers, source.architecture, source.base_class, *own}, key=lambda c: (not c.isupper(), c))
-    origin = [
-        f"from {config_module(source)} import {source.config_class}",
-        bracketed(f"from {source.module} import ", classes, "", 0),
-    ]
-    if "\n" in origin[1]:
-        origin[1] = f"from {source.module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
+    places: dict[str, set[str]] = {}
+    for name in (*layers, source.architecture, source.base_class, *own):
+        places.setdefault(source.module_of(name), set()).add(name)
+    origin = [f"from {config_module(source)} import {source.config_class}"]
+    for module, names in sorted(places.items()):
+        classes = sorted(names, key=lambda c: (not c.isupper(), c))  # constants first, as ruff sorts
+        line = bracketed(f"from {module} import ", classes, "", 0)
+        if "\n" in line:
+            line = f"from {module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
+        origin.append(line)
     mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
     mapping += "    register_checkpoint_conversion_mapping,\n)"
     third_party = ["from transformers import __version__ as transformers_version", mapping, *origin, *others]
@@ -127,7 +132,7 @@ for source_class, sha256 in SOURCE_SHA256.items():
 
 def class_sha256(source: Source, name: str) -> str:
     """The hash of the source code of a class of the model's module."""
-    cls = getattr(importlib.import_module(source.module), name)
+    cls = getattr(importlib.import_module(source.module_of(name)), name)
     return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
 
 

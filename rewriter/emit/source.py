@@ -80,7 +80,8 @@ def returned_values(source: Source) -> int | None:
 
 def _forward(source: Source) -> tuple[Any, ast.stmt]:
     """The forward of the source's layer, and its definition as a syntax tree."""
-    forward = getattr(importlib.import_module(source.module), source.layer_class).forward
+    module = importlib.import_module(source.module_of(source.layer_class))
+    forward = getattr(module, source.layer_class).forward
     return forward, ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
 
 

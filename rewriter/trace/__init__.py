@@ -103,7 +103,7 @@ def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_co
     for layer in skeleton.layers:
         kinds.setdefault(type(layer), layer)
     classes = tuple(
-        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer))
+        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer), cls.__module__)
         for cls, layer in kinds.items()
         for names, var_kwargs in [layer_signature(layer)]
     )
