@@ -55,6 +55,14 @@ class Block:
     mode: Mode = "standard"
 
 
+class NoStream(RewriterError):
+    """A model has no residual stream: `node` of its wiring should be a value of it, and is no sum."""
+
+    def __init__(self, message: str, node: fx.Node) -> None:
+        super().__init__(message)
+        self.node = node
+
+
 def is_add(node: fx.Node) -> bool:
     """Whether `node` adds two tensors of the wiring."""
     if node.op == "call_method":
@@ -88,9 +96,10 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
         skips = [t for t in terms if all(u is t or ancestors[u] >> position[_unscaled(t)] & 1 for u in terms)]
         if len(terms) < 2 or not skips:
             where = _describe(value)
-            raise RewriterError(
+            raise NoStream(
                 f"no residual stream: in layer {value.meta['layer']}, {where} is not the sum of an earlier value and "
-                "what was computed from it. Post-norm models have none; there is nothing to rewire."
+                "what was computed from it. Post-norm models have none; there is nothing to rewire.",
+                value,
             )
         stream.append((value, skips[0]))
         value = _unscaled(skips[0])

@@ -6,7 +6,6 @@ weights: only safetensors headers, to bind parameters to what lies on disk.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rewriter.analysis.residual import annotate
 from rewriter.errors import RewriterError
 from rewriter.program import Body, LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.trace.assemble import ModelTracer
-from rewriter.trace.flatten import flatten
 from rewriter.trace.lifting import lifted_interfaces
 from rewriter.trace.model import build_skeleton, layer_source_hash, load_config
 from rewriter.trace.parameters import checkpoint_expressions, tied_parameters
-from rewriter.trace.tokens import keep_tokens
+from rewriter.trace.stream import wire
 from rewriter.trace.wiring import layer_signature
 from rewriter.weights import Checkpoint
 
@@ -55,8 +52,7 @@ def trace_skeleton(
         with lifted_interfaces(skeleton.model):
             tracer = ModelTracer(skeleton)
             outside = tracer.outside()
-            graph, modules = flatten(tracer, outside)
-            keep_tokens(graph, modules)
+            graph, modules = wire(tracer, outside)
     except RewriterError:
         raise
     except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
@@ -67,10 +63,6 @@ def trace_skeleton(
         ) from error
     if outside.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
-    with contextlib.suppress(
-        RewriterError
-    ):  # a model without a residual stream can still be sharded; ladder says why not
-        annotate(graph, len(skeleton.layers))
     ties = tied_parameters(skeleton.model)
     parameters: dict[str, Parameter] = {}
     for module_path, module in modules.items():

@@ -15,6 +15,7 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, Module, Opaque, args_of, parameters_of
 from rewriter.trace.bodies import (
     BodyTracer,
+    as_leaf,
     base_name,
     clean,
     export_graph,
@@ -81,6 +82,7 @@ class ModelTracer:
         self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
+        self.entered: dict[type, frozenset[str]] = {}
         self.absent = absent_arguments(self.model, self.layers, self.example)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
 
@@ -93,10 +95,28 @@ class ModelTracer:
         return self._fingerprints[layer]
 
     def wiring(self, layer: nn.Module) -> fx.Graph:
-        key = (self.fingerprint(layer), tuple(self.absent[layer]))
+        entered = self.entered.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), tuple(self.absent[layer]), entered)
         if key not in self._wirings:
-            self._wirings[key] = trace_wiring(layer, self.absent[layer])
+            self._wirings[key] = trace_wiring(layer, self.absent[layer], entered)
         return self._wirings[key]
+
+    def enter(self, index: int, name: str) -> bool:
+        """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
+
+        False when that cannot be done: it has no children of its own, or its forward depends on values.
+        """
+        layer = self.layers[index]
+        entered = self.entered.get(type(layer), frozenset())
+        child = layer.get_submodule(name)
+        if name in entered or not any(True for _ in child.children()) or as_leaf(child) is not None:
+            return False
+        try:
+            trace_wiring(layer, self.absent[layer], entered | {name})
+        except RewriterError:
+            return False
+        self.entered[type(layer)] = entered | {name}
+        return True
 
     @contextlib.contextmanager
     def _opaque_layers(self) -> Iterator[None]:
@@ -241,7 +261,8 @@ class ModelTracer:
         layer = self.layers[index]
         known = tuple(name for name, _ in self.static[layer].values())
         constants = self._constants(f"{self.path}.{index}", layer)
-        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known)
+        entered = self.entered.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known, entered)
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]

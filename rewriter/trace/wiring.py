@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -40,10 +40,11 @@ def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
+def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], entered: Collection[str] = ()) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
     `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
+    `entered` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
     A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
     values.
     """
@@ -61,6 +62,8 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any]) -> fx.Graph:
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if tracer.path_of_module(module) in entered:
+            return type(module).forward(module, *args, **kwargs)
         return tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
 
     try:

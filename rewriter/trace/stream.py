@@ -1,0 +1,58 @@
+"""The wiring of the whole model with its residual stream marked.
+
+Some layers leave the residual add to a child (`self.mlp(x, residual)`). Such children are entered: their own forward is
+traced as part of the layer, so that the add stands in the wiring.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from rewriter.analysis.residual import NoStream, annotate
+from rewriter.errors import RewriterError
+from rewriter.program import Module, args_of
+from rewriter.trace.assemble import ModelTracer, Outside
+from rewriter.trace.flatten import flatten
+from rewriter.trace.tokens import keep_tokens
+
+
+def wire(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Module]]:
+    """(wiring of the whole model, modules by full path).
+
+    A model without a residual stream is wired too: it can still be sharded, and a pass that needs the stream says why
+    there is none.
+    """
+    plain = graph, modules = _flat(tracer, outside)
+    while True:
+        try:
+            annotate(graph, len(tracer.layers))
+            return graph, modules
+        except NoStream as error:
+            if not _enter(tracer, error.node):
+                break
+        except RewriterError:
+            break
+        try:
+            graph, modules = _flat(tracer, outside)
+        except RewriterError:  # the inside of a child that was entered cannot be represented: left as it was
+            break
+    tracer.entered.clear()
+    return plain
+
+
+def _flat(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Module]]:
+    graph, modules = flatten(tracer, outside)
+    keep_tokens(graph, modules)
+    return graph, modules
+
+
+def _enter(tracer: ModelTracer, node: fx.Node) -> bool:
+    """Enter the child whose result `node` is; False where it is none, or cannot be entered."""
+    if node.target is operator.getitem:
+        node = args_of(node)[0]
+    if node.op != "call_module":
+        return False
+    index = node.meta["layer"]
+    return tracer.enter(index, str(node.target).removeprefix(f"{tracer.path}.{index}."))
