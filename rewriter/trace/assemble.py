@@ -32,7 +32,7 @@ from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.trace.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
 from rewriter.trace.probe import absent_arguments, bind, example_inputs
-from rewriter.trace.wiring import layer_signature, leaves_with_paths, trace_wiring
+from rewriter.trace.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
 
@@ -104,7 +104,8 @@ class ModelTracer:
     def enter(self, index: int, name: str) -> bool:
         """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
 
-        False when that cannot be done: it has no children of its own, or its forward depends on values.
+        False when that cannot be done: it has no children of its own, its forward depends on values, or computes more
+        than sums of what its children compute.
         """
         layer = self.layers[index]
         entered = self.entered.get(type(layer), frozenset())
@@ -112,8 +113,10 @@ class ModelTracer:
         if name in entered or not any(True for _ in child.children()) or as_leaf(child) is not None:
             return False
         try:
-            trace_wiring(layer, self.absent[layer], entered | {name})
+            wiring = trace_wiring(layer, self.absent[layer], entered | {name})
         except RewriterError:
+            return False
+        if not only_calls_and_sums(wiring):
             return False
         self.entered[type(layer)] = entered | {name}
         return True

@@ -16,9 +16,9 @@ from rewriter.weights import Checkpoint
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """alias → canonical name, for parameters that are one tensor with several users."""
-    config_ties = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-    declared = model._tied_weights_keys or {}
-    return dict(declared) if config_ties and isinstance(declared, dict) else {}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {alias: name for alias, name in declared.items() if alias in names and name in names}
 
 
 def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Expression]:

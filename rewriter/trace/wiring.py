@@ -83,6 +83,31 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], entered: Collectio
     return tracer.graph
 
 
+_GLUE = (
+    operator.add,
+    operator.iadd,
+    operator.mul,
+    operator.sub,
+    operator.truediv,
+    operator.getitem,
+    torch.add,
+    torch.mul,
+)
+_GLUE_METHODS = ("to", "type", "float", "add", "add_", "mul", "contiguous")
+
+
+def only_calls_and_sums(wiring: fx.Graph) -> bool:
+    """Whether a layer's wiring only calls children and adds, scales, drops out or converts what they return."""
+    placeholders = [n for n in wiring.nodes if n.op == "placeholder"]
+    handed_on = all(u.op == "call_module" or u.target is operator.getitem for p in placeholders[1:] for u in p.users)
+    return handed_on and all(
+        node.op in ("placeholder", "output", "call_module", "get_attr")
+        or node.target in (_GLUE if node.op == "call_function" else _GLUE_METHODS)
+        or getattr(node.target, "__name__", "") == "dropout"
+        for node in wiring.nodes
+    )
+
+
 def _unpacked(node: fx.Node) -> int | None:
     """The length of the tuple that a child returns, as far as its layer picks elements; None for a bare tensor."""
     picked = [args_of(u)[1] for u in node.users if u.target is operator.getitem]
