@@ -83,7 +83,8 @@ class ModelTracer:
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
         self.entered: dict[type, frozenset[str]] = {}
-        self.absent = absent_arguments(self.model, self.layers, self.example)
+        self.inputs = example_inputs(self.model, self.layers, self.example)
+        self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
 
     def hidden_name(self, layer: nn.Module) -> str:
@@ -178,7 +179,7 @@ class ModelTracer:
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
         lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
-        example, model = example_inputs(self.model, self.example), self.model
+        example, model = self.inputs, self.model
 
         class Logits(nn.Module):
             def __init__(self) -> None:

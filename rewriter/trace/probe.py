@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 from rewriter.errors import RewriterError
@@ -28,27 +29,52 @@ def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return arguments
 
 
-def example_inputs(model: PreTrainedModel, sizes: Example) -> dict[str, torch.Tensor]:
-    """Meta inputs of a trace: ids and, where the model takes them, positions. There is no mask: nothing is padded."""
+def example_inputs(model: PreTrainedModel, layers: list[nn.Module], sizes: Example) -> dict[str, torch.Tensor]:
+    """Meta inputs of a trace: ids and, where the model takes them, positions. There is no mask: nothing is padded.
+
+    A model that is given no positions and counts them by comparing ids with padding (RoBERTa's begin at 2) is traced
+    without: its positions are not those that others count.
+    """
     ids = torch.zeros(sizes.batch, sizes.length, dtype=torch.int64, device="meta")
     example = {"input_ids": ids, "position_ids": torch.zeros_like(ids)}
     kind: Any = type(model)
     parameters = forward_signature(kind).parameters
     variadic = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    return {name: x for name, x in example.items() if name in parameters or variadic}
+    example = {name: x for name, x in example.items() if name in parameters or variadic}
+    without = {"input_ids": ids}
+    counts = _compares_ids(model, layers, without) and not _compares_ids(model, layers, example)
+    return without if counts else example
+
+
+class _Comparisons(TorchFunctionMode):
+    """Notes whether a tensor is compared with something."""
+
+    def __init__(self, watched: torch.Tensor) -> None:
+        super().__init__()
+        self.watched, self.found = watched, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.found |= name in ("ne", "eq", "__ne__", "__eq__", "not_equal") and any(x is self.watched for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[str, torch.Tensor]) -> bool:
+    with _Comparisons(inputs["input_ids"]) as mode:
+        _calls(model, layers, {**inputs, "use_cache": False}, False, [])
+    return mode.found
 
 
 def absent_arguments(
-    model: PreTrainedModel, layers: list[nn.Module], sizes: Example
+    model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor]
 ) -> dict[nn.Module, dict[str, None]]:
     """Per layer, the arguments that stay None also with a cache and with padding: its wiring holds them constant.
 
-    The layers themselves do not run. Raises RewriterError when the model does not call them as modules, or calls one
-    of them more than once.
+    `example` are the inputs of the model, on meta. The layers themselves do not run. Raises RewriterError when the
+    model does not call them as modules.
     """
-    example = example_inputs(model, sizes)
     # On the CPU and not all ones: models ask whether a mask hides anything, which has no answer on meta.
-    padded = torch.ones(sizes.batch, sizes.length, dtype=torch.int64)
+    padded = torch.ones(example["input_ids"].shape, dtype=torch.int64)
     padded[:, 0] = 0
     seen: dict[nn.Module, list[dict[str, Any]]] = {layer: [] for layer in layers}
     failures: list[Exception] = []
