@@ -109,6 +109,8 @@ class _Subject:
     def _telling(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
         for strength in (1.0, 2.0, 4.0):
+            if strength > 1:
+                model = build_model(self.config)
             randomize(model, strength)
             ids = random_ids(self.config, 21)
             original = model(input_ids=ids, use_cache=False).logits
