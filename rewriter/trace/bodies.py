@@ -418,6 +418,8 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
                 env[node] = emit(node, aten.to.dtype, (source, cast))
         else:
             kwargs.pop("pin_memory", None)
+            if target is aten.view.default:  # whether that is possible depends on strides, which the IR leaves open
+                target = aten.reshape.default
             if kwargs.pop("device", None) is not None and model_dtype:
                 kwargs["device"] = "like"  # resolved to the device of the body's first input
             if not any(isinstance(x, torch.dtype) and x == TRACE_DTYPE for x in (*args, *kwargs.values())):

@@ -54,11 +54,7 @@ def _without_writes(graph: fx.Graph) -> None:
     known: dict[fx.Node, _Assembly] = {}
     for node in list(graph.nodes):
         new: fx.Node | None = None
-        if node.target is aten.view.default:
-            node.target = (
-                aten.reshape.default
-            )  # whether a view is possible depends on strides, which the IR leaves open
-        elif node.target is aten.copy.default:
+        if node.target is aten.copy.default:
             new = _copied(node)
         elif node.target in (aten.slice_scatter.default, aten.select_scatter.default):
             new = _written(node, known)
