@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ def _inspect(
     model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int, trust_remote_code: bool
 ) -> Inspection:
     from rewriter.apply import apply_recipe, load_recipe
+    from rewriter.report_rules import standard_layers, unfired, with_supposed_costs
     from rewriter.trace import trace_skeleton
     from rewriter.trace.model import build_skeleton, load_config
 
@@ -75,7 +76,9 @@ def _inspect(
     applied = loaded is not None
     if loaded is not None:
         try:
+            loaded, supposed = with_supposed_costs(loaded, standard)
             after, skipped = apply_recipe(original, loaded, tp)
+            rules += supposed
             rules += [{"rule": name, "reason": reason} for name, reason in skipped]
         except RewriterError as error:
             if no_stream is None:
@@ -84,8 +87,8 @@ def _inspect(
             rules.append({"rule": loaded.name, "reason": f"not applied. {error}"})
     elif no_stream is not None:
         rules.append({"rule": "residual stream", "reason": no_stream})
-    rules += _unfired(after)
-    rules += _standard_layers(after) if applied else []
+    rules += unfired(after)
+    rules += standard_layers(after) if applied else []
     data = {
         "model": _header(original, model),
         "mesh": dict(after.mesh),
@@ -147,11 +150,14 @@ def _header(program: Program, model: Any) -> dict[str, Any]:
 def _blocks(program: Program) -> list[dict[str, Any]]:
     """One row per residual block, in order of the stream."""
     from rewriter.analysis.communication import collectives
-    from rewriter.analysis.residual import residual_blocks
+    from rewriter.analysis.lanes import local_values
+    from rewriter.analysis.residual import residual_blocks, stream_values
 
     blocks = residual_blocks(program)
+    local = local_values(program.graph, program.parameters)
+    own = {i for i, value in enumerate(stream_values(program.graph)) if value in local}
     found: dict[int | None, list[Collective]] = {}
-    for collective in collectives(program, blocks):
+    for collective in collectives(program):
         found.setdefault(collective.block, []).append(collective)
     split = _split_modules(program)
     return [
@@ -160,7 +166,8 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
             "layer": block.layer,
             "kind": block.kind,
             "path": block.path,
-            "reads": _reads(block, blocks),
+            "mode": block.mode,
+            "reads": _reads(block, blocks, own),
             "stale": bool(program.origin) and block.reads != (block.index,),
             "writes": f"x after {_name(block)}",
             "reductions": [
@@ -177,13 +184,18 @@ def _name(block: Block) -> str:
     return f"{block.kind} {block.layer}"
 
 
-def _reads(block: Block, blocks: Sequence[Block]) -> str:
-    """What a block reads, in words: the stream, and which blocks' writes it does not see yet."""
+def _reads(block: Block, blocks: Sequence[Block], own: Collection[int]) -> str:
+    """What a block reads, in words: the stream, whose, and which blocks' writes it does not see yet."""
     parts = []
     for value in block.reads:
         base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
-        missed = [_name(b) for b in blocks[value : block.index]]
-        parts.append(f"{base} (stale: misses {', '.join(missed)})" if missed else base)
+        missed = ", ".join(_name(b) for b in blocks[value : block.index])
+        if missed and block.mode == "own_partial":
+            missed = f" (stale: misses {missed}, but for this rank's part)"
+        elif missed:
+            missed = f" (stale: misses {missed})"
+        whose = "this rank's own " if value in own else ""
+        parts.append(f"{whose}{base}{missed}")
     return " and ".join(parts) or "nothing of the stream"
 
 
@@ -234,48 +246,3 @@ def _memory(program: Program) -> dict[str, int]:
     from rewriter.analysis.memory import memory
 
     return asdict(memory(program))
-
-
-# --- rules that did not fire -----------------------------------------------------------------------------------------
-
-
-def _unfired(program: Program) -> list[dict[str, str]]:
-    """Passes without effect, and what a pass had to leave as it was, in the passes' own words."""
-    rules = []
-    for entry in program.history:
-        if not entry.fired:
-            rules.append({"rule": entry.name, "reason": entry.summary})
-        rules += [{"rule": entry.name, "reason": note} for note in entry.notes]
-    return rules
-
-
-def _standard_layers(program: Program) -> list[dict[str, str]]:
-    """The layers that a rewiring pass left alone."""
-    from rewriter.analysis.residual import residual_blocks
-    from rewriter.passes.ladder import Ladder
-
-    entry = next((r for r in program.history if r.name == Ladder.name), None)
-    if entry is None:
-        return []
-    blocks = residual_blocks(program)
-    rewired = {b.layer for b in blocks if b.reads != (b.index,)}
-    rules = []
-    if kept := sorted({b.layer for b in blocks} - rewired):
-        reason = f"layers {spans(kept)} keep their reads: not in layers={entry.options['layers']!r}"
-        rules.append({"rule": entry.name, "reason": reason})
-    if 0 in rewired:
-        rules.append(
-            {"rule": entry.name, "reason": f"{_name(blocks[0])} reads the embedding: there is nothing to skip"}
-        )
-    return rules
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as "0–2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in runs)

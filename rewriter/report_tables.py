@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rewriter.report import spans
+from rewriter.report_rules import spans
 
 
 def tables(data: Mapping[str, Any]) -> Group:
@@ -107,16 +107,17 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
     return {
         "kind": block["kind"],
         "reads": words(block["reads"]),
-        "reduction": _reduction(block["reductions"]),
+        "reduction": _reduction(block),
         "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",
         "on_ranks": block["on_ranks"],
         "stale": block["stale"],
     }
 
 
-def _reduction(reductions: Sequence[Mapping[str, Any]]) -> str:
+def _reduction(block: Mapping[str, Any]) -> str:
+    reductions = block["reductions"]
     if not reductions:
-        return "none"
+        return "dropped" if block["mode"] == "desync" and block["on_ranks"] != "replicated" else "none"
     own = ["hidden" if r["hidden"] else "exposed" for r in reductions if r["place"] == "block"]
     inner = sum(r["place"] != "block" for r in reductions)
     return " + ".join([*own, *([f"{inner} small inside, exposed"] if inner else [])])
@@ -147,7 +148,7 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
 
 
 _PLACES = {
-    "block": "of blocks",
+    "block": "block reductions",
     "inside a block": "inside blocks (norm statistics)",
     "embedding": "of the embedding",
     "head": "of the head (logits gathered)",

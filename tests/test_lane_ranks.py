@@ -109,6 +109,15 @@ def compare_gradients(label: str, program: Program, leaves: dict[str, torch.Tens
                 assert error <= TOLERANCE, f"{label}: {name} on rank {rank}: {error:.1e}"
 
 
+TELLING = ("desync 4x, sum, untied norms", "parallel, own partial, desync")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_mixes_on_two_ranks_equal_the_simulation(name: str) -> None:
+    check(name, 2, {label: CASES[label] for label in TELLING})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_equal_the_simulation(name: str) -> None:
     check(name, 2, NATIVE if name == "gpt_neox" else CASES)

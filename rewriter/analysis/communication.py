@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.residual import Block, computes, residual_blocks
+from rewriter.analysis.residual import computes
 from rewriter.analysis.shapes import wiring_shapes
 from rewriter.program import Body, Module, Program, args_of
 
@@ -62,22 +62,18 @@ def model_dtype_bytes(program: Program) -> int:
     return int(dtype.itemsize) if isinstance(dtype, torch.dtype) else 4
 
 
-def collectives(program: Program, blocks: Iterable[Block] | None = None) -> tuple[Collective, ...]:
+def collectives(program: Program) -> tuple[Collective, ...]:
     """The collectives of `program` in the order of its wiring; empty on one rank."""
     if not program.mesh:
         return ()
     size = model_dtype_bytes(program)
     shapes = wiring_shapes(program)
-    owner: dict[fx.Node, Block] = {}
-    for known in residual_blocks(program) if blocks is None else blocks:
-        owner.update(dict.fromkeys(known.branch, known))
     behind = hidden_starts(program.graph, program.modules)
     found: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
         layer = node.meta.get("layer")
-        block = owner.get(node)
-        index = block.index if block else None
+        index = node.meta.get("block", node.meta.get("writes"))
         if node.target in (*_SUMS, *_GATHERS):
             gather = node.target in _GATHERS
             shape = shapes[node] or ()
@@ -159,7 +155,7 @@ def _producer(node: fx.Node) -> str:
             paths.append(str(source.target))
         else:
             todo += source.all_input_nodes
-    return " + ".join(paths)
+    return " + ".join(dict.fromkeys(paths))
 
 
 def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:

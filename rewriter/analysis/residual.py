@@ -217,6 +217,8 @@ def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKin
         module = modules[str(node.target)]
         if attends(module):
             kinds.setdefault("attention", node)
+            if isinstance(module, Body) and len(module.merged) > 1:
+                return "parallel", node
         elif _has_experts(module):
             kinds.setdefault("moe", node)
         elif isinstance(module, Opaque):

@@ -1,0 +1,145 @@
+"""What `rewrite inspect` says of collectives is what ranks do: every recipe of the library is counted at run time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from programs import shards, traced, weights
+from ranks import run_ranks
+from test_emitted_runtime import build
+
+from rewriter.analysis.communication import by_place, collectives, summary
+from rewriter.apply import apply_recipe, load_recipe
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.program import Program
+from rewriter.recipes.catalogue import library
+from rewriter.report import inspect
+
+RANKS = 2
+BATCH, LENGTH = 2, 7
+# The same options for the report and for the program; what is measured on weights is fixed here.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ladder-last-20": {"ladder.layers": "last:2"},
+    "drop-sync": {"drop_sync.layers": [1, 3]},
+}
+# Block reductions per token of a model with L = 5 layers of attention and MLP.
+LAYERS = 5
+EXPECTED = {
+    "tensor-parallel": 2 * LAYERS,
+    "parallel": LAYERS,
+    "desync-2x": LAYERS,
+    "desync-2x-sum": LAYERS,
+    "desync-4x": 3,  # ⌈L/2⌉: every fourth, and the last
+    "desync-4x-sum": 3,
+    "ladder": 2 * LAYERS,
+    "ladder-upper-half": 2 * LAYERS,
+    "ladder-last-20": 2 * LAYERS,
+    "ladder-own-partial": 2 * LAYERS,
+    "ladder-then-desync": 2 * LAYERS - 2,  # the last quarter is two layers, whose attention reductions are dropped
+    "drop-sync": 2 * LAYERS - 2,
+    "upper-bound": 0,
+}
+# Reductions that run behind another block.
+HIDDEN = {
+    "ladder": 2 * LAYERS - 1,
+    "ladder-own-partial": 2 * LAYERS - 1,
+    "ladder-upper-half": 6,  # layers 2–4, begun by the MLP before them
+    "ladder-last-20": 4,
+    "ladder-then-desync": 2,
+}
+
+
+@functools.cache
+def rewritten(family: str, recipe: str) -> Program:
+    loaded = load_recipe(recipe, OPTIONS.get(recipe))
+    return apply_recipe(traced(family), loaded, RANKS)[0]
+
+
+def counted(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
+    """Per case, the events of a prefill and of a decode step: (kind, bytes)."""
+    from rewriter.runtime import Context, StaticCache, record_events
+
+    results = []
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    for source, tensors, ties in cases:
+        model = build(source, tensors[group.rank()], ties, group)
+        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
+        with torch.no_grad():
+            with record_events() as prefill:
+                model(ids, positions, Context(cache))
+            step = Context(cache, torch.tensor(ids.shape[1]))
+            with record_events() as decode:
+                model(ids[:, :1], positions[:, -1:] + 1, step)
+        results.append([[(e.kind, e.bytes) for e in events] for events in (prefill, decode)])
+    return results
+
+
+@functools.cache
+def at_run_time(family: str, recipes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """By rank, the events of every recipe."""
+    cases = []
+    for recipe in recipes:
+        program = rewritten(family, recipe)
+        cases.append((emit_runtime_module(program), shards(program, weights(family)), dict(program.ties)))
+    ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
+    by_rank = run_ranks(counted, RANKS, cases, ids, timeout=240)
+    return [dict(zip(recipes, results, strict=True)) for results in by_rank]
+
+
+def compare(family: str, recipe: str, recipes: tuple[str, ...]) -> None:
+    """Number and bytes of all-reduces and gathers on every rank, in prefill and decode, are those of the analysis."""
+    found = collectives(rewritten(family, recipe))
+    sums = [c.bytes_per_token for c in found if c.kind == "all-reduce"]
+    gathers = [c.bytes_per_token for c in found if c.kind == "all-gather"]
+    for rank in at_run_time(family, recipes):
+        for events, tokens in zip(rank[recipe], (BATCH * LENGTH, BATCH), strict=True):
+            started = [size for kind, size in events if kind == "start"]
+            assert len(started) == len([1 for kind, _ in events if kind == "wait"]) == len(sums)
+            assert sum(started) == tokens * sum(sums)
+            gathered = [size * RANKS for kind, size in events if kind == "all_gather"]  # an event is a rank's own part
+            assert sorted(gathered) == sorted(tokens * size for size in gathers)
+    # and what the report says is that analysis
+    reported = inspect(zoo.config(family), load_recipe(recipe, OPTIONS.get(recipe)), RANKS).data["communication"][
+        "after"
+    ]
+    assert reported["total"]["collectives"] == len(found)
+    assert reported["total"]["bytes_per_token"] == sum(sums) + sum(gathers)
+
+
+def test_every_recipe_of_the_library_is_expected_here() -> None:
+    assert EXPECTED.keys() == library().keys()
+
+
+@pytest.mark.parametrize("recipe", sorted(EXPECTED))
+def test_collectives_at_run_time_are_those_of_the_report(recipe: str) -> None:
+    compare("qwen3", recipe, tuple(sorted(EXPECTED)))
+    found = by_place(collectives(rewritten("qwen3", recipe)))
+    blocks = found.pop("block", summary([]))
+    assert (blocks.collectives, blocks.hidden) == (EXPECTED[recipe], HIDDEN.get(recipe, 0))
+    assert blocks.bytes_per_token == EXPECTED[recipe] * zoo.HIDDEN * 4
+    # embedding and head apart, one collective each
+    assert {place: t.collectives for place, t in found.items()} == (
+        {} if recipe == "upper-bound" else {"embedding": 1, "head": 1}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "recipe", "blocks"),
+    [
+        ("gpt_neox", "tensor-parallel", 4),  # parallel blocks reduce once per layer
+        ("gpt_neox", "desync-2x", 2),
+        ("gpt2", "desync-2x-sum", 4),
+        ("olmo2", "ladder", 8),  # norms over all heads reduce inside of attention
+        ("mixtral", "ladder-own-partial", 8),
+    ],
+)
+def test_other_families_communicate_as_reported(family: str, recipe: str, blocks: int) -> None:
+    compare(family, recipe, (recipe,))
+    places = by_place(collectives(rewritten(family, recipe)))
+    assert places["block"].collectives == blocks
+    assert ("inside a block" in places) == (family == "olmo2")
