@@ -1,0 +1,105 @@
+"""Layers whose children add to the residual stream, and models that number their tokens themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import relative_error
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rewriter.analysis.residual import residual_blocks
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.errors import RewriterError
+from rewriter.passes import available
+from rewriter.program import Program
+from rewriter.trace import trace
+from rewriter.verify.random_model import randomize
+from rewriter.verify.reference import ladder_reference
+from rewriter.verify.simulate import simulate
+
+_BERT: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 192,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "is_decoder": True,
+    "pad_token_id": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # `self.ffn(normed, residual)` returns the sum.
+    "mpt": {"model_type": "mpt", "vocab_size": 256, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 192},
+    # Both blocks end in a child that is given the stream; its first token is at position 2.
+    "roberta-prelayernorm": _BERT | {"model_type": "roberta-prelayernorm"},
+}
+_passes = available()
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), attn_implementation="eager")
+        randomize(model, 2.0)
+    return model.eval()
+
+
+@functools.cache
+def traced(name: str) -> Program:
+    return trace(AutoConfig.for_model(**CONFIGS[name]))
+
+
+def weights(name: str) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model_of(name).named_parameters()}
+
+
+@pytest.mark.parametrize("length", [1, 21, 100])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_the_add_inside_a_child_is_found(name: str, length: int, tmp_path: Path) -> None:
+    model, program = model_of(name), traced(name)
+    ids = torch.randint(2, 256, (2, length), generator=torch.Generator().manual_seed(length))
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert len(residual_blocks(program)) == 4
+    assert relative_error(simulate(program, ids, weights=weights(name)), expected) <= 1e-5
+    with ladder_reference(model, {1}):
+        rewired = model(input_ids=ids, use_cache=False).logits
+    assert relative_error(rewired, expected) >= 1e-2
+    ladder = _passes["ladder"]([1]).apply(program)
+    assert relative_error(simulate(ladder, ids, weights=weights(name)), rewired) <= 1e-5
+    sharded = _passes["tensor_parallel"]().apply(ladder.with_(mesh={"tp": 2}))
+    assert relative_error(simulate(sharded, ids, weights=weights(name)), rewired) <= 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_an_emitted_layer_calls_what_the_child_called(name: str, tmp_path: Path) -> None:
+    model, program = model_of(name), traced(name)
+    model.save_pretrained(tmp_path)
+    files = emit_huggingface(_passes["ladder"]([1]).apply(program))
+    assert files.modeling_name is not None
+    assert files.modeling is not None
+    assert {"mpt": "self.ffn.down_proj(", "roberta-prelayernorm": "self.output.dense("}[name] in files.modeling
+    (tmp_path / "config.json").write_text(json.dumps(files.config | {"dtype": "float32"}))
+    (tmp_path / files.modeling_name).write_text(files.modeling)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="eager").eval()
+    ids = torch.randint(2, 256, (2, 21), generator=torch.Generator().manual_seed(0))
+    with ladder_reference(model, {1}):
+        expected = model(input_ids=ids, use_cache=False).logits
+    assert relative_error(loaded(input_ids=ids, use_cache=False).logits, expected) <= 1e-5
+
+
+def test_positions_that_a_model_counts_itself_are_refused_by_the_runtime() -> None:
+    program = traced("roberta-prelayernorm")
+    assert "position_ids" not in [n.target for n in program.graph.nodes if n.op == "placeholder"]
+    with pytest.raises(RewriterError, match="numbers the tokens"):
+        emit_runtime_module(program)
