@@ -3,8 +3,8 @@
     python benchmarks/lanes.py [--rounds 7] [--json]
 
 A random Llama (4 layers of 512, 16 query and 8 key/value heads, fp32) reads 2 × 256 tokens, eager, with one thread.
-Times are medians over rounds in which all models take turns; memory is the peak of resident memory above that before the
-first step, in a process of its own.
+Times are medians over rounds in which all models take turns; memory is the peak of resident memory above what the model
+takes, in a process of its own.
 """
 
 from __future__ import annotations

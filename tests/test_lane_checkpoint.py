@@ -15,7 +15,7 @@ import torch
 import zoo
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rewriter import api
 from rewriter.emit.huggingface import emit_huggingface
@@ -27,12 +27,13 @@ from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.program import Program
 from rewriter.runtime import load as load_rank
+from rewriter.trace import trace
 from rewriter.verify.lane_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5
 # llama has 8 query heads on 2 key/value heads: at P = 4, lanes hold copies of them. gpt2 and gpt_neox fuse q, k and v.
-FAMILIES = ["llama", "llama_mha_bias", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox"]
+FAMILIES = ["llama", "llama_mha_bias", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral"]
 MIXES: dict[str, tuple[Any, ...]] = {
     "2x": (Desync(n=2),),
     "4x-sum": (Desync(n=4, resync="sum"),),
@@ -124,6 +125,16 @@ def test_logits_equal_the_reference(family: str, mix: str) -> None:
         for attention in ("eager", "sdpa"):
             logits = shared(family, mix, 2, attention)(input_ids=ids).logits
             assert oracles.relative_error(logits, expected) <= TOLERANCE, attention
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_of_every_implementation(implementation: str) -> None:
+    """Each lane's router sees that lane's input, and each lane passes its part of the experts it chose."""
+    rewritten, ids = program("mixtral", "4x-sum", 4), batch("mixtral")
+    model = emitted.load(directory("mixtral", "4x-sum", 4), experts_implementation=implementation)
+    with torch.no_grad():
+        expected = simulate(rewritten, ids, weights=load_weights(rewritten))
+        assert oracles.relative_error(model(input_ids=ids).logits, expected) <= TOLERANCE
 
 
 # Running it
@@ -374,6 +385,13 @@ def test_an_adapter_elsewhere_works() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_experts_are_refused_by_name() -> None:
-    with pytest.raises(RewriterError, match=r"model\.layers\.0\.mlp: its 2 lanes cannot run on one device"):
-        emit_huggingface(program("mixtral", "2x", 2))
+def test_key_value_heads_that_are_fused_with_queries_and_copied_are_refused_by_name() -> None:
+    config = AutoConfig.for_model(
+        "gpt_bigcode", n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=64, multi_query=True
+    )
+    sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
+    expected = (
+        r"transformer\.h\.1\.attn: its 2 lanes cannot run on one device .* c_attn makes outputs of each lane's own"
+    )
+    with pytest.raises(RewriterError, match=expected):
+        emit_huggingface(Desync(n=4).apply(sharded))

@@ -165,7 +165,7 @@ def _what(program: Program, kind: _Kind) -> list[str]:
 def _imports(program: Program, modules: Sequence[LaneModule], children: Sequence[str]) -> str:
     source = program.source
     norms = {m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"}
-    standard = ["copy"] * any(m.role == "Norm" for m in modules)
+    standard = ["copy"] * any(m.role in ("Norm", "Experts") for m in modules)
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     return file.imports(source, {*norms, *children}, standard, others)
 
@@ -234,6 +234,8 @@ def rewire(model, layers):
         layer_class = LAYER_CLASSES[kind]
         if getattr(layer_class, "takes", (1,)) != widths:
             raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} cannot stand after {{kinds[:index][-1:]}}")
+        if not issubclass(layer_class, type(layer)):
+            raise ValueError(f"config.rewriter_layers[{{index}}]: {{kind!r}} is made for another layer than this one")
         widths = getattr(layer_class, "gives", (1,))
         # The layer stays the module that the source built: its children, parameter names, initialisation and the
         # order of random draws are the source's. Only its forward changes.

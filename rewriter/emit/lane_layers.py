@@ -17,7 +17,16 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.lanes import local_values
 from rewriter.analysis.residual import computes, residual_blocks
-from rewriter.emit.lane_modules import LaneModule, computes_partial, lane_child, token_by_token
+from rewriter.emit.lane_modules import (
+    LaneChild,
+    LaneModule,
+    Stopped,
+    computes_partial,
+    is_entry,
+    lane_child,
+    token_by_token,
+)
+from rewriter.emit.lane_tokens import has_experts, token_child
 from rewriter.emit.layers import Flow
 from rewriter.emit.naming import Names
 from rewriter.emit.python import bracketed, call_parts
@@ -102,8 +111,11 @@ class _Printer:
     def _form(self, node: fx.Node) -> Form:
         if node not in self.local or node.target is ops.enter:
             return "same"
+        module = self.program.modules[str(node.target)] if node.op == "call_module" else None
+        if module is not None and is_entry(module):
+            return "same"  # the parts of all lanes, which are the whole
         lanes = any(self.form[n] != "same" for n in node.all_input_nodes)
-        partial = node.op == "call_module" and computes_partial(self.program.modules[str(node.target)])
+        partial = module is not None and computes_partial(module)
         if (partial or (lanes and _is_linear(node))) and self._only_reduced(node):
             return "total"
         return "lane" if partial or lanes else "same"
@@ -208,7 +220,7 @@ class _Printer:
         module, inner = self.program.modules[path], path.removeprefix(self.path + ".")
         lanes = [isinstance(a, fx.Node) and self.form[a] == "lane" for a in node.args]
         own = any(p.ranges is not None for n, p in self.program.parameters.items() if n.startswith(f"{path}."))
-        if not computes_partial(module):
+        if not computes_partial(module) and not is_entry(module):
             if any(lanes) and not token_by_token(module):
                 raise RewriterError(
                     f"{path}: every rank computes all of it, from a value that differs by rank, and it does not map "
@@ -219,12 +231,34 @@ class _Printer:
                 kind = module.kind if isinstance(module, Leaf) else module.class_name
                 self.modules[inner] = LaneModule("Norm", kind)
             return call_parts(node, self.path, self._operands(node))
-        found = lane_child(self.program, path, lanes, self.form[node] == "lane")
+        found = self._child(path, lanes, self.form[node])
         self.modules |= {f"{inner}.{name}" if name else inner: found.modules[name] for name in found.modules}
         self.groups |= {f"{inner}.{name}" if name else inner: found.groups[name] for name in found.groups}
         self.classes |= found.classes
-        packed = {a: f"{self._text(a)}.flatten(-2)" for a in node.all_input_nodes if self.form[a] == "lane"}
-        return call_parts(node, self.path, {**self._operands(node), **packed})
+        names = self._operands(node)
+        for source in node.all_input_nodes:
+            if found.tokens:
+                lane = self.form[source] == "lane"
+                names[source] += ".flatten(1, 2)" if lane else ".repeat_interleave(LANES, 1)"
+            elif self.form[source] == "lane":
+                names[source] += ".flatten(-2)"
+        head, items, tail = call_parts(node, self.path, names)
+        if found.tokens:
+            tail += ".unflatten(1, (-1, LANES))" + (".sum(-2)" if self.form[node] == "total" else "")
+        return head, items, tail
+
+    def _child(self, path: str, lanes: list[bool], form: Form) -> LaneChild:
+        """What of a split child knows lanes. Raises RewriterError where the source's own code cannot compute them."""
+        module = self.program.modules[path]
+        try:
+            if has_experts(module) and (any(lanes) or form == "lane"):
+                return token_child(self.program, path)
+            return lane_child(self.program, path, lanes, form == "lane")
+        except Stopped as reason:
+            raise RewriterError(
+                f"{path}: its {self.ranks} lanes cannot run on one device in the source's own code: {reason}. "
+                "`rewriter.simulate` and the sharded runtime compute them; leave its layer out of the selection"
+            ) from None
 
     def _wish(self, node: fx.Node) -> str:
         if node.op == "call_module":

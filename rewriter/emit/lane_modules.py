@@ -22,8 +22,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.labels import REDUCTIONS, aten, is_pointwise, is_tensor, reduced_shape, value_of
 from rewriter.analysis.units import Ranges
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Program, args_of
+from rewriter.program import Body, Leaf, Module, Parameter, Program, args_of
 
 _VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 _PIECES = frozenset({aten.slice.Tensor, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
@@ -34,10 +33,10 @@ _PROJECTIONS = ("Linear", "Conv1D")
 
 @dataclass(frozen=True)
 class LaneModule:
-    """How one module knows lanes. `role` names a class of the generated file: Entry, Exit or Norm; `options` are the
-    attributes that it needs, as Python."""
+    """How one module knows lanes. `role` names a class of the generated file, `kind` the source's class (empty: it is
+    found when the model is built); `options` are the attributes that it needs, as Python."""
 
-    role: Literal["Entry", "Exit", "Norm"]
+    role: Literal["Entry", "Exit", "TokenEntry", "TokenExit", "Experts", "Norm"]
     kind: str
     options: tuple[tuple[str, str], ...] = ()
 
@@ -47,12 +46,14 @@ class LaneChild:
     """The modules of one child that know lanes, by path relative to it.
 
     `groups` are the query heads per key/value head of attention modules, where lanes hold more key/value heads than
-    the source has. `classes` are the source's classes of which this was found true.
+    the source has. `classes` are the source's classes of which this was found true. `tokens` says that lanes are
+    tokens of the child (see `lane_tokens`).
     """
 
     modules: dict[str, LaneModule] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     classes: set[str] = field(default_factory=set)
+    tokens: bool = False
 
 
 def computes_partial(module: Module) -> bool:
@@ -64,6 +65,11 @@ def computes_partial(module: Module) -> bool:
     return any(n.target is ops.experts for n in module.graph.nodes) or any(
         computes_partial(m) for m in module.modules.values()
     )
+
+
+def is_entry(module: Module) -> bool:
+    """Whether it is a projection of which ranks hold a part of the outputs."""
+    return isinstance(module, Leaf) and module.kind.startswith("ColumnParallel")
 
 
 def token_by_token(module: Module) -> bool:
@@ -94,23 +100,16 @@ def lane_child(program: Program, path: str, lane_inputs: Sequence[bool], lane_ou
     """The modules of `path`, a split child of a layer, that know lanes.
 
     `lane_inputs` says which of its inputs differ by lane; `lane_output` whether each lane's partial sum is needed, and
-    not just their total. Raises RewriterError with the reason where that is not enough.
+    not just their total. Raises Stopped with the reason where that is not enough.
     """
-    module = program.modules[path]
     walk = _Walk(program, path, lane_output)
-    try:
-        result = walk.module(module, "", [_LANE if lane else _WHOLE for lane in lane_inputs])
-        if lane_output and result.kind != "partial":
-            raise _Stopped("its output is not a sum of the lanes' parts")
-    except _Stopped as reason:
-        raise RewriterError(
-            f"{path}: its {program.mesh['tp']} lanes cannot run on one device in the source's own code: {reason}. "
-            "`rewriter.simulate` and the sharded runtime compute them; leave its layer out of the selection"
-        ) from None
+    result = walk.module(program.modules[path], "", [_LANE if lane else _WHOLE for lane in lane_inputs])
+    if lane_output and result.kind != "partial":
+        raise Stopped("its output is not a sum of the lanes' parts")
     return walk.found
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """What else would have to know lanes."""
 
 
@@ -141,7 +140,7 @@ class _Walk:
         if isinstance(module, Leaf):
             return self._leaf(module, prefix, inputs[0])
         if not isinstance(module, Body):
-            raise _Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
+            raise Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
         if any(state.kind == "lane" for state in inputs):
             self.found.classes.add(module.class_name)
         given = iter(inputs)
@@ -154,7 +153,7 @@ class _Walk:
             elif node.op == "output":
                 results = {env[n] for n in node.all_input_nodes}
                 if len(results) != 1:
-                    raise _Stopped(f"{module.class_name} returns values that know lanes beside others that do not")
+                    raise Stopped(f"{module.class_name} returns values that know lanes beside others that do not")
                 return results.pop()
             elif node.op == "call_module":
                 name = str(node.target)
@@ -172,56 +171,61 @@ class _Walk:
         if not leaf.kind.endswith(_PROJECTIONS):
             if source.kind == "whole" or (source.kind == "heads" and source.dim != -1 and leaf.kind == "LayerNorm"):
                 return source
-            raise _Stopped(f"{name} ({leaf.kind}) reads {_described(source)}")
+            raise Stopped(f"{name} ({leaf.kind}) reads {_described(source)}")
         if leaf.kind.startswith("RowParallel"):
             return self._exit(leaf, name, source)
         if source.kind == "whole":
             return _WHOLE
         if source.kind != "lane":
-            raise _Stopped(f"{name} reads {_described(source)}")
+            raise Stopped(f"{name} reads {_described(source)}")
         return self._entry(leaf, name)
 
     def _entry(self, leaf: Leaf, name: str) -> _State:
-        spec = self.program.parameters[f"{self.path}.{name}.weight"]
-        kind = _projection(leaf)
+        spec = self._weight(name)
+        kind = projection(leaf)
         size = (spec.full_shape or spec.shape)[0 if kind == "Linear" else 1]
         ranges = spec.ranges or (((0, size),),) * self.ranks
-        segments = _segments(ranges, size)
-        if segments is not None:
-            options = (("segments", f"[{', '.join(map(str, segments))}]"),) if len(segments) > 1 else ()
+        runs = segments(ranges, size)
+        if runs is not None:
+            options = (("segments", f"[{', '.join(map(str, runs))}]"),) if len(runs) > 1 else ()
             self.found.modules[name] = LaneModule("Entry", kind, options)
             return _WHOLE
         if any(len(r) != 1 for r in ranges):
-            raise _Stopped(f"the outputs of {name} are not equal runs: {ranges}")
+            raise Stopped(f"{name or self.path} makes outputs of each lane's own beside some that lanes have in common")
         rows = ", ".join(f"({a}, {b})" for ((a, b),) in ranges)
         self.found.modules[name] = LaneModule("Entry", kind, (("rows", f"[{rows}]"),))
         return _State("heads", sum(b - a for ((a, b),) in ranges))
 
     def _exit(self, leaf: Leaf, name: str, source: _State) -> _State:
         if source.kind != "whole":
-            raise _Stopped(f"{name} reads {_described(source)}")
+            raise Stopped(f"{name} reads {_described(source)}")
         if not self.lane_output:
             return _WHOLE
-        spec = self.program.parameters[f"{self.path}.{name}.weight"]
+        spec = self._weight(name)
         assert spec.ranges is not None
-        kind = _projection(leaf)
+        kind = projection(leaf)
         size = (spec.full_shape or spec.shape)[1 if kind == "Linear" else 0]
-        if _segments(spec.ranges, size) != (size,):
-            raise _Stopped(f"the inputs of {name} are not equal runs, one per rank")
+        if segments(spec.ranges, size) != (size,):
+            raise Stopped(f"the inputs of {name} are not equal runs, one per rank")
         if "bias" in leaf.parameters and not leaf.options.get("bias_share"):
-            raise _Stopped(f"rank 0 alone adds the bias of {name}")
+            raise Stopped(f"rank 0 alone adds the bias of {name}")
         self.found.modules[name] = LaneModule("Exit", kind)
         return _PARTIAL
+
+    def _weight(self, name: str) -> Parameter:
+        return self.program.parameters[".".join(filter(None, (self.path, name, "weight")))]
 
     # --- functions
 
     def _function(self, node: fx.Node, env: Mapping[fx.Node, _State], prefix: str, body: Body) -> _State:
-        states = [env[n] for n in node.all_input_nodes]
-        kinds = {s.kind for s in states}
         target = node.target
+        # a `like` argument only lends its dtype
+        sources = node.all_input_nodes[:1] if target is ops.type_as_model else node.all_input_nodes
+        states = [env[n] for n in sources]
+        kinds = {s.kind for s in states}
         if target in (ops.all_reduce, ops.all_reduce_start):
             if kinds != {"whole"} or "lane" in {s.kind for s in env.values()}:
-                raise _Stopped(f"it reduces over the ranks inside, at {node.name}")
+                raise Stopped(f"it reduces over the ranks inside, at {node.name}")
             return _WHOLE
         if target is ops.enter:
             return states[0]
@@ -229,14 +233,14 @@ class _Walk:
             return self._attention(node, env, prefix, body)
         if target is ops.experts:
             if self.lane_output or kinds != {"whole"}:
-                raise _Stopped("its experts would have to know lanes")
+                raise Stopped("its experts would have to know lanes")
             return _WHOLE
         if kinds <= {"whole"}:
             return _WHOLE
         if "lane" in kinds:
             if target is aten.sym_size.int and args_of(node)[1] in (0, 1):
                 return _WHOLE
-            raise _Stopped(f"{_name(node)} reads what differs by lane, beside the projections")
+            raise Stopped(f"{name_of(node)} reads what differs by lane, beside the projections")
         if "partial" in kinds:
             return self._partial(node, states)
         return self._heads(node, env)
@@ -246,16 +250,16 @@ class _Walk:
         added = node.target in (aten.add.Tensor, operator.add) and [s.kind for s in states] == ["partial"] * 2
         if scaled or added or node.target in (aten.to.dtype, aten.neg.default, *_SAME_SHAPE):
             return _PARTIAL
-        if node.target is ops.type_as_model and states[0].kind == "partial":
+        if node.target is ops.type_as_model:
             return _PARTIAL
-        raise _Stopped(f"{_name(node)} reads the lanes' parts of a sum")
+        raise Stopped(f"{name_of(node)} reads the lanes' parts of a sum")
 
     def _heads(self, node: fx.Node, env: Mapping[fx.Node, _State]) -> _State:
         """Glue on more heads than the source has: allowed where no size of theirs is written in the source's code."""
         source = next(n for n in node.all_input_nodes if env[n].kind == "heads")
         state, args = env[source], args_of(node)
         rank = value_of(source).dim() if is_tensor(source) else 0
-        refused = _Stopped(f"{_name(node)} fixes the number of key/value heads")
+        refused = Stopped(f"{name_of(node)} fixes the number of key/value heads")
         if node.target in _SAME_SHAPE or node.target is operator.getitem:
             return state
         if node.target in _VIEWS and state.dim == -1:
@@ -290,16 +294,16 @@ class _Walk:
         q, k, v = args_of(node)[:3]
         states = [env[n] for n in (q, k, v)]
         if any(env[n].kind != "whole" for n in node.all_input_nodes if n not in (k, v)):
-            raise _Stopped("its queries are not those of the source")
+            raise Stopped("its queries are not those of the source")
         if [s.kind for s in states] == ["whole"] * 3:
             return _WHOLE
         if [s.kind for s in states] != ["whole", "heads", "heads"] or {s.dim for s in states[1:]} != {1}:
-            raise _Stopped("its keys and values do not have the same heads")
+            raise Stopped("its keys and values do not have the same heads")
         if states[1].count != states[2].count:
-            raise _Stopped("its keys and values have different numbers of heads")
+            raise Stopped("its keys and values have different numbers of heads")
         heads = reduced_shape(value_of(q))[1]
         if "num_key_value_groups" not in _source_of(self.program, body):
-            raise _Stopped(
+            raise Stopped(
                 f"lanes hold {states[1].count} key/value heads together, and {body.class_name} has no "
                 "num_key_value_groups to say so"
             )
@@ -307,21 +311,21 @@ class _Walk:
         return _WHOLE
 
 
-def _segments(ranges: Sequence[Ranges], size: int) -> tuple[int, ...] | None:
+def segments(ranges: Sequence[Ranges], size: int) -> tuple[int, ...] | None:
     """The sizes of runs that follow each other and are each split evenly over the ranks; None where they are not."""
     if len({len(r) for r in ranges}) != 1:
         return None
-    segments, end = [], 0
+    sizes, end = [], 0
     for parts in zip(*ranges, strict=True):
         length = parts[0][1] - parts[0][0]
         if list(parts) != [(end + i * length, end + (i + 1) * length) for i in range(len(parts))]:
             return None
-        segments.append(length * len(parts))
-        end += segments[-1]
-    return tuple(segments) if end == size else None
+        sizes.append(length * len(parts))
+        end += sizes[-1]
+    return tuple(sizes) if end == size else None
 
 
-def _projection(leaf: Leaf) -> str:
+def projection(leaf: Leaf) -> str:
     return next(kind for kind in _PROJECTIONS if leaf.kind.endswith(kind))
 
 
@@ -357,10 +361,21 @@ def _described(state: _State) -> str:
     }[state.kind]
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", None) or str(node.target)
 
 
-__all__ = ["LaneChild", "LaneModule", "computes_partial", "lane_child", "token_by_token"]
+__all__ = [
+    "LaneChild",
+    "LaneModule",
+    "Stopped",
+    "computes_partial",
+    "is_entry",
+    "lane_child",
+    "name_of",
+    "projection",
+    "segments",
+    "token_by_token",
+]

@@ -61,6 +61,56 @@ class LaneExit:
         return partial if self.bias is None else partial + self.bias / LANES
 '''
 
+_TOKEN_ENTRY = '''
+class LaneTokenEntry:
+    """A projection of lanes that are tokens: [..., S * LANES, inputs] becomes [..., S * LANES, outputs / LANES].
+
+    A token of lane r gets the outputs that rank r holds.
+    """
+
+    def forward(self, states):
+        weight = output_rows(self).unflatten(0, (LANES, -1))
+        outputs = torch.einsum("...li,loi->...lo", states.unflatten(-2, (-1, LANES)), weight)
+        outputs = outputs if self.bias is None else outputs + self.bias.unflatten(0, (LANES, -1))
+        return outputs.flatten(-3, -2)
+'''
+
+_TOKEN_EXIT = '''
+class LaneTokenExit:
+    """A projection of lanes that are tokens: [..., S * LANES, inputs / LANES] becomes [..., S * LANES, outputs].
+
+    The lanes of a token have its total as their sum. Every lane adds an equal part of the bias.
+    """
+
+    def forward(self, states):
+        weight = output_rows(self).unflatten(1, (LANES, -1))
+        partial = torch.einsum("...li,oli->...lo", states.unflatten(-2, (-1, LANES)), weight)
+        return (partial if self.bias is None else partial + self.bias / LANES).flatten(-3, -2)
+'''
+
+_EXPERTS = '''
+class LaneExperts:
+    """Experts of lanes that are tokens: a token of lane r passes the part of its experts that rank r holds.
+
+    Every part is an expert of its own, number expert * LANES + lane, for the source's code. `parts` says along which
+    dimension a weight is split, and in how many equal runs (gate and up); None: every part has an equal share of it.
+    """
+
+    def forward(self, states, index, weights):
+        lane = torch.arange(len(states), device=states.device).remainder(LANES).unsqueeze(-1)
+        index = (index * LANES + lane).clamp(max=self.unbound[0].num_experts)  # beyond the last expert: dropped
+        experts = {name: self.split(name, parameter) for name, parameter in self.named_parameters()}
+        return torch.func.functional_call(self.unbound[0], experts, (states, index, weights))
+
+    def split(self, name, weight):
+        """[experts, ...] as [experts * LANES, ...]."""
+        if self.parts[name] is None:
+            return weight.repeat_interleave(LANES, 0) / LANES
+        dim, runs = self.parts[name]
+        parts = weight.unflatten(dim, (runs, LANES, -1)).movedim(dim + 1, 1)
+        return parts.flatten(dim + 1, dim + 2).flatten(0, 1)
+'''
+
 _ROWS = '''
 def output_rows(projection):
     """The weight as [outputs, inputs]."""
@@ -73,17 +123,18 @@ class LaneNorm:
 
     def forward(self, states):
         def one_lane(parameters, states):
-            return torch.func.functional_call(self.of_one_lane[0], parameters, (states,))
+            return torch.func.functional_call(self.unbound[0], parameters, (states,))
 
         parameters = {name: p.unflatten(0, (LANES, -1)) for name, p in self.named_parameters(recurse=False)}
         return torch.func.vmap(one_lane, in_dims=(0, -2), out_dims=-2)(parameters, states)
+'''
 
-
-def widen(norm):
-    """Make room for the weights of every lane; all start alike."""
-    norm.of_one_lane = (copy.deepcopy(norm),)  # in a tuple: its own parameters are never read, nor the model's
-    for name, parameter in list(norm.named_parameters(recurse=False)):
-        setattr(norm, name, torch.nn.Parameter(parameter.detach().repeat(LANES)))
+_UNBOUND = '''
+def unbound(module):
+    """The source's module for other weights, which are given with a call. In a tuple: it is no part of the model."""
+    twin = copy.copy(module)
+    twin._parameters = {name: torch.nn.Parameter(torch.empty(0, device="meta")) for name in module._parameters}
+    return (twin,)
 '''
 
 _USE = '''
@@ -91,8 +142,7 @@ def use_lanes(layer):
     """Let the children of a layer that know lanes do so; they stay the modules that the source built."""
     for path, lane_class, options in getattr(layer, "lane_modules", ()):
         module = layer.get_submodule(path)
-@widen
-        module.__class__ = lane_class
+@norm@experts        module.__class__ = lane_class
         for name, value in options.items():
             setattr(module, name, value)
     for path, groups in getattr(layer, "key_value_groups", ()):
@@ -112,28 +162,60 @@ def require_lanes(layer, args):
             )
 '''
 
+_WIDEN = """\
+        if issubclass(lane_class, LaneNorm):  # room for the weights of every lane; all start alike
+            module.unbound = unbound(module)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().repeat(LANES)))
+"""
+
+_MULTIPLY = """\
+        if lane_class is LaneExperts:
+            module.unbound = unbound(module)
+            module.unbound[0].num_experts = module.num_experts * LANES
+            lane_class = type(f"Lane{type(module).__name__}", (LaneExperts, type(module)), {})
+"""
+
 
 def support(modules: Collection[LaneModule]) -> list[str]:
     """Top-level code for layers with these modules: functions, what a role does, the classes by role and kind."""
-    roles = {m.role for m in modules}
-    kinds = sorted({m.kind for m in modules if m.role != "Norm"})
+    roles = {role_name(m) for m in modules}
+    kinds = sorted({m.kind for m in modules if m.kind in _WEIGHTS})
     parts = [_PACKING]
     if len(kinds) == 2:
         parts.append(_ROWS.format("projection.weight.t() if isinstance(projection, Conv1D) else projection.weight"))
     elif kinds:
-        parts.append(_ROWS.format("projection.weight.t()" if kinds == ["Conv1D"] else "projection.weight"))
-    parts += [text for role, text in (("Entry", _ENTRY), ("Exit", _EXIT), ("Norm", _NORM)) if role in roles]
-    for role, kind in sorted({(m.role, m.kind) for m in modules}):
+        parts.append(_ROWS.format(_WEIGHTS[kinds[0]]))
+    parts += [text for role, text in _ROLES.items() if role in roles]
+    if roles & {"LaneNorm", "LaneExperts"}:
+        parts.append(_UNBOUND)
+    for role, kind in sorted({(role_name(m), m.kind) for m in modules if m.kind}):
         parent = f"torch.nn.{kind}" if kind in ("Linear", "LayerNorm") else kind
-        parts.append(f"class {_class_name(role, kind)}(Lane{role}, {parent}):\n    pass")
-    widen = "        if issubclass(lane_class, LaneNorm):\n            widen(module)\n" if "Norm" in roles else ""
-    return [*parts, _USE.replace("@widen\n", widen)]
+        parts.append(f"class {_class_name(role, kind)}({role}, {parent}):\n    pass")
+    use = _USE.replace("@norm", _WIDEN if "LaneNorm" in roles else "")
+    return [*parts, use.replace("@experts", _MULTIPLY if "LaneExperts" in roles else "")]
+
+
+_WEIGHTS = {"Linear": "projection.weight", "Conv1D": "projection.weight.t()"}
+_ROLES = {
+    "LaneEntry": _ENTRY,
+    "LaneExit": _EXIT,
+    "LaneTokenEntry": _TOKEN_ENTRY,
+    "LaneTokenExit": _TOKEN_EXIT,
+    "LaneExperts": _EXPERTS,
+    "LaneNorm": _NORM,
+}
+
+
+def role_name(module: LaneModule) -> str:
+    """The generated class that says what modules of a role do."""
+    return f"Lane{module.role}"
 
 
 def lane_class(module: LaneModule) -> str:
     """The name of the generated class of a module: LaneEntryLinear."""
-    return _class_name(module.role, module.kind)
+    return _class_name(role_name(module), module.kind)
 
 
 def _class_name(role: str, kind: str) -> str:
-    return f"Lane{role if role != 'Norm' else ''}{kind}"
+    return f"{'Lane' if role == 'LaneNorm' else role}{kind}"
