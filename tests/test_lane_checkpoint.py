@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 import zoo
 from peft import LoraConfig, get_peft_model
+from torch import fx
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from rewriter import api
+from rewriter import api, ops
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.lane_huggingface import emit_lanes
 from rewriter.emit.manifest import read_manifest
 from rewriter.errors import RewriterError
 from rewriter.passes.desync import Desync
@@ -390,8 +393,31 @@ def test_key_value_heads_that_are_fused_with_queries_and_copied_are_refused_by_n
         "gpt_bigcode", n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=64, multi_query=True
     )
     sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
-    expected = (
-        r"transformer\.h\.1\.attn: its 2 lanes cannot run on one device .* c_attn makes outputs of each lane's own"
-    )
+    expected = r"transformer\.h\.1\.attn: its 2 lanes cannot run on one device .* c_attn makes outputs of each"
     with pytest.raises(RewriterError, match=expected):
         emit_huggingface(Desync(n=4).apply(sharded))
+
+
+# Seeded faults: what a wrong rewrite would emit must fail the comparison above
+
+
+def lost_part(graph: fx.Graph) -> None:
+    """What the lanes added at attention is not in the sum of the kept reduction."""
+    total = next(n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") == 1)
+    add = total.args[0]
+    add.replace_all_uses_with(add.args[1])
+
+
+def synchronised_too_early(graph: fx.Graph) -> None:
+    """The MLP reads the stream as it was before attention, equal in all lanes."""
+    norm = next(n for n in graph.nodes if n.target == "model.layers.1.post_attention_layernorm")
+    norm.args = (next(n for n in graph.nodes if n.meta.get("stream") == 2),)
+
+
+@pytest.mark.parametrize("fault", [lost_part, synchronised_too_early])
+def test_seeded_faults_show(fault: Callable[[fx.Graph], None], tmp_path: Path) -> None:
+    faulty, ids = emitted.edited(program("llama", "4x-sum", 4), fault), batch("llama")
+    emitted.write(emit_lanes(faulty), emitted.source("llama"), tmp_path / "out")
+    with torch.no_grad():
+        expected = simulate(program("llama", "4x-sum", 4), ids)
+        assert oracles.relative_error(emitted.load(tmp_path / "out")(input_ids=ids).logits, expected) >= 1e-2
