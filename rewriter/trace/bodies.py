@@ -341,6 +341,20 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
         new.meta["val"] = node.meta.get("val")
         return new
 
+    def size_of(size: Any, owner: fx.Node) -> fx.Node:
+        """A dynamic size of `owner`: one node per symbol, of the first input that has it, so that code reads alike."""
+        key = str(size)
+        if key not in sizes:
+            source = next(
+                (env[n], d)
+                for n in (*inputs, owner)
+                for d, extent in enumerate(n.meta["val"].shape)
+                if str(extent) == key
+            )
+            sizes[key] = graph.call_function(aten.sym_size.int, source)
+            sizes[key].meta["val"] = size
+        return sizes[key]
+
     def like(node: fx.Node) -> fx.Node:
         """A value in the model's dtype: an input or parameter, or else what a call returned before `node`."""
         if node.target is torch.ops.rewriter_trace.mask.default:
@@ -373,17 +387,10 @@ def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph
         kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, env.__getitem__))
         target = node.target
         if target is aten.sym_size.int:
-            # one node per symbol, taken from the first input that has it, so that printed code reads alike
-            key = str(node.meta["val"])
-            if key not in sizes:
-                source = next(
-                    (env[n], d)
-                    for n in (*inputs, args_of(node)[0])
-                    for d, extent in enumerate(n.meta["val"].shape)
-                    if str(extent) == key
-                )
-                sizes[key] = emit(node, target, source)
-            env[node] = sizes[key]
+            env[node] = size_of(node.meta["val"], args_of(node)[0])
+        elif target in _LIKE_ANOTHER:  # its sizes as arguments: those of the heads are split over ranks
+            shape = [s if isinstance(s, int) else size_of(s, args_of(node)[1]) for s in node.meta["val"].shape]
+            env[node] = emit(node, _LIKE_ANOTHER[target], (args[0], shape))
         elif target is torch.ops.rewriter_trace.attention.default:
             q, k, v, sinks, bias, spec = args
             extra = {key: value for key, value in (("sinks", sinks), ("bias", bias)) if value is not None}
@@ -480,6 +487,14 @@ def prune_inputs(graph: fx.Graph, names: list[str]) -> tuple[int, ...]:
         node.target = name
         node._rename(name)
     return tuple(kept)
+
+
+# operators that give one tensor the shape of another, and those that take the sizes
+_LIKE_ANOTHER = {
+    aten.view_as.default: aten.reshape.default,
+    aten.reshape_as.default: aten.reshape.default,
+    aten.expand_as.default: aten.expand.default,
+}
 
 
 def _is_attended(node: fx.Node) -> bool:
