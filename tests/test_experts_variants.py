@@ -39,6 +39,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, dense_intermediate_size=48,
         rotary_dim=8, rope_parameters=_ROPE | {"partial_rotary_factor": 0.5},
     ),
+    # all experts in one batched product, rotation by complex numbers
+    "llama4_text": _COMMON
+    | dict(
+        num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=48, attention_chunk_size=9,
+        interleave_moe_layer_step=1, rope_parameters=_ROPE, attn_temperature_tuning=False,
+    ),
 }  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def test_traces_and_their_splits_equal_the_eager_model(model_type: str, ranks: i
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("model_type", ["gpt_oss", "aria_text"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "aria_text", "llama4_text"])
 def test_emitted_modules_equal_the_eager_model_with_gradients(model_type: str, ranks: int) -> None:
     model = model_of(model_type)
     program = available()["tensor_parallel"]().apply(traced(model_type).with_(mesh={"tp": ranks} if ranks > 1 else {}))

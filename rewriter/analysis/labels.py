@@ -26,8 +26,14 @@ MOVEMENT = frozenset(
         aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default, aten.contiguous.default,
         aten.clone.default, aten.select.int, aten.flatten.using_ints, aten.unflatten.int, aten.stack.default,
         aten.repeat_interleave.self_int, aten.movedim.int, aten.t.default, operator.getitem,
+        aten.view_as_complex.default, aten.view_as_real.default,
     }
 )  # fmt: skip
+# what pairs of real and imaginary parts do to labels, which are whole numbers
+_ON_LABELS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    aten.view_as_complex.default: lambda pairs: pairs.amax(-1),
+    aten.view_as_real.default: lambda labels: torch.stack([labels, labels], -1),
+}
 REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})
 
 
@@ -109,7 +115,10 @@ class Labels:
         labels = self.of.get(node)
         if labels is None:
             return
-        if node.target in MOVEMENT:
+        if node.target is aten.view_as_complex.default:
+            source = self._sources(node)[0]
+            self.set(source, labels.unsqueeze(-1).expand(reduced_shape(value_of(source))))
+        elif node.target in MOVEMENT:
             for source in self._sources(node):
                 shape = reduced_shape(value_of(source))
                 count = int(torch.tensor(shape).prod())
@@ -156,6 +165,8 @@ class Labels:
         args = fx.map_arg(node.args, concrete)
         kwargs = dict(fx.map_arg(node.kwargs, concrete))
         kwargs.pop("memory_format", None)
+        if node.target in _ON_LABELS:
+            return _ON_LABELS[node.target](concrete(args_of(node)[0]))
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def propagate(self, stops: Iterable[fx.Node] = ()) -> None:

@@ -29,13 +29,14 @@ from rewriter.analysis.labels import (
     value_of,
     varying_dim,
 )
+from rewriter.analysis.products import Product, product_of
 from rewriter.analysis.units import Ranges, Units
 from rewriter.program import Body, Leaf, Module, args_of, copy_graph
 
 AXIS = "tp"
 _PROJECTIONS = ("Linear", "Conv1D")
 # operators through which a sum over ranks may be taken later: linear in their first tensor
-_LINEAR = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default, ops.type_as_model, aten.to.dtype})
+_LINEAR = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default, ops.type_as_model, aten.to.dtype, *REDUCTIONS})
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Splitter:
                 continue
             if (
                 node.op == "call_module" and is_projection(self.body.modules.get(str(node.target)))
-            ) or node.target is ops.experts:
+            ) or self._is_product(node):
                 exits.append(node)
             elif node.target in (aten.add.Tensor, operator.add):
                 todo += node.all_input_nodes
@@ -120,11 +121,22 @@ class _Splitter:
         """Whether a projection lies behind `node` by linear operators only (a gate in front of a sum does not)."""
         if node.op == "call_module":
             return is_projection(self.body.modules.get(str(node.target))) and not self._is_gate(node)
-        if node.target is ops.experts:
+        if self._is_product(node):
             return True
         if node.target in MOVEMENT or node.target in _LINEAR or node.target is aten.add.Tensor:
             return any(self._reaches_projection(n) for n in tensor_inputs(node))
         return False
+
+    def _is_product(self, node: fx.Node) -> bool:
+        """Whether a node projects by parameters of the body itself."""
+        product = product_of(node)
+        return node.target is ops.experts or (
+            product is not None and str(product.weight.target) in self.body.parameters and not self._is_scale(product)
+        )
+
+    @staticmethod
+    def _is_scale(product: Product) -> bool:
+        return value_of(product.weight).shape[product.exit] == 1
 
     def _is_gate(self, node: fx.Node) -> bool:
         """A projection to one number per token scales a sum; it is not one of the summands."""
@@ -234,6 +246,10 @@ class _Splitter:
                 self.shards[str(node.target)] = Shard(*sharded[node], shared=self._shared(node))
             elif node.op == "call_module":
                 self._call(node, exits, sharded)
+            elif (product := product_of(node)) is not None and (
+                node in sharded or product.source in sharded or product.source in self.partial
+            ):
+                self._product(node, product, exits, sharded)
             elif node.op == "call_function":
                 self._function(node, sharded)
 
@@ -353,6 +369,41 @@ class _Splitter:
             raise Unsplittable(f"{_name(node)} is not linear and reads a sum that is not complete")
         self.partial.add(node)
 
+    def _product(
+        self, node: fx.Node, product: Product, exits: set[fx.Node], sharded: Mapping[fx.Node, tuple[int, Any]]
+    ) -> None:
+        """A product with a parameter of the body itself, split as a projection is: by output or by input."""
+        name, source = str(product.weight.target), product.source
+        if name not in self.body.parameters or source in self.partial:
+            raise Unsplittable(f"{_name(node)} with {name} reads a sum that is not complete, or a constant")
+        for value in (node, source):
+            if value in sharded and sharded[value][0] != value_of(value).dim() - 1:
+                raise Unsplittable(f"{_name(node)} with {name} is computed over split heads or channels")
+        if node in exits and source in sharded:
+            self.shards[name] = Shard(product.entry, sharded[source][1])
+            if product.bias is not None:
+                self._share(node, product.bias)
+            self.partial.add(node)
+        elif node in sharded and source not in sharded:
+            ranges, shared = sharded[node][1], self._shared(node)
+            self.shards[name] = Shard(product.exit, ranges, shared)
+            if product.bias is not None:
+                self.shards[str(product.bias.target)] = Shard(0, ranges, shared)
+            self._enter(node, source)
+        else:
+            raise Unsplittable(f"{_name(node)} with {name} is both an entry and an exit, or its output is not summed")
+
+    def _share(self, node: fx.Node, bias: fx.Node) -> None:
+        """Every rank adds an equal part of a bias to its part of a sum."""
+        if bias.op != "get_attr":
+            raise Unsplittable(f"the bias of {_name(node)} is no parameter")
+        self._enter(node, bias)
+        whole = self.entered.get(bias, bias)
+        with self.graph.inserting_before(node):
+            share = self.graph.call_function(aten.mul.Tensor, (whole, 1.0 / self.ranks))
+        share.meta["val"] = value_of(bias)
+        node.replace_input_with(whole, share)
+
     def _experts(self, node: fx.Node) -> None:
         """Every expert is split by channels. A bias of the second projection is shared out: each rank adds its part."""
         x, _, weight, up, down, up_bias, down_bias = (*args_of(node), None, None)[:7]
@@ -374,12 +425,7 @@ class _Splitter:
         self._enter(node, x)
         self._enter(node, weight)
         if down_bias is not None:
-            self._enter(node, down_bias)
-            whole = args_of(node)[6]
-            with self.graph.inserting_before(node):
-                share = self.graph.call_function(aten.mul.Tensor, (whole, 1.0 / self.ranks))
-            share.meta["val"] = value_of(down_bias)
-            node.replace_input_with(whole, share)
+            self._share(node, down_bias)
         self.partial.add(node)
 
     def _enter(self, user: fx.Node, value: fx.Node) -> None:

@@ -42,7 +42,8 @@ _SPREAD = ("view", "reshape", "permute", "expand")
 # torch functions by name
 _FUNCTIONS: dict[Any, str | None] = {
     aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
-    aten.linear.default: "F.linear",
+    aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
+    aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
     aten.softplus.default: "F.softplus", aten.embedding.default: None, aten.layer_norm.default: "F.layer_norm",
 }  # fmt: skip
 
@@ -99,6 +100,8 @@ class Printer:
         args, kwargs = node.args, dict(node.kwargs)
         if kwargs.get("device") == "like":
             kwargs["device"] = None
+        if target is getattr:  # between a layer's children: x.shape
+            return f"{self.atom(args[0])}.{args[1]}"
         if target in _INFIX and not kwargs and len(args) == 2:
             return f"{self.atom(args[0])} {_INFIX[target]} {self.atom(args[1])}"
         if target is aten.neg.default:
