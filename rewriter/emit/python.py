@@ -117,6 +117,8 @@ def call_parts(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> 
         return f"{items[0]}.{node.target}(", [*items[1:], *keywords], ")"
     if node.target is ops.dropout:
         return "torch.nn.functional.dropout(", [items[0], f"p={items[1]}", "training=self.training"], ")"
+    if node.target is getattr:
+        return f"{items[0]}.{node.args[1]}", [], ""
     if node.target is ops.type_as_model:
         return f"{items[0]}.to({items[1]}.dtype)", [], ""
     if node.target in _INFIX and not keywords:
