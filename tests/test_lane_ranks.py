@@ -72,10 +72,10 @@ def full_weights(program: Program, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def check(name: str, ranks: int, cases: dict[str, Passes], new_tokens: int = 16) -> None:
+def check(name: str, ranks: int, cases: dict[str, Passes], new_tokens: int = 16, overlap: bool = True) -> None:
     vocabulary = zoo.shared(name).config.vocab_size
     ids, prompts = zoo.batch(2, 13, vocabulary), zoo.prompts(3, vocabulary)
-    programs = {label: rewritten(name, ranks, passes) for label, passes in cases.items()}
+    programs = {label: rewritten(name, ranks, passes, overlap) for label, passes in cases.items()}
     full = {label: full_weights(p, name) for label, p in programs.items()}
     emitted = [(emit_runtime_module(p), shards(p, full[label]), dict(p.ties)) for label, p in programs.items()]
     by_rank = run_ranks(on_rank, ranks, emitted, ids, prompts, new_tokens, timeout=240)
@@ -115,6 +115,10 @@ TELLING = ("desync 4x, sum, untied norms", "parallel, own partial, desync")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_mixes_on_two_ranks_equal_the_simulation(name: str) -> None:
     check(name, 2, {label: CASES[label] for label in TELLING})
+
+
+def test_own_partials_are_read_before_their_sums_replace_them_without_overlap_too() -> None:
+    check("llama", 2, {"own partial": CASES["own partial"]}, new_tokens=4, overlap=False)
 
 
 @pytest.mark.slow
