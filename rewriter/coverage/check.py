@@ -98,7 +98,7 @@ class _Subject:
         try:
             yield
         except Exception as error:  # models, and what reads them, raise whatever they like
-            self.result.reasons[name] = explain(error)
+            self.result.reasons[name] = explain(error).replace(str(self.scratch), "…")
             if isinstance(error, VerificationError):
                 self.result.wrong.append(name)
             if needed:
