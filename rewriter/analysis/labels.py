@@ -125,7 +125,7 @@ class Labels:
                 index = torch.arange(count).reshape(shape)
                 moved = self._move(node, {source: index}.get)
                 found = torch.full((count,), -1)
-                inside = moved >= 0
+                inside = (moved >= 0) & (labels >= 0)
                 found[moved[inside]] = labels[inside]
                 found[moved[inside][found[moved[inside]] != labels[inside]]] = -1  # one element read as several units
                 self.set(source, found.reshape(shape))

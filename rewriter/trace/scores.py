@@ -11,6 +11,7 @@ Attention that is not recognised stays as it is: plain glue, exact for whole seq
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
 from rewriter.ops import MaskSpec
 from rewriter.program import args_of, drop_dead_nodes
 from rewriter.trace.masks import HIDDEN, Static, StaticGraph, intersection, seen_by
@@ -27,6 +29,7 @@ aten = torch.ops.aten
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _MATMUL = (aten.matmul.default, aten.bmm.default)
 _FLOORS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_min.default)
+_END = 1 << 62  # of a slice that has none
 _SAME = (ops.type_as_model, aten.to.dtype, aten.contiguous.default, aten.clone.default)
 # operators between the product of queries and keys and the softmax
 _ON_SCORES = frozenset(
@@ -455,7 +458,42 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.Node, fx.Node]:
     """k and v with each key/value head once, where the model repeated them for its query heads."""
-    return k, v
+    times = _repeats(graph, k, heads)
+    if times == 1 or _repeats(graph, v, heads) != times:
+        return k, v
+    picked = []
+    for node in (k, v):
+        one = graph.call_function(aten.slice.Tensor, (node, 1, 0, _END, times))
+        one.meta["val"] = node.meta["val"][:, ::times]
+        picked.append(one)
+    return picked[0], picked[1]
+
+
+def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
+    """How often each head of k or v [B, H, T, D] stands there, one after the other."""
+    if node.meta["val"].shape[1] != heads:
+        return 1
+    labels = Labels(graph)
+    for spread in graph.nodes:
+        if spread.target in (aten.expand.default, aten.repeat_interleave.self_int):
+            source = args_of(spread)[0]
+            shape = reduced_shape(source.meta["val"])
+            rows = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)  # rotations mix what lies along the last
+            labels.set(source, rows.expand(shape).clone())
+    try:
+        for each in graph.nodes:
+            if each.op == "call_function" and labels.get(each) is None:
+                labels.forward(each)
+    except Unsplittable:
+        return 1
+    found = labels.get(node)
+    if found is None:
+        return 1
+    rows = found[0, :, 0]
+    if (rows == -1).any():
+        return 1
+    fits = (n for n in range(heads, 1, -1) if heads % n == 0 and torch.equal(rows, rows[::n].repeat_interleave(n, 0)))
+    return next(fits, 1)
 
 
 def _fold_views(graph: fx.Graph) -> None:
