@@ -257,7 +257,10 @@ class ModelTracer:
             if node.op == "call_module" and str(node.target).startswith("layer "):
                 layer = self.layers[int(str(node.target).removeprefix("layer "))]
                 tensors, _ = tensors_of(self.calls[layer])
-                pairs = zip(args_of(node)[1:], tensors, strict=True)
+                pairs = list(zip(args_of(node)[1:], tensors, strict=True))
+                for n, t in pairs:
+                    sizes = enumerate(n.meta["val"].shape)
+                    self.bodies.dimensions[id(t)] = [d for d, size in sizes if isinstance(size, torch.SymInt)]
                 self.static[layer] = {id(t): (n.name, s) for n, t in pairs if (s := static.of(n)) is not None}
 
     def kind(self, index: int) -> LayerKind:

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import operator
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -154,9 +155,15 @@ class _Wrapper(nn.Module):
         return tuple(leaf for leaf in pytree.tree_leaves(self.inner(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def export_graph(wrapper: nn.Module, tensors: Sequence[torch.Tensor], example: Example) -> torch.export.ExportedProgram:
-    """Non-strict export with every dimension that is a batch or length dynamic."""
-    dynamic = tuple(map(example.dynamic, tensors))
+def export_graph(
+    wrapper: nn.Module,
+    tensors: Sequence[torch.Tensor],
+    example: Example,
+    also: Mapping[int, Collection[int]] = types.MappingProxyType({}),
+) -> torch.export.ExportedProgram:
+    """Non-strict export with every dimension that is a batch or length dynamic; `also` are others, by id of tensor."""
+    more = [dict.fromkeys(also.get(id(t), ()), torch.export.Dim.DYNAMIC) for t in tensors]
+    dynamic = tuple(example.dynamic(t) | m for t, m in zip(tensors, more, strict=True))
     # stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out
     quiet = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
     with torch.no_grad(), quiet:
@@ -168,7 +175,8 @@ class BodyTracer:
 
     `buffers` are real values by full name, `stored` those whose values lie in checkpoints instead, with the dtype that
     each keeps, `example` the sizes of recorded inputs. `trace(path, module, recorded)` raises RewriterError naming the
-    module.
+    module. `dimensions` may hold dynamic ones of recorded tensors, by id, that their sizes alone do not tell (batch
+    times heads).
     """
 
     def __init__(
@@ -178,6 +186,7 @@ class BodyTracer:
         example: Example,
     ) -> None:
         self.buffers, self.stored, self.example = buffers, stored, example
+        self.dimensions: dict[int, list[int]] = {}
 
     def trace(
         self,
@@ -202,7 +211,7 @@ class BodyTracer:
             children[name] = self.trace(f"{path}.{base_name(name)}", lifted[base_name(name)], call)
         try:
             with lifted_modules(lifted, calls):
-                exported = export_graph(_Wrapper(module, rebuild), tensors, self.example)
+                exported = export_graph(_Wrapper(module, rebuild), tensors, self.example, self.dimensions)
                 graph, used = clean(functional(exported), prefix="inner.")
             if wanted is not None:
                 graph.output_node().args = (tuple(args_of(graph.output_node())[0][i] for i in sorted(wanted)),)

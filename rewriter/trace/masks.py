@@ -312,7 +312,8 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
 def _own_rule(
     visible: Callable[[int, MaskSpec | None], torch.Tensor | None], stand_in: MaskSpec | None, largest: int
 ) -> MaskSpec | None:
-    for length in _LENGTHS:
+    whole = {largest} if 1 < largest <= _LENGTHS[0] else set()  # a buffer shows all of its rule in full
+    for length in sorted({*_LENGTHS, *whole}, reverse=True):
         try:
             grid = visible(length, stand_in)
         except (RuntimeError, IndexError):  # longer than a buffer of the model
