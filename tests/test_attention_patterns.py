@@ -243,13 +243,19 @@ def test_rules_intersect() -> None:
     assert intersection(chunk, window) is None
 
 
-def test_a_window_as_long_as_a_buffer_that_is_too_long_to_see_is_not_taken_for_causal() -> None:
-    graph = fx.Graph()
-    node = graph.get_attr("bias")
-    short = torch.ones(12, 12, dtype=torch.bool).tril()
-    value = StaticGraph(graph, {"bias": short}, {}, 37).of(node)
+def test_a_window_too_long_to_show_is_not_taken_for_causal() -> None:
+    seen = torch.ones(12, 12, dtype=torch.bool).tril()
+    value = StaticGraph(graph := fx.Graph(), {"bias": seen}, {}, 37).of(graph.get_attr("bias"))
     assert value is not None
-    assert seen_by(lambda length, stand_in: ~short[:length, :length], value) is None
+    assert value.largest == 12
+
+    def hidden(length: int, stand_in: MaskSpec | None) -> torch.Tensor:
+        if length > 12:
+            raise IndexError("longer than the buffer")
+        return ~seen[:length, :length]
+
+    assert seen_by(hidden, value) == MaskSpec("causal")
+    assert seen_by(hidden, Static(value.evaluate, largest=5000)) is None
 
 
 def test_chunks_begin_after_left_padding() -> None:
