@@ -117,6 +117,10 @@ def _described(mode: LayerMode) -> str:
     return f"{mode.mode} ({option})" if option else mode.mode
 
 
+# What drop_sync makes of a layer, where ranks come together by sum.
+DROP_SYNC = (False, True)
+
+
 def mix(rng: random.Random, drawn: Architecture, ranks: int) -> Mix:
     """A random mix for a drawn architecture. A run of desynced layers drops at least one reduction."""
     modes = ["standard", "ladder"]
@@ -139,6 +143,8 @@ def mix(rng: random.Random, drawn: Architecture, ranks: int) -> Mix:
         if mode == "desync":
             keep |= {n: tuple(rng.random() < 0.4 for _ in range(drawn.blocks)) for n in layers}
             keep[layers[0]] = (False,) * drawn.blocks
+            if drawn.blocks == 2 and drawn.divides and rng.random() < 0.4:
+                keep |= dict.fromkeys(layers, DROP_SYNC)
         layer, before = layers[-1] + 1, mode
     return Mix(ranks, tuple(runs), keep)
 
@@ -156,6 +162,8 @@ def rewrite(rng: random.Random, program: Program, drawn: Architecture, chosen: M
             rewrites.append(passes["ladder"](selection, variant="own_partial"))
         elif mode.mode == "parallel":
             rewrites.append(passes["parallel_block"](selection, norm=mode.norm))
+        elif mode.resync == "sum" and all(chosen.keep.get(layer) == DROP_SYNC for layer in layers):
+            rewrites.append(passes["drop_sync"](layers=selection))
         elif mode.mode == "desync":
             # a pattern is about the reductions of a layer: none behind a block that every rank computes in full
             reducing = slice(None) if drawn.divides else slice(1)

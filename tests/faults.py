@@ -82,11 +82,11 @@ def shares_forgotten(program: Program) -> Program:
     return program.with_(graph=graph)
 
 
-def partial_forgotten(program: Program, block: int) -> Program:
-    """What ranks added in `block` is missing in the sum of what they added since they agreed."""
+def partial_forgotten(program: Program, block: int, operand: int = 0) -> Program:
+    """Only one `operand` is left of the sum, taken in `block`, of what ranks added before and what they add there."""
     graph, _ = program.edit()
     added = [n for n in _of_desync(graph, operator.add) if n.meta["writes"] == block and "stream" not in n.meta]
-    return _replaced(program, graph, added[0], added[0].args[0])
+    return _replaced(program, graph, added[0], added[0].args[operand])
 
 
 def own_partial_omitted(program: Program, block: int) -> Program:

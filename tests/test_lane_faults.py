@@ -37,6 +37,10 @@ REWRITES: Mapping[str, tuple[list[tuple[str, dict[str, Any]]], list[LayerMode]]]
         [("desync", {"n": 4, "resync": "sum"})],
         [desync(False, False, resync="sum"), desync(False, True, resync="sum")] * 2,
     ),
+    "drop-sync": (
+        [("drop_sync", {"layers": [1, 2]})],
+        [LayerMode(), desync(False, True, resync="sum"), desync(False, True, resync="sum"), LayerMode()],
+    ),
     "own-partial": ([("ladder", {"variant": "own_partial"})], [OWN] * 4),
     "own-partial-then-ladder": (
         [("ladder", {"layers": [0, 1], "variant": "own_partial"}), ("ladder", {"layers": [2, 3]})],
@@ -94,6 +98,8 @@ Faults = Mapping[str, tuple[str, Fault]]
 
 OTHER_LOGITS: Faults = {
     "mean for sum": ("4x-sum", faults.mean_for_sum),
+    "mean where Sync-Point Drop sums": ("drop-sync", faults.mean_for_sum),
+    "attention is not brought along": ("drop-sync", lambda p: faults.partial_forgotten(p, 3, operand=1)),
     "1 / P is forgotten": ("2x", faults.shares_forgotten),
     "a partial is forgotten": ("4x-sum", lambda p: faults.partial_forgotten(p, 1)),
     "the kept block's partial is forgotten": ("4x-sum", lambda p: faults.partial_forgotten(p, 3)),
