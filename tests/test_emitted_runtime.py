@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from programs import program, shards, weights
 from ranks import run_ranks
 
 from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.passes import available
 
 TOLERANCE = 1e-4  # logits, relative to the largest
 PAD = 0
@@ -156,3 +158,31 @@ def test_logits_can_be_asked_for_the_last_tokens_only():
     with torch.no_grad():
         everything = model(ids, positions, Context())
         assert relative_error(model(ids, positions, Context(), logits_to_keep=1), everything[:, -1:]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("passes", "names"),
+    [
+        ([], ["First", "", "", ""]),
+        ([("ladder", {"layers": [2, 3]})], ["First", "", "FirstLadder", "Ladder"]),
+        ([("ladder", {"layers": [0, 1]})], ["FirstLadder", "Ladder", "Drained", ""]),
+        ([("desync", {"n": 2})], ["Desync"] * 4),
+        ([("desync", {"n": 4})], ["Desync", "Resync"] * 2),
+        (
+            [("ladder", {"variant": "own_partial"})],
+            ["FirstOwnPartialLadder", *["OwnPartialLadder"] * 2, "LastOwnPartialLadder"],
+        ),
+        ([("parallel_block", {}), ("merge_reductions", {})], ["FirstParallel", *["Parallel"] * 3]),
+    ],
+)
+def test_layers_are_named_after_how_they_are_wired(passes, names):
+    sharded = program("llama", tp=2, overlap=False)
+    for name, options in [*passes, ("overlap", {})]:
+        sharded = available()[name](**options).apply(sharded)
+    listed = emit_runtime_module(sharded).split("nn.ModuleList(")[1].split("def forward")[0]
+    found = []
+    for line in listed.splitlines():
+        if (layer := re.search(r"(\w*)LlamaDecoderLayer\(tp, slot", line)) is not None:
+            run = re.search(r"range\((\d+), (\d+)\)", line)
+            found += [layer[1]] * (int(run[2]) - int(run[1]) if run else 1)
+    assert found == names

@@ -79,16 +79,15 @@ class LayerPrinter:
         uses: dict[str, list[int]] = {}
         for index, text in enumerate(texts):
             uses.setdefault(text, []).append(index)
-        usual: dict[str, str] = {}  # per mode, the text of most layers; of equally many, of the later ones
-        for text, layers in uses.items():
-            mode = modes[layers[0]]
-            if mode not in usual or len(layers) >= len(uses[usual[mode]]):
-                usual[mode] = text
         families = [_PREFIXES["desync"] if mode == _RESYNC else mode for mode in modes]
+        places = {text: _place(layers, families) for text, layers in uses.items()}
+        usual: dict[str, str] = {}  # per mode: a text in the middle, else that of most layers, else of the last ones
+        for text, layers in sorted(uses.items(), key=lambda use: (not places[use[0]], len(use[1]), use[1])):
+            usual[modes[layers[0]]] = text
         result = {}
         for text, layers in uses.items():
             mode = modes[layers[0]]
-            place = "" if usual[mode] == text else _place(layers, families)
+            place = "" if usual[mode] == text else places[text]
             result[text] = self.names.new(f"{place}{mode}{self.program.source.layer_class}")
         return result
 
