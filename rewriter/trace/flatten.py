@@ -15,7 +15,7 @@ from rewriter.trace.bodies import tensors_of
 from rewriter.trace.masks import refuse_unknown_masks
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.probe import bind
-from rewriter.trace.wiring import SPLAT, is_cast
+from rewriter.trace.wiring import SPLAT, cast_to_dtype_of, is_cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +104,8 @@ class _Layer:
             if probability:
                 return self._add("call_function", ops.dropout, (args[0], probability), {})
             return args[0]
+        if (like := cast_to_dtype_of(node)) is not None:
+            return self._add("call_function", ops.type_as_model, (args[0], unwrapped[like]), {})
         if is_cast(node, TRACE_DTYPE):  # the trace's dtype stands for the model's: that of the layer's parameters
             return self._add("call_function", ops.type_as_model, (args[0], self._parameter()), {})
         return self._add(node.op, node.target, args, kwargs)

@@ -10,7 +10,7 @@ import operator
 
 from torch import fx
 
-from rewriter.analysis.residual import NoStream, annotate
+from rewriter.analysis.residual import NoStream, annotate, is_add
 from rewriter.errors import RewriterError
 from rewriter.program import Module, args_of
 from rewriter.trace.assemble import ModelTracer, Outside
@@ -49,10 +49,12 @@ def _flat(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Mo
 
 
 def _enter(tracer: ModelTracer, node: fx.Node) -> bool:
-    """Enter the child whose result `node` is; False where it is none, or cannot be entered."""
-    if node.target is operator.getitem:
-        node = args_of(node)[0]
-    if node.op != "call_module":
-        return False
-    index = node.meta["layer"]
-    return tracer.enter(index, str(node.target).removeprefix(f"{tracer.path}.{index}."))
+    """Enter the child that gives `node`, or a summand of it beside other values; False where there is none to enter."""
+    summands = [n for n in node.all_input_nodes if n.target is operator.getitem] if is_add(node) else [node]
+    for value in summands:
+        call = args_of(value)[0] if value.target is operator.getitem else value
+        if call.op == "call_module":
+            index = call.meta["layer"]
+            if tracer.enter(index, str(call.target).removeprefix(f"{tracer.path}.{index}.")):
+                return True
+    return False

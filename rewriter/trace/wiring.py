@@ -103,6 +103,7 @@ def only_calls_and_sums(wiring: fx.Graph) -> bool:
     return handed_on and all(
         node.op in ("placeholder", "output", "call_module", "get_attr")
         or node.target in (_GLUE if node.op == "call_function" else _GLUE_METHODS)
+        or dtype_of(node) is not None
         or getattr(node.target, "__name__", "") == "dropout"
         for node in wiring.nodes
     )
@@ -130,6 +131,18 @@ def _cast_writes_instead_of_the_stream(graph: fx.Graph) -> None:
             add.replace_input_with(cast, source)
         if not cast.users:
             graph.erase_node(cast)
+
+
+def dtype_of(node: fx.Node) -> fx.Node | None:
+    """x where a node is `x.dtype`."""
+    return args_of(node)[0] if node.target is getattr and args_of(node)[1] == "dtype" else None
+
+
+def cast_to_dtype_of(node: fx.Node) -> fx.Node | None:
+    """y where a node is `x.to(y.dtype)`."""
+    given = [*args_of(node)[1:], *node.kwargs.values()]
+    is_call = node.op == "call_method" and node.target in ("to", "type") and len(given) == 1
+    return dtype_of(given[0]) if is_call and isinstance(given[0], fx.Node) else None
 
 
 def is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
