@@ -31,7 +31,8 @@ from rewriter.verify.rehearsal import rehearse
 from rewriter.verify.shrink import representatives, shrink
 from rewriter.verify.shrink_sizes import WINDOW
 from rewriter.verify.simulate import load_weights
-from rewriter.verify.stream import decoder_layers, find_structure
+from rewriter.verify.stream import decoder_layers
+from rewriter.verify.structure import find_structure
 
 # Comparing
 

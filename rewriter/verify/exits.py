@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rewriter.errors import RewriterError
-from rewriter.verify.stream import Plain, Structure, few_ids, watched
+from rewriter.verify.stream import few_ids, watched
+from rewriter.verify.structure import Plain, Structure
 
 # How paths of projections back into the stream end: of modules, or of weights that hold all experts.
 _EXITS = (

@@ -33,7 +33,8 @@ from rewriter.errors import RewriterError
 from rewriter.verify.exits import Shares, set_tensor
 from rewriter.verify.rank_threads import Group
 from rewriter.verify.reference import check_layers
-from rewriter.verify.stream import Carry, Structure, find_structure, watched
+from rewriter.verify.stream import Carry, watched
+from rewriter.verify.structure import Structure, find_structure
 
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 

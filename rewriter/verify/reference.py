@@ -2,7 +2,7 @@
 
 A ladder changes only what each block *reads*. Number the blocks of a model in order; let X_0 be the stream before the
 first, X_{j+1} = X_j + block_j(read_j). Standard: read_j = X_j. In a ladder layer: read_j = X_{j-1}, with X_{-1} := X_0.
-Both transitions follow from that. Where blocks begin and end is found by watching a forward pass (see `stream`).
+Both transitions follow from that. Where blocks begin and end is found by watching a forward pass (see `structure`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rewriter.errors import RewriterError
-from rewriter.verify.stream import Carry, Structure, decoder_layers, find_structure, watched
+from rewriter.verify.stream import Carry, decoder_layers, watched
+from rewriter.verify.structure import Structure, find_structure
 
 
 @contextmanager

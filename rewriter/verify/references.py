@@ -20,7 +20,7 @@ from rewriter.program import Program
 from rewriter.selection import resolve
 from rewriter.verify.exits import exit_shares
 from rewriter.verify.lane_reference import LaneReference, LayerMode
-from rewriter.verify.stream import Structure, find_structure
+from rewriter.verify.structure import Structure, find_structure
 
 
 @dataclass
