@@ -59,7 +59,7 @@ class Roles:
             if "x_own" in operands:
                 return "x_own"
             if "writes" in node.meta:
-                return "share" if "share" in operands and node.users and self._is_summed(node) else "delta"
+                return "share" if "share" in operands and self._is_summed(node) else "delta"
             return "update"
         if "writes" in node.meta and node.target is operator.mul:
             return "share"
