@@ -87,10 +87,18 @@ class _Subject:
         for ranks in (2, 4):
             with self._check(f"tp{ranks}"):
                 self._tensor_parallel(ranks)
-        with self._check("desync"):
-            self._desync()
-        with self._check("emitted"):
-            self._emitted()
+        if self.result.stream:
+            with self._check("desync"):
+                self._desync()
+        if self.result.ladder:
+            with self._check("emitted"):
+                self._emitted()
+        # What is not tried has the reason that the ladder has.
+        untried = {name: self.result.reasons["ladder"] for name in ("desync", "emitted") if not self._tried(name)}
+        self.result.reasons |= untried
+
+    def _tried(self, name: str) -> bool:
+        return getattr(self.result, name) or name in self.result.reasons
 
     @contextlib.contextmanager
     def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
@@ -166,8 +174,6 @@ class _Subject:
 
     def _desync(self) -> None:
         """The recipe desync-2x on two ranks: every second reduction is dropped, kept ones resync by mean."""
-        if not self.result.stream:
-            raise RewriterError("no residual stream, so there is nothing that ranks could keep to themselves")
         shared = TensorParallel().apply(self.program.with_(mesh={"tp": 2}, origin=self.program))
         shared = MergeReductions().apply(shared)
         program = Desync(self._layers(), n=2).apply(shared)
@@ -188,8 +194,6 @@ class _Subject:
 
     def _emitted(self) -> None:
         """The adapted checkpoint of the ladder, loaded as its users load it, where `rewriter` cannot be imported."""
-        if not self.result.ladder:
-            raise RewriterError("not tried: there is no verified ladder to emit")
         out = self.scratch / f"emitted_{self.result.type.replace('-', '_')}"
         shutil.copytree(self.source, out)
         files = emit_huggingface(self.rewritten)
