@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rewriter.analysis.residual import computes
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.program import Program
 from rewriter.selection import resolve
 from rewriter.verify.exits import exit_shares
 from rewriter.verify.lane_reference import LaneReference, LayerMode
-from rewriter.verify.structure import Structure, find_structure
+from rewriter.verify.stream import few_ids, watched
+from rewriter.verify.structure import Plain, Structure, find_structure
 
 
 @dataclass
@@ -72,14 +72,10 @@ def original_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(program: Program) -> tuple[str, ...]:
-    """Modules of the layers that have projections, none of which is split."""
-    split = {name for name, parameter in program.parameters.items() if parameter.ranges is not None}
+    """Paths of the modules called in layers of which nothing is split."""
+    split = [name for name, parameter in program.parameters.items() if parameter.ranges is not None]
     called = [str(n.target) for n in program.graph.nodes if n.op == "call_module" and n.meta.get("layer") is not None]
-    return tuple(
-        path
-        for path in dict.fromkeys(called)
-        if computes(program.modules[path]) and not any(name.startswith(f"{path}.") for name in split)
-    )
+    return tuple(path for path in dict.fromkeys(called) if not any(name.startswith(f"{path}.") for name in split))
 
 
 def layer_modes(model: PreTrainedModel, passes: Sequence[Pass], whole: Sequence[str]) -> dict[int, LayerMode]:
@@ -98,7 +94,10 @@ Reducing = Mapping[int, Sequence[bool]]
 
 
 def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
-    hidden = model.config.get_text_config().hidden_size
+    plain = Plain()
+    with torch.no_grad(), watched(model, plain, structure.chain):
+        model(input_ids=few_ids(model), use_cache=False)
+    hidden = plain.values[0].shape[-1]
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[int, list[bool]] = {}
     for layer, modules in zip(structure.layers, structure.modules, strict=True):
