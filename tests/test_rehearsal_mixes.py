@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zoo
+from transformers import AutoConfig
 
 from rewriter.errors import VerificationError
 from rewriter.passes import desync as desync_module
@@ -20,8 +21,10 @@ from rewriter.program import Program
 from rewriter.recipes import Recipe
 from rewriter.trace import trace
 from rewriter.verify.places import kinds_of_layers, on_places
+from rewriter.verify.random_model import amplification, random_model
 from rewriter.verify.references import layer_modes
-from rewriter.verify.rehearsal import rehearse
+from rewriter.verify.rehearsal import STEADY, rehearse
+from rewriter.verify.shrink import representatives, shrink
 
 # The choices on the copy
 
@@ -126,3 +129,16 @@ def test_the_faults_are_seeded_where_they_can_be_seen() -> None:
     kept = {b.index: b.index % 2 == 1 for b in blocks}
     for change in FAULTS.values():
         assert change(dict(kept), "sum") != (kept, "sum")
+
+
+# Models that amplify rounding
+
+
+def test_a_chaotic_model_is_rehearsed_with_smaller_weights() -> None:
+    """Linear attention with large weights amplifies rounding a thousandfold: a right ladder would fail by chance."""
+    config = AutoConfig.for_model("qwen3_next")
+    small = shrink(config, representatives(config, [set(range(24, 48))]), 2)
+    assert amplification(random_model(small, 1.0), small, 100) > 4 * STEADY
+    assert amplification(random_model(small, 0.5), small, 100) < STEADY
+    assert amplification(random_model(zoo.config("llama")), zoo.config("llama"), 100) < STEADY
+    rehearse(config, [TensorParallel(), Ladder("upper-half")], 2)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rewriter.errors import RewriterError
+from rewriter.verify.compare import relative_error
 from rewriter.verify.shrink import text_config
 from rewriter.verify.stream import decoder_layers
 
@@ -69,6 +70,18 @@ def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
             if name in stored and buffer.is_floating_point() and not buffer.any():
                 buffer.add_(torch.randn(buffer.shape) * 0.15)
     _calibrate(model, model.config)
+
+
+@torch.no_grad()
+def amplification(model: PreTrainedModel, config: PreTrainedConfig, length: int) -> float:
+    """How many times larger a relative error of 1e-6 in the embeddings is in the logits of `length` random tokens."""
+    embedding, ids = model.get_input_embeddings().weight, random_ids(config, length)
+    kept, noise = embedding.clone(), torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids, use_cache=False).logits
+    embedding.mul_(1 + 1e-6 * noise)
+    found = model(input_ids=ids, use_cache=False).logits
+    embedding.copy_(kept)
+    return relative_error(found, expected) / 1e-6
 
 
 @torch.no_grad()
