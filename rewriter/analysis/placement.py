@@ -190,6 +190,8 @@ class _Splitter:
                     before = set(self.labels.of)
                     labels = self.labels.get(node)
                     source = args_of(node)[0]
+                    if isinstance(module, Body) and not _reads_values(module):
+                        continue
                     if labels is None and source in self.labels.of:
                         self.labels.set(node, self.labels.of[source])
                     elif labels is not None:
@@ -279,6 +281,9 @@ class _Splitter:
                 raise Unsplittable(f"{path} reads split values and its output is not summed")
         elif isinstance(module, Leaf) and module.kind == "LayerNorm" and self._beside_heads(node):
             self.modules[path] = replace(module, options={**module.options, "entered": True})
+        elif isinstance(module, Body) and not _reads_values(module):
+            if source in sharded:
+                self._lend_dtype(node, path, module)
         elif node in sharded or source in sharded:
             if not isinstance(module, Body):
                 raise Unsplittable(f"{path} ({getattr(module, 'kind', module)}) normalises over split channels")
@@ -293,6 +298,14 @@ class _Splitter:
         """Whether a module works along the last dimension of values that are split along another."""
         labels = self.labels.get(node)
         return labels is not None and varying_dim(labels) not in (None, labels.dim() - 1)
+
+    def _lend_dtype(self, node: fx.Node, path: str, module: Body) -> None:
+        """A rotary embedding that is given a split value, to learn its dtype, is given the body's own input instead."""
+        source, whole = args_of(node)[0], next(n for n in self.graph.nodes if n.op == "placeholder")
+        asked = next(n for n in module.graph.nodes if n.op == "placeholder").users
+        if value_of(whole).dtype != value_of(source).dtype or any(u.target is aten.sym_size.int for u in asked):
+            raise Unsplittable(f"{path} asks for the sizes of split heads or channels")
+        node.args = (whole, *args_of(node)[1:])
 
     def _column(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]], shared: bool) -> None:
         local = sum(b - a for a, b in ranges[1][0])
@@ -451,6 +464,17 @@ class _Splitter:
         }
         parameters = local_shapes(own, self.shards)
         return replace(self.body, graph=self.graph, modules=self.modules, parameters=parameters, shared=shared)
+
+
+def _reads_values(body: Body) -> bool:
+    """Whether the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
+    reached = {next(n for n in body.graph.nodes if n.op == "placeholder")}
+    for node in body.graph.nodes:
+        if (node.op == "call_module" and reached & set(node.all_input_nodes)) or (
+            node.op == "call_function" and node.target is not aten.sym_size.int and reached & set(tensor_inputs(node))
+        ):
+            reached.add(node)
+    return bool(reached & set(body.graph.output_node().all_input_nodes))
 
 
 def local_shapes(parameters: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard]) -> dict[str, tuple[int, ...]]:

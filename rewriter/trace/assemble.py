@@ -31,7 +31,7 @@ from rewriter.trace.masks import Static, StaticGraph
 from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.trace.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
-from rewriter.trace.probe import absent_arguments, bind, example_inputs
+from rewriter.trace.probe import absent_arguments, bind, example_inputs, switched_off
 from rewriter.trace.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
@@ -99,7 +99,11 @@ class ModelTracer:
         entered = self.entered.get(type(layer), frozenset())
         key = (self.fingerprint(layer), tuple(self.absent[layer]), entered)
         if key not in self._wirings:
-            self._wirings[key] = trace_wiring(layer, self.absent[layer], entered)
+            try:
+                self._wirings[key] = trace_wiring(layer, self.absent[layer], entered)
+            except RewriterError:  # some layers ask what they shall return
+                off = switched_off(self.model, self.layers, self.inputs, layer)
+                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, entered)
         return self._wirings[key]
 
     def enter(self, index: int, name: str) -> bool:

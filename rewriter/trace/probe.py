@@ -105,6 +105,20 @@ def absent_arguments(
     return result
 
 
+def switched_off(
+    model: PreTrainedModel, layers: list[nn.Module], example: Mapping[str, torch.Tensor], layer: nn.Module
+) -> dict[str, bool]:
+    """The arguments of `layer` that are False with a cache and without: what a program never asks for (weights of
+    attention beside the hidden state)."""
+    calls: list[dict[str, Any]] = []
+    for use_cache in (False, True):
+        for is_tuple in (False, True):
+            found = _calls(model, layers, {**example, "use_cache": use_cache}, is_tuple, [])
+            if layer in found:
+                calls.append(found[layer])
+    return {n: False for n in layer_signature(layer)[0] if calls and all(call.get(n) is False for call in calls)}
+
+
 def _calls(
     model: PreTrainedModel,
     layers: list[nn.Module],
@@ -131,4 +145,4 @@ def _calls(
     return found
 
 
-__all__ = ["absent_arguments", "bind", "example_inputs"]
+__all__ = ["absent_arguments", "bind", "example_inputs", "switched_off"]
