@@ -470,9 +470,8 @@ def _reads_values(body: Body) -> bool:
     """Whether the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
     reached = {next(n for n in body.graph.nodes if n.op == "placeholder")}
     for node in body.graph.nodes:
-        if (node.op == "call_module" and reached & set(node.all_input_nodes)) or (
-            node.op == "call_function" and node.target is not aten.sym_size.int and reached & set(tensor_inputs(node))
-        ):
+        sources = node.all_input_nodes if node.op == "call_module" else tensor_inputs(node)
+        if node.op.startswith("call") and node.target is not aten.sym_size.int and reached & set(sources):
             reached.add(node)
     return bool(reached & set(body.graph.output_node().all_input_nodes))
 
