@@ -398,6 +398,18 @@ def test_key_value_heads_that_are_fused_with_queries_and_copied_are_refused_by_n
         emit_huggingface(Desync(n=4).apply(sharded))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_that_lanes_do_not_compute_is_refused_in_training(dropout: float) -> None:
+    config = AutoConfig.for_model(
+        "gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=64,
+        hidden_dropout=dropout,
+    )  # fmt: skip
+    sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
+    text = str(emit_huggingface(Desync(n=4).apply(sharded)).modeling)
+    assert ("register_forward_pre_hook(refuse_dropout)" in text) == (dropout > 0)
+    assert ("if model.training:" in text) == (dropout > 0)
+
+
 # Seeded faults: what a wrong rewrite would emit must fail the comparison above
 
 

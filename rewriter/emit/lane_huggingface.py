@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import transformers
 
 import rewriter
+from rewriter import ops
 from rewriter.emit import modeling_file as file
 from rewriter.emit.lane_layers import LaneLayer, print_lane_layers
 from rewriter.emit.lane_modules import LaneModule
@@ -23,7 +24,7 @@ from rewriter.emit.layers import print_layers
 from rewriter.emit.naming import camel
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
 from rewriter.emit.source import layer_arguments, require_importable, returned_values
-from rewriter.program import Program, Source
+from rewriter.program import Leaf, Program, Source, args_of
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,8 @@ def _tuple(widths: tuple[int, ...]) -> str:
 
 def _rewire(program: Program) -> str:
     source, ranks = program.source, program.mesh["tp"]
+    drops = _drops_out(program)
+    hook, refusal = ("\n    model.register_forward_pre_hook(refuse_dropout)", _REFUSAL) if drops else ("", "")
     return f'''
 def rewire(model, layers):
     """Give every decoder layer of `model`, a {source.base_class}, the class that its config names for it."""
@@ -243,7 +246,7 @@ def rewire(model, layers):
         use_lanes(layer)
     if widths != (1,):
         raise ValueError(f"config.rewriter_layers ends with {{kinds[-1]!r}}, but the final norm takes the stream alone")
-    model.register_forward_hook(narrow_hidden_states)
+    model.register_forward_hook(narrow_hidden_states){hook}
 
 
 def narrow_hidden_states(model, args, output):
@@ -258,4 +261,30 @@ def narrow_hidden_states(model, args, output):
             for state, width in zip(recorded, widths, strict=True)
         )
     return output
-'''
+{refusal}'''
+
+
+_REFUSAL = """
+
+def refuse_dropout(model, args):
+    \"\"\"The layers leave out the source's dropout between its modules and the residual stream.\"\"\"
+    if model.training:
+        raise ValueError(
+            "this model was rewritten with dropout between its modules, which its lanes do not compute: call eval(), "
+            "or rewrite it from a config whose residual or hidden dropout is 0"
+        )
+"""
+
+
+def _drops_out(program: Program) -> bool:
+    """Whether the source's layers have dropout of their own, outside their modules: a sharded wiring has none."""
+    origin = program.origin or program
+    for node in origin.graph.nodes:
+        if node.meta.get("layer") is None:
+            continue
+        if node.target is ops.dropout and args_of(node)[1]:
+            return True
+        module = origin.modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, Leaf) and module.kind == "Dropout" and module.options.get("p", 1.0):
+            return True
+    return False

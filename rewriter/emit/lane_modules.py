@@ -90,6 +90,7 @@ def token_by_token(module: Module) -> bool:
         elif node.op == "call_function" and not (
             is_pointwise(node)
             or node.target is aten.linear.default
+            or (node.target is aten.layer_norm.default and len(args_of(node)[1]) == 1)
             or (node.target in REDUCTIONS and _dims(node) == {-1} and args_of(node)[2:] == (True,))
         ):
             return False
@@ -269,7 +270,7 @@ class _Walk:
         elif node.target is aten.sym_size.int and args[1] % rank != _place(state, rank):
             return _WHOLE
         elif state.dim == -1:
-            raise refused
+            raise Stopped(f"{name_of(node)} reads a projection that every rank makes in full, of each lane's own input")
         elif node.target is aten.transpose.int:
             places = list(range(rank))
             places[args[1] % rank], places[args[2] % rank] = args[2] % rank, args[1] % rank
@@ -282,6 +283,12 @@ class _Walk:
                 return state
         elif node.target is aten.cat.default:
             if (args[1] if len(args) > 1 else 0) % rank != state.dim and {env[n] for n in args[0]} == {state}:
+                return state
+        elif node.target is aten.stack.default:
+            if (args[1] if len(args) > 1 else 0) % (rank + 1) > state.dim and {env[n] for n in args[0]} == {state}:
+                return state
+        elif node.target is aten.flatten.using_ints:
+            if (args[1] if len(args) > 1 else 0) % rank > state.dim:
                 return state
         elif node.target in REDUCTIONS:
             if args[2:] == (True,) and state.dim not in {d % rank for d in args[1]}:
