@@ -115,6 +115,14 @@ def test_a_directory_named_like_a_command_is_reached_by_its_path(api: Api) -> No
     assert api.calls[0][:2] == ("convert", ("./inspect", "ladder"))
 
 
+def test_what_a_pass_notes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from rewriter.cli.rendering import print_report
+
+    entry = {"name": "drop_sync", "kind": "approximating", "summary": "dropped", "notes": ["costs [nats]: 0: 0.1"]}
+    print_report(json.dumps({**REPORT, "passes": [entry]}))
+    assert "costs [nats]: 0: 0.1" in capsys.readouterr().out
+
+
 def test_a_calibration_file_arrives_as_its_text(api: Api, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("naïve text", encoding="utf-8")
     assert main(["m", "--recipe", "drop-sync", "--calibration", str(tmp_path / "text.txt")]) == 0

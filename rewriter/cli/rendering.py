@@ -57,6 +57,8 @@ def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("pass", "kind", "what it did", numbers=False)
     for entry in passes:
         table.add_row(f"[bold]{escape(entry['name'])}[/]", escape(entry["kind"]), escape(str(entry["summary"])))
+        for note in entry.get("notes") or []:
+            table.add_row("", "", f"[dim]{escape(str(note))}[/]")
     return table
 
 
