@@ -38,6 +38,8 @@ _BERT: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     # `self.ffn(normed, residual)` returns the sum.
     "mpt": {"model_type": "mpt", "vocab_size": 256, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 192},
+    # So do `self.self_attention(normed, residual)`, which is more than sums, and `self.mlp`.
+    "bloom": {"model_type": "bloom", "vocab_size": 256, "hidden_size": 64, "n_head": 4, "n_layer": 2},
     # Both blocks end in a child that is given the stream; its first token is at position 2.
     "roberta-prelayernorm": _BERT | {"model_type": "roberta-prelayernorm"},
 }
@@ -88,7 +90,12 @@ def test_an_emitted_layer_calls_what_the_child_called(name: str, tmp_path: Path)
     files = emit_huggingface(_passes["ladder"]([1]).apply(program))
     assert files.modeling_name is not None
     assert files.modeling is not None
-    assert {"mpt": "self.ffn.down_proj(", "roberta-prelayernorm": "self.output.dense("}[name] in files.modeling
+    printed = {
+        "mpt": "self.ffn.down_proj(",
+        "bloom": "self.self_attention(input_layernorm, 0.0,",
+        "roberta-prelayernorm": "self.output.dense(",
+    }
+    assert printed[name] in " ".join(files.modeling.split()).replace("( ", "(")
     (tmp_path / "config.json").write_text(json.dumps(files.config | {"dtype": "float32"}))
     (tmp_path / files.modeling_name).write_text(files.modeling)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, attn_implementation="eager").eval()

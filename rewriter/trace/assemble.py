@@ -32,6 +32,7 @@ from rewriter.trace.mixing import mixing_operator
 from rewriter.trace.model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.trace.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
 from rewriter.trace.probe import absent_arguments, bind, example_inputs, switched_off
+from rewriter.trace.residual_input import residual_input, without_residual
 from rewriter.trace.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
 
 _MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
@@ -83,6 +84,8 @@ class ModelTracer:
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
         self.entered: dict[type, frozenset[str]] = {}
+        self.split: dict[type, frozenset[str]] = {}
+        self._branches: dict[int, Body] = {}
         self.inputs = example_inputs(self.model, self.layers, self.example)
         self.absent = absent_arguments(self.model, self.layers, self.inputs)
         self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
@@ -125,6 +128,24 @@ class ModelTracer:
             return False
         self.entered[type(layer)] = entered | {name}
         return True
+
+    def split_sum(self, index: int, name: str) -> bool:
+        """From now on, the add that ends the child `name` of layers of that class stands in the wiring.
+
+        False when the child does not end in an add of an input that it uses nowhere else, or has been split.
+        """
+        kind, known = type(self.layers[index]), self.split.get(type(self.layers[index]), frozenset())
+        body = self.kind(index).bodies.get(name)
+        if name in known or not isinstance(body, Body) or residual_input(body) is None:
+            return False
+        self.split[kind] = known | {name}
+        return True
+
+    def branch_of(self, body: Body, residual: int) -> Body:
+        """`body` without the add of that input; alike layers share the result."""
+        if id(body) not in self._branches:
+            self._branches[id(body)] = without_residual(body, residual)
+        return self._branches[id(body)]
 
     @contextlib.contextmanager
     def _opaque_layers(self) -> Iterator[None]:

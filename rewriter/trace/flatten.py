@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from torch import fx
@@ -15,6 +16,7 @@ from rewriter.trace.bodies import tensors_of
 from rewriter.trace.masks import refuse_unknown_masks
 from rewriter.trace.model import TRACE_DTYPE
 from rewriter.trace.probe import bind
+from rewriter.trace.residual_input import residual_input
 from rewriter.trace.wiring import SPLAT, cast_to_dtype_of, is_cast
 
 
@@ -128,6 +130,14 @@ class _Layer:
     def _call(self, node: fx.Node, child: Child, env: dict[fx.Node, Any]) -> Any:
         body = self.kind.bodies[child.name]
         path = f"{self.path}.{child.name}"
+        residual = nowhere = None
+        if child.name in self.tracer.split.get(type(self.layer), ()) and isinstance(body, Body):
+            place = residual_input(body)
+            assert place is not None
+            nowhere = child.inputs[place]
+            residual = self._input(node, nowhere, env, path)
+            body = self.tracer.branch_of(body, place)
+            child = dataclasses.replace(child, inputs=tuple(w for w in child.inputs if w != nowhere))
         self.modules[path] = body
         inputs = [self._input(node, where, env, path) for where in child.inputs]
         extra = (self.ctx,) if isinstance(body, Body) and body.attends else ()
@@ -141,6 +151,8 @@ class _Layer:
                     return LayerArgument(value.name)
                 if where not in indices and value in inputs:  # one tensor given twice
                     return Input(inputs.index(value))
+                if where == nowhere:
+                    return 0.0  # what the child adds to it is wanted alone
                 if where not in indices:
                     raise RewriterError(f"{path} is given a tensor that its body does not use")
                 return Input(indices[where])
@@ -154,8 +166,8 @@ class _Layer:
         call = PythonCall(template(tuple(node.args), (0,)), template(kwargs, (1,)), SPLAT in node.kwargs, None)
         if child.outputs is None:
             new.meta["python"] = call
-            return new
-        return _Outputs(self, new, call, child.outputs)
+            return new if residual is None else self._add("call_function", operator.add, (residual, new), {})
+        return _Outputs(self, new, call, child.outputs, residual)
 
     def _input(self, node: fx.Node, where: tuple[Any, ...], env: dict[fx.Node, Any], path: str) -> fx.Node:
         """The wiring node of the tensor at path `where` of a call's (args, kwargs)."""
@@ -180,8 +192,8 @@ class _Layer:
 class _Outputs:
     """What a child that returns a Python tuple stands for until its elements are picked."""
 
-    def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any) -> None:
-        self.layer, self.node, self.call, self.outputs = layer, node, call, outputs
+    def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any, residual: fx.Node | None) -> None:
+        self.layer, self.node, self.call, self.outputs, self.residual = layer, node, call, outputs, residual
         if len(outputs) == 1:
             node.meta["python"] = dataclasses.replace(call, index=next(iter(outputs)))
         else:
@@ -190,11 +202,12 @@ class _Outputs:
     def item(self, index: int) -> Any:
         if index not in self.outputs:
             return _Context(f"{self.node.name}[{index}]", None)
-        if len(self.outputs) == 1:
-            return self.node
-        import operator
-
-        return self.layer._add("call_function", operator.getitem, (self.node, self.outputs[index]), {})
+        value = self.node
+        if len(self.outputs) > 1:
+            value = self.layer._add("call_function", operator.getitem, (self.node, self.outputs[index]), {})
+        if self.residual is not None and self.outputs[index] == 0:
+            value = self.layer._add("call_function", operator.add, (self.residual, value), {})
+        return value
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -1,7 +1,8 @@
 """The wiring of the whole model with its residual stream marked.
 
 Some layers leave the residual add to a child (`self.mlp(x, residual)`). Such children are entered: their own forward is
-traced as part of the layer, so that the add stands in the wiring.
+traced as part of the layer, so that the add stands in the wiring. Where that is more than sums of what their children
+give (attention), only the add that ends their body is taken out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def wire(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Mod
         except RewriterError:  # the inside of a child that was entered cannot be represented: left as it was
             break
     tracer.entered.clear()
+    tracer.split.clear()
     return plain
 
 
@@ -49,12 +51,13 @@ def _flat(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Mo
 
 
 def _enter(tracer: ModelTracer, node: fx.Node) -> bool:
-    """Enter the child that gives `node`, or a summand of it beside other values; False where there is none to enter."""
+    """Bring the add of the child that gives `node`, or a summand of it, into the wiring; False where there is none."""
     summands = [n for n in node.all_input_nodes if n.target is operator.getitem] if is_add(node) else [node]
     for value in summands:
         call = args_of(value)[0] if value.target is operator.getitem else value
         if call.op == "call_module":
             index = call.meta["layer"]
-            if tracer.enter(index, str(call.target).removeprefix(f"{tracer.path}.{index}.")):
+            name = str(call.target).removeprefix(f"{tracer.path}.{index}.")
+            if tracer.enter(index, name) or tracer.split_sum(index, name):
                 return True
     return False
