@@ -14,6 +14,7 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.errors import RewriterError
 from rewriter.passes import available
 from rewriter.passes.base import single_device
+from rewriter.trace import trace
 from rewriter.verify.simulate import simulate
 
 PASSES = available()
@@ -189,3 +190,11 @@ def test_selections_beyond_the_model_are_refused(layers):
 def test_a_second_ladder_over_the_same_layers_is_refused():
     with pytest.raises(RewriterError, match="rewired before"):
         PASSES["ladder"]("all").apply(program("llama", {1}, overlap=False))
+
+
+def test_a_position_table_as_long_as_the_vocabulary_is_not_split():
+    config = zoo.config("gpt2")
+    config.vocab_size = config.n_positions
+    sharded = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    assert sharded.parameters["transformer.wte.weight"].ranges is not None
+    assert sharded.parameters["transformer.wpe.weight"].ranges is None

@@ -19,8 +19,8 @@ from rewriter.errors import RewriterError
 from rewriter.program import Module, Program, args_of, drop_dead_nodes
 from rewriter.selection import Selection, resolve
 
-# operators of the wiring through which a sum over ranks may be taken later, with a number as the second operand
-_LINEAR = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
+# operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
+_LINEAR = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_", "view", "reshape")
 
 
 def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block, ...]:

@@ -195,7 +195,7 @@ class _Sharder:
         return self.program.ties.get(f"{node.target}.weight", f"{node.target}.weight")
 
     def _is_lookup(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or node.meta.get("layer") is not None:
+        if node.op != "call_module" or node.meta.get("layer") is not None or not _reads_tokens(node):
             return False
         module = self.modules[str(node.target)]
         if isinstance(module, Leaf):
@@ -259,6 +259,18 @@ class _Sharder:
         self.parameters[name] = replace(
             full, shape=shape, full_shape=full.shape, ranges=shard.ranges, dim=shard.dim, shared=shard.shared
         )
+
+
+def _reads_tokens(node: fx.Node) -> bool:
+    """Whether a module is given token ids. Positions are ids too, and their table may have as many rows."""
+    todo = list(node.all_input_nodes)
+    while todo:
+        source = todo.pop()
+        if source.op == "placeholder" and source.target == "input_ids":
+            return True
+        if source.target is not aten.sym_size.int:
+            todo += source.all_input_nodes
+    return False
 
 
 def _outputs(leaf: Leaf) -> int:
