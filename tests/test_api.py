@@ -90,7 +90,7 @@ def test_the_manifest_names_every_file_with_its_hash(written: tuple[Path, Any], 
     assert manifest.source.files == {"model.safetensors": hashes(source)["model.safetensors"]}
     assert manifest.recipe["name"] == "ladder-upper-half"
     assert [p.name for p in manifest.passes] == ["tensor_parallel", "merge_reductions", "ladder", "overlap"]
-    assert manifest.passes[2].options == {"layers": "upper-half"}
+    assert manifest.passes[2].options == {"layers": "upper-half", "variant": "paper"}
     assert manifest.mesh == {"tp": 2}
     assert set(manifest.versions) == {"rewriter", "torch", "transformers", "python"}
 

@@ -166,8 +166,11 @@ def test_what_is_given_is_not_measured(program: Program, monkeypatch: pytest.Mon
 
 
 def test_a_config_alone_cannot_be_measured() -> None:
+    """Inspection supposes equal costs and says so; applying the pass is refused."""
     with pytest.raises(RewriterError, match="measured on the weights, and there is no measurement"):
-        inspect(zoo.config("llama"), "drop-sync", tp=2)
+        DropSync(drop=2).apply(split(trace(zoo.config("llama"))))
+    rules = inspect(zoo.config("llama"), "drop-sync", tp=2).data["rules"]
+    assert any("measured on the weights; layers 2–3 stand for them here" in rule["reason"] for rule in rules)
 
 
 def test_weights_that_do_not_fit_are_not_measured(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
