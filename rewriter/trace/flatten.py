@@ -101,6 +101,11 @@ class _Layer:
             return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
         args, kwargs = fx.map_arg(node.args, unwrapped.__getitem__), fx.map_arg(node.kwargs, unwrapped.__getitem__)
+        if node.op == "get_attr":
+            raise RewriterError(
+                f"{self.path} computes with a tensor of its own, {node.target}, outside of its children: the wiring of "
+                "a layer cannot hold that yet"
+            )
         if node.op == "call_method" and args[0] is None:
             raise RewriterError(
                 f"{self.path} calls {node.target} of what is None in this layer: its forward asks for that, which the "
