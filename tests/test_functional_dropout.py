@@ -1,4 +1,4 @@
-"""A layer that calls dropout as a function (OPT, mBART) is traced, and its adapted checkpoint trains with it."""
+"""A layer that calls dropout as a function (OPT) is traced, and its adapted checkpoint trains with it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ PASSES = available()
 @pytest.fixture(scope="module")
 def config():
     return AutoConfig.for_model(
-        "mbart",
-        is_decoder=True,
-        is_encoder_decoder=False,
-        d_model=64,
-        decoder_attention_heads=4,
-        decoder_ffn_dim=96,
-        decoder_layers=3,
+        "opt",
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        word_embed_proj_dim=64,
         vocab_size=256,
         max_position_embeddings=192,
         dropout=0.1,
         attention_dropout=0.0,
-        activation_dropout=0.0,
     )
 
 

@@ -86,7 +86,10 @@ def step(name: str, launches: int) -> Step:
 
 
 def scheduled(sharded: Program) -> list[tuple[str, str]]:
-    """What the pass decided, from the wiring: modules of layers, starts, waits and residual adds, in its order."""
+    """What the pass decided, from the wiring: modules of layers, starts, waits and residual adds, in its order.
+
+    An all-reduce that nothing could hide stays whole: it starts and waits ("wait at once") in one place.
+    """
     steps = []
     for node in sharded.graph.nodes:
         if node.op == "call_module" and node.meta.get("layer") is not None:
@@ -95,6 +98,8 @@ def scheduled(sharded: Program) -> list[tuple[str, str]]:
             steps.append(("start", block_of(node)))
         elif node.target is ops.all_reduce_wait:
             steps.append(("wait", block_of(node.args[0])))
+        elif node.target is ops.all_reduce and node.meta.get("layer") is not None:
+            steps += [("start", block_of(node)), ("wait at once", block_of(node))]
         elif node.target is operator.add and "stream" in node.meta:
             steps.append(("op", "aten::add"))
     return steps
@@ -115,17 +120,17 @@ def check(steps: Sequence[Step], sharded: Program) -> None:
     first uses the sum; and each start, and nothing else in between, hands one all-reduce to the backend.
     """
     first = next(i for i, s in enumerate(steps) if s.kind == "module" and ".layers." in s.name)
-    last = max(i for i, s in enumerate(steps) if s.kind == "wait")
-    inside = list(steps[first : last + 2])
-    assert [(s.kind, s.name) for s in inside] == scheduled(sharded)
+    expected = scheduled(sharded)
+    inside = list(steps[first : first + len(expected)])
+    assert [(s.kind, s.name) for s in inside] == [(kind.removesuffix(" at once"), name) for kind, name in expected]
     blocks = sum(s.kind == "module" and s.name.endswith(BLOCKS) for s in inside)
     assert [s.launches for s in inside if s.kind == "start"] == [1] * blocks
     assert sum(s.launches for s in inside) == blocks
-    for before, this, after in zip(inside, inside[1:], inside[2:], strict=False):
+    for (kind, _), before, this, after in zip(expected[1:], inside, inside[1:], inside[2:], strict=False):
         if this.kind == "start":
             assert before.kind == "module", f"{before} stands between a block and its start"
             assert before.name.endswith(f".{this.name}"), f"{before} stands before the start of {this.name}"
-        if this.kind == "wait":
+        if kind == "wait":
             used = (after.kind, after.name) == ("op", "aten::add")
             assert used, f"{this} stands before {after}, its first use is later"
 

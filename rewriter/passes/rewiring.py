@@ -57,7 +57,7 @@ def check_ranks(program: Program, name: str) -> int:
             f"{name} is bound to a number of ranks, here {ranks}: give --tp 2 or more, with tensor_parallel before it "
             "in the recipe"
         )
-    if any(n.target is ops.all_reduce_start for n in program.graph.nodes):
+    if any(r.name == "overlap" for r in program.history):
         raise RewriterError(f"{name}: the reductions are scheduled already. Put overlap after it in the recipe.")
     return ranks
 
