@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from rewriter.analysis.labels import is_pointwise, is_tensor
-from rewriter.analysis.placement import is_projection
+from rewriter.analysis.projections import is_projection
 from rewriter.program import Body, Module
 
 _POINTWISE = frozenset({operator.mul, operator.imul, torch.mul, F.gelu, F.relu, F.silu, torch.relu, torch.tanh})

@@ -178,6 +178,3 @@ class _Localiser:
                 self.entered[source] = new
                 self.local.add(new)
             node.replace_input_with(source, self.entered[source])
-
-
-__all__ = ["AXIS", "local_values", "localise", "share_bias", "without_idle_enters"]

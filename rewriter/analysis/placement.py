@@ -30,22 +30,13 @@ from rewriter.analysis.labels import (
     varying_dim,
 )
 from rewriter.analysis.products import Product, product_of
+from rewriter.analysis.projections import Shard, column_parallel, held, is_projection, resized, row_parallel
 from rewriter.analysis.units import Ranges, Units
 from rewriter.program import Body, Leaf, Module, args_of, copy_graph
 
 AXIS = "tp"
-_PROJECTIONS = ("Linear", "Conv1D")
 # operators through which a sum over ranks may be taken later: linear in their first tensor
 _LINEAR = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.neg.default, ops.type_as_model, aten.to.dtype, *REDUCTIONS})
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is split: per rank, ranges of the full tensor along `dim`."""
-
-    dim: int
-    ranges: tuple[Ranges, ...]
-    shared: bool = False
 
 
 @dataclass
@@ -57,10 +48,6 @@ class SplitBody:
 def split_body(body: Body, ranks: int) -> SplitBody:
     """`body` for one of `ranks` ranks, with a Partial output. Raises Unsplittable with the reason in words."""
     return _Splitter(body, ranks).run()
-
-
-def is_projection(module: Module | None) -> bool:
-    return isinstance(module, Leaf) and module.kind in _PROJECTIONS
 
 
 class _Splitter:
@@ -270,12 +257,12 @@ class _Splitter:
         if is_projection(module):
             assert isinstance(module, Leaf)
             if node in exits and source in sharded:
-                self._row(path, module, sharded[source])
+                self._replace(path, row_parallel(module, sharded[source][1]))
                 self.partial.add(node)
             elif node in sharded:
                 if source in sharded:
                     raise Unsplittable(f"{path} is both an entry and an exit")
-                self._column(path, module, sharded[node], self._shared(node))
+                self._replace(path, column_parallel(module, sharded[node][1], self._shared(node)))
                 self._enter(node, source)
             elif source in sharded or source in self.partial:
                 raise Unsplittable(f"{path} reads split values and its output is not summed")
@@ -307,25 +294,9 @@ class _Splitter:
             raise Unsplittable(f"{path} asks for the sizes of split heads or channels")
         node.args = (whole, *args_of(node)[1:])
 
-    def _column(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]], shared: bool) -> None:
-        local = sum(b - a for a, b in ranges[1][0])
-        key, dim = ("out_features", 0) if leaf.kind == "Linear" else ("nf", 1)
-        options = {**leaf.options, key: local}
-        if shared:
-            options["shared"] = (leaf.options[key], ranges[1])
-        self.shards[f"{path}.weight"] = Shard(dim, ranges[1], shared)
-        shapes = {"weight": _resized(leaf.parameters["weight"], dim, local)}
-        if "bias" in leaf.parameters:
-            self.shards[f"{path}.bias"] = Shard(0, ranges[1], shared)
-            shapes["bias"] = (local,)
-        self.modules[path] = Leaf(f"ColumnParallel{leaf.kind}", options, shapes)
-
-    def _row(self, path: str, leaf: Leaf, ranges: tuple[int, tuple[Ranges, ...]]) -> None:
-        local = sum(b - a for a, b in ranges[1][0])
-        key, dim = ("in_features", 1) if leaf.kind == "Linear" else ("nx", 0)
-        self.shards[f"{path}.weight"] = Shard(dim, ranges[1])
-        shapes = {**leaf.parameters, "weight": _resized(leaf.parameters["weight"], dim, local)}
-        self.modules[path] = Leaf(f"RowParallel{leaf.kind}", {**leaf.options, key: local}, shapes)
+    def _replace(self, path: str, split: tuple[Leaf, dict[str, Shard]]) -> None:
+        self.modules[path], shards = split
+        self.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
 
     def _function(self, node: fx.Node, sharded: Mapping[fx.Node, Any]) -> None:
         inputs = tensor_inputs(node)
@@ -340,7 +311,7 @@ class _Splitter:
                         self._enter(node, operand)
                 self._split_bias(node, sharded)
                 if args_of(node)[1] in sharded:
-                    node.meta["local_kv_heads"] = _length(sharded[args_of(node)[1]][1])
+                    node.meta["local_kv_heads"] = held(sharded[args_of(node)[1]][1])
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:
@@ -481,7 +452,7 @@ def local_shapes(parameters: Mapping[str, tuple[int, ...]], shards: Mapping[str,
     for name, shape in parameters.items():
         if name in shards:
             shard = shards[name]
-            result[name] = _resized(shape, shard.dim, sum(b - a for a, b in shard.ranges[0]))
+            result[name] = resized(shape, shard.dim, held(shard.ranges))
     return result
 
 
@@ -517,7 +488,7 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, .
             dim, ranges = sharded[node]
             sizes = list(args[1])
             if isinstance(sizes[dim], int) and sizes[dim] != -1:
-                sizes[dim] = _length(ranges)
+                sizes[dim] = held(ranges)
             args[1] = sizes
     elif node.target is aten.slice.Tensor and (source := sharded.get(args_of(node)[0])):
         dim = (args[1] if len(args) > 1 else 0) % value_of(args_of(node)[0]).dim()
@@ -527,8 +498,7 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, tuple[int, tuple[Ranges, .
         dim = (args[2] if len(args) > 2 else 0) % value_of(args[0]).dim()
         if dim == sharded[args[0]][0]:
             pieces = {
-                args_of(u)[1]: _length(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim])
-                for u in node.users
+                args_of(u)[1]: held(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim]) for u in node.users
             }
             if (
                 node.target is aten.split.Tensor
@@ -595,14 +565,6 @@ def differentiable(node: fx.Node, body: Body) -> bool:
     if node.op == "call_module":
         return True
     return any(differentiable(n, body) for n in tensor_inputs(node))
-
-
-def _length(ranges: tuple[Ranges, ...]) -> int:
-    return sum(b - a for a, b in ranges[0])
-
-
-def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def insertion_point(node: fx.Node) -> fx.Node:

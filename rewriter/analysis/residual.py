@@ -27,7 +27,8 @@ from rewriter.program import Body, Leaf, Module, Opaque, Program
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
-_SCALINGS = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
+# operators of the wiring that multiply a value by numbers
+SCALINGS = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
 _ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
 
 
@@ -124,7 +125,7 @@ def terms_of(value: fx.Node) -> list[fx.Node]:
 
 def _unscaled(term: fx.Node) -> fx.Node:
     """The value of which `term` is a multiple by numbers."""
-    while term.target in _SCALINGS and len(term.all_input_nodes) == 1:
+    while term.target in SCALINGS and len(term.all_input_nodes) == 1:
         term = term.all_input_nodes[0]
     return term
 

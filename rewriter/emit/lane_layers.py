@@ -16,7 +16,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.lanes import local_values
-from rewriter.analysis.residual import computes, residual_blocks
+from rewriter.analysis.residual import SCALINGS, computes, residual_blocks
 from rewriter.emit.lane_modules import (
     LaneChild,
     LaneModule,
@@ -35,7 +35,6 @@ from rewriter.program import Leaf, Program, args_of
 
 _INDENT = 8
 _ADDS = (operator.add, operator.iadd)
-_SCALED = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
 # same: equal in all lanes. lane: one per lane. total: printed as its sum over the lanes.
 Form = Literal["same", "lane", "total"]
 
@@ -276,7 +275,7 @@ class _Printer:
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    return node.target in _SCALED and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+    return node.target in SCALINGS and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
 
 
 def _is_sum(node: fx.Node) -> bool:

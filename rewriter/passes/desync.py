@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.lanes import AXIS, local_values
+from rewriter.analysis.lanes import local_values
+from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.errors import RewriterError
 from rewriter.expressions import Concat

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.projections import resized
 from rewriter.expressions import Concat
 from rewriter.program import Body, Leaf, Module, Parameter, args_of, copy_graph
 
@@ -161,7 +162,7 @@ def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
     found = list(parts.values())
     names = tuple(name for key, p in parts.items() for name in (p.parts or (key,)))
     sizes = [(p.full_shape or p.shape)[dim] for p in found]
-    full = _resized(found[0].full_shape or found[0].shape, dim, sum(sizes))
+    full = resized(found[0].full_shape or found[0].shape, dim, sum(sizes))
     expressions = [p.expression for p in found if p.expression is not None]
     expression = Concat(tuple(expressions), dim) if len(expressions) == len(found) else None
     if all(p.ranges is None for p in found):
@@ -173,17 +174,13 @@ def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
         for p, size, offset in zip(found, sizes, _offsets(sizes), strict=True):
             held += [(offset + a, offset + b) for a, b in (p.ranges[rank] if p.ranges else ((0, size),))]
         ranges.append(tuple(held))
-    shape = _resized(full, dim, sum(p.shape[dim] for p in found))
+    shape = resized(full, dim, sum(p.shape[dim] for p in found))
     shared = any(p.shared for p in found)
     return Parameter(shape, expression, full, dim, tuple(ranges), shared, names)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:i]) for i in range(len(sizes))]
-
-
-def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 # --- two bodies as one -----------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from typing import Any
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.lanes import AXIS, localise, share_bias, without_idle_enters
-from rewriter.analysis.residual import Block, annotate, blocks_of, read_index, stream_values
+from rewriter.analysis.lanes import localise, share_bias, without_idle_enters
+from rewriter.analysis.placement import AXIS
+from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
 from rewriter.errors import RewriterError
 from rewriter.program import Module, Program, args_of, drop_dead_nodes
 from rewriter.selection import Selection, resolve
 
 # operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
-_LINEAR = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_", "view", "reshape")
+_LINEAR = (*SCALINGS, "view", "reshape")
 
 
 def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block, ...]:

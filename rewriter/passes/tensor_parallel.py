@@ -12,8 +12,10 @@ from rewriter import ops
 from rewriter.analysis.chains import chains
 from rewriter.analysis.gradients import with_constant_inputs
 from rewriter.analysis.labels import Unsplittable, aten, reduced_shape, value_of
-from rewriter.analysis.placement import AXIS, Shard, SplitBody, split_body
+from rewriter.analysis.placement import AXIS, SplitBody, split_body
+from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
 from rewriter.analysis.residual import attends
+from rewriter.analysis.units import Ranges
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Kind, Scope, record
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
@@ -129,23 +131,21 @@ class _Sharder:
         """Split the MLPs whose projections are the layer's own children."""
         for chain in chains(self.graph, self.modules):
             path = str(chain.exit.target)
-            sizes = {
-                self.program.parameters[f"{e.target}.weight"].shape[_outputs(self._leaf(e))] for e in chain.entries
-            }
-            size = self.program.parameters[f"{path}.weight"].shape[1 - _outputs(self._leaf(chain.exit))]
+            sizes = {outputs_of(self._leaf(entry)) for entry in chain.entries}
+            size = inputs_of(self._leaf(chain.exit))
             if sizes != {size} or size % self.ranks:
                 self.refused.setdefault(f"{size} channels do not divide by {self.ranks}", []).append(path)
                 continue
             local = size // self.ranks
             ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
             for entry in chain.entries:
-                self._split_leaf(entry, "ColumnParallel", _outputs(self._leaf(entry)), ranges)
+                self._split_leaf(entry, column_parallel(self._leaf(entry), ranges))
                 with self.graph.inserting_before(entry):
                     entered = self.graph.call_function(ops.enter, (args_of(entry)[0], AXIS))
                 entered.meta.update(entry.meta)
                 entered.meta.pop("python", None)
                 entry.args = (entered,)
-            self._split_leaf(chain.exit, "RowParallel", 1 - _outputs(self._leaf(chain.exit)), ranges)
+            self._split_leaf(chain.exit, row_parallel(self._leaf(chain.exit), ranges))
             self._reduce(chain.exit)
             self.counts["MLP blocks"] += 1
 
@@ -154,18 +154,12 @@ class _Sharder:
         assert isinstance(leaf, Leaf)
         return leaf
 
-    def _split_leaf(self, node: fx.Node, how: str, dim: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
-        """Give every rank its part of a projection, along dimension `dim` of the weight."""
-        path, leaf = str(node.target), self._leaf(node)
-        column, size = how == "ColumnParallel", ranges[0][0][1]
-        names = {"Linear": ("in_features", "out_features"), "Conv1D": ("nx", "nf")}[leaf.kind]
-        shapes = dict(leaf.parameters)
-        shapes["weight"] = tuple(size if d == dim else s for d, s in enumerate(shapes["weight"]))
-        self._shard(f"{path}.weight", Shard(dim, ranges))
-        if column and "bias" in shapes:
-            shapes["bias"] = (size,)
-            self._shard(f"{path}.bias", Shard(0, ranges))
-        self.modules[path] = Leaf(f"{how}{leaf.kind}", {**leaf.options, names[column]: size}, shapes)
+    def _split_leaf(self, node: fx.Node, split: tuple[Leaf, dict[str, Shard]]) -> None:
+        """Give every rank its part of a projection; tied parameters are sharded under their first name."""
+        path = str(node.target)
+        self.modules[path], shards = split
+        for name, shard in shards.items():
+            self._shard(self.program.ties.get(f"{path}.{name}", f"{path}.{name}"), shard)
 
     def vocabulary(self) -> None:
         """Split embedding and head by vocabulary rows, tied ones together."""
@@ -188,7 +182,7 @@ class _Sharder:
             local = rows // self.ranks
             ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
             for node in users:
-                self._split_lookup(node, local) if node in lookups else self._split_head(node, local, ranges)
+                self._split_lookup(node, local) if node in lookups else self._split_head(node, ranges)
             self._shard(weight, Shard(0, ranges))
 
     def _weight(self, node: fx.Node) -> str:
@@ -226,15 +220,8 @@ class _Sharder:
         self._reduce(node)
         self.counts["embeddings"] += 1
 
-    def _split_head(self, node: fx.Node, rows: int, ranges: tuple[tuple[tuple[int, int], ...], ...]) -> None:
-        path = str(node.target)
-        leaf = self.modules[path]
-        assert isinstance(leaf, Leaf)
-        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, leaf.parameters["weight"][1])}
-        if "bias" in leaf.parameters:
-            shapes["bias"] = (rows,)
-            self._shard(self.program.ties.get(f"{path}.bias", f"{path}.bias"), Shard(0, ranges))
-        self.modules[path] = Leaf("ColumnParallelLinear", {**leaf.options, "out_features": rows}, shapes)
+    def _split_head(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> None:
+        self._split_leaf(node, column_parallel(self._leaf(node), ranges))
         with self.graph.inserting_before(node):
             entered = self.graph.call_function(ops.enter, (args_of(node)[0], AXIS))
         node.args = (entered,)
@@ -254,8 +241,7 @@ class _Sharder:
 
     def _shard(self, name: str, shard: Shard) -> None:
         full = self.program.parameters[name]
-        size = sum(b - a for a, b in shard.ranges[0])
-        shape = (*full.shape[: shard.dim], size, *full.shape[shard.dim + 1 :])
+        shape = resized(full.shape, shard.dim, held(shard.ranges))
         self.parameters[name] = replace(
             full, shape=shape, full_shape=full.shape, ranges=shard.ranges, dim=shard.dim, shared=shard.shared
         )
@@ -271,11 +257,6 @@ def _reads_tokens(node: fx.Node) -> bool:
         if source.target is not aten.sym_size.int:
             todo += source.all_input_nodes
     return False
-
-
-def _outputs(leaf: Leaf) -> int:
-    """The dimension of a projection's weight that counts its outputs."""
-    return 0 if leaf.kind.endswith("Linear") else 1
 
 
 def _several(paths: list[str]) -> str:

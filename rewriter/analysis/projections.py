@@ -1,0 +1,72 @@
+"""Linear layers that ranks hold parts of: split by outputs (column) where values enter, by inputs (row) where they
+leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rewriter.analysis.units import Ranges
+from rewriter.program import Leaf, Module
+
+# per kind of projection: its options for the number of inputs and outputs, and the weight's dimension of outputs
+_LAYOUT = {"Linear": ("in_features", "out_features", 0), "Conv1D": ("nx", "nf", 1)}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split: per rank, ranges of the full tensor along `dim`."""
+
+    dim: int
+    ranges: tuple[Ranges, ...]
+    shared: bool = False
+
+
+def is_projection(module: Module | None) -> bool:
+    return isinstance(module, Leaf) and module.kind in _LAYOUT
+
+
+def inputs_of(leaf: Leaf) -> int:
+    """The number of inputs of a projection that is not split yet."""
+    return leaf.parameters["weight"][1 - _LAYOUT[leaf.kind][2]]
+
+
+def outputs_of(leaf: Leaf) -> int:
+    """The number of outputs of a projection that is not split yet."""
+    return leaf.parameters["weight"][_LAYOUT[leaf.kind][2]]
+
+
+def column_parallel(leaf: Leaf, ranges: tuple[Ranges, ...], shared: bool = False) -> tuple[Leaf, dict[str, Shard]]:
+    """(a rank's part of a projection, how its parameters are split). `ranges` are of outputs, per rank.
+
+    `shared` says that ranks hold some outputs more than once.
+    """
+    _, option, dim = _LAYOUT[leaf.kind]
+    local = held(ranges)
+    options = {**leaf.options, option: local}
+    if shared:
+        options["shared"] = (leaf.options[option], ranges)
+    shards = {"weight": Shard(dim, ranges, shared)}
+    shapes = {"weight": resized(leaf.parameters["weight"], dim, local)}
+    if "bias" in leaf.parameters:
+        shards["bias"] = Shard(0, ranges, shared)
+        shapes["bias"] = (local,)
+    return Leaf(f"ColumnParallel{leaf.kind}", options, shapes), shards
+
+
+def row_parallel(leaf: Leaf, ranges: tuple[Ranges, ...]) -> tuple[Leaf, dict[str, Shard]]:
+    """(a rank's part of a projection, how its parameters are split). `ranges` are of inputs, per rank; the bias stays
+    whole."""
+    option, _, outputs = _LAYOUT[leaf.kind]
+    dim, local = 1 - outputs, held(ranges)
+    shapes = {**leaf.parameters, "weight": resized(leaf.parameters["weight"], dim, local)}
+    return Leaf(f"RowParallel{leaf.kind}", {**leaf.options, option: local}, shapes), {"weight": Shard(dim, ranges)}
+
+
+def held(ranges: tuple[Ranges, ...]) -> int:
+    """How many elements a rank holds; all hold equally many."""
+    return sum(b - a for a, b in ranges[0])
+
+
+def resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """`shape` with another size of `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
