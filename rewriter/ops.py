@@ -51,6 +51,53 @@ class MaskSpec:
         return seen
 
 
+SequenceKind = Literal["attention2d", "ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """How the tokens of a sequence lie on the ranks of an axis, and how attention finds the keys of the others.
+
+    `grid` is (heads, rows, columns): all-to-all by heads over the first, then queries gathered within a row and keys
+    and values within a column (Attention2D, arXiv 2503.15758). (1, P, 1) of kind attention2d gathers keys and values
+    alone. A ring has the grid (1, P, 1), Ulysses (P, 1, 1). `overlap`: computation block by block while the next blocks
+    are on their way (the paper's Alg. 4 to 11); a ring always does.
+
+    Rank p of P holds the tokens t ≡ p (mod P), "cyclic", or of a ring the chunks p and 2P − 1 − p of 2P, "zigzag".
+    Raises ValueError for a grid that does not fit its kind.
+    """
+
+    kind: SequenceKind
+    grid: tuple[int, int, int]
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        heads, rows, columns = self.grid
+        if min(self.grid) < 1:
+            raise ValueError(f"grid {list(self.grid)}: every size is at least 1")
+        if self.kind == "ring" and (heads, columns) != (1, 1):
+            raise ValueError(f"grid {list(self.grid)}: a ring of {self.ranks} has the grid [1, {self.ranks}, 1]")
+        if self.kind == "ulysses" and (rows, columns) != (1, 1):
+            raise ValueError(f"grid {list(self.grid)}: Ulysses on {self.ranks} has the grid [{self.ranks}, 1, 1]")
+
+    @property
+    def ranks(self) -> int:
+        heads, rows, columns = self.grid
+        return heads * rows * columns
+
+    @property
+    def layout(self) -> Literal["cyclic", "zigzag"]:
+        return "zigzag" if self.kind == "ring" else "cyclic"
+
+    @property
+    def multiple(self) -> int:
+        """Sequences are padded at the right to a multiple of this number of tokens."""
+        return self.ranks * (2 if self.layout == "zigzag" else 1)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'×'.join(map(str, self.grid))}{' overlapped' if self.overlap else ''}"
+
+
 def attention(
     q_BHSD: torch.Tensor,
     k_BKTD: torch.Tensor,
@@ -63,14 +110,16 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    sequence: SequencePlan | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ + bias) v over the keys that `mask` shows, softmax in fp32; returns o_BHSE.
 
     Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks` [H]
     adds one logit per head that takes probability and returns nothing. `ctx` is ignored here: without a cache every
-    call sees all tokens from position 0. `slot` names the cache entry of this call.
+    call sees all tokens from position 0. `slot` names the cache entry of this call. With `sequence`, q, k and v are
+    those of a rank's tokens and keys of all ranks are seen; here all tokens are given, and it changes nothing.
     """
-    del ctx, slot
+    del ctx, slot, sequence
     groups = q_BHSD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTE = k_BKTD.repeat_interleave(groups, 1), v_BKTE.repeat_interleave(groups, 1)
     scores = q_BHSD @ k_BHTD.transpose(-1, -2) * scale
@@ -207,6 +256,16 @@ def repeat_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 
 def own_shard(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """A rank's own equal run of the replicated `x` along `dim`."""
+    return x
+
+
+def shard_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
+    """A rank's own tokens of `x` [B, S, ...], padded at the right with zeros to `plan.multiple`."""
+    return x
+
+
+def gather_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tensor:
+    """All tokens of `x` [B, n, ...] in their order, without padding; its gradient is the rank's own tokens'."""
     return x
 
 

@@ -1,8 +1,9 @@
 """What a rank runs. An emitted module imports its building blocks from here, and nothing here imports the
 compiler."""
 
-from rewriter.ops import MaskSpec
+from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import attention
+from rewriter.runtime.attention.grid import sequence_mesh
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.collectives import (
     Event,
@@ -55,6 +56,7 @@ __all__ = [
     "RowParallelConv1D",
     "RowParallelLinear",
     "RuntimeModel",
+    "SequencePlan",
     "Shared",
     "SlotSpec",
     "StaticCache",
@@ -75,6 +77,7 @@ __all__ = [
     "own_shard",
     "record_events",
     "repeat_shard",
+    "sequence_mesh",
     "share",
     "shared_gradient",
     "vocab_embedding",

@@ -48,12 +48,18 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a collective as this rank's Python code reached it; `bytes` is the tensor's size on this rank."""
+    """One step of a collective as this rank's Python code reached it; `bytes` is the tensor's size on this rank.
 
-    kind: str  # "start", "wait", "all_gather", "mark"
+    `sent` and `received` are what it sends to other ranks and receives from them, where the algorithm is ours and the
+    numbers are exact (kind "wire"); 0 for others.
+    """
+
+    kind: str  # "start", "wait", "all_gather", "wire", "mark"
     name: str
     bytes: int
     ranks: int
+    sent: int = 0
+    received: int = 0
 
 
 _observers: list[list[Event]] = []
@@ -79,9 +85,10 @@ def mark(name: str) -> None:
         events.append(Event("mark", name, 0, 1))
 
 
-def _observe(kind: str, name: str, x: Tensor, group: ProcessGroup | None) -> None:
+def observe(kind: str, name: str, x: Tensor, group: ProcessGroup | None, sent: int = 0, received: int = 0) -> None:
+    """Add an event to every running `record_events`."""
     for events in _observers:
-        events.append(Event(kind, name, x.numel() * x.element_size(), group_size(group)))
+        events.append(Event(kind, name, x.nbytes, group_size(group), sent, received))
 
 
 # --- all-reduce ---
@@ -128,7 +135,7 @@ def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> P
         return Pending(x, None, name, None)
     with record_function(f"rewriter::all_reduce_start {name}".rstrip()):
         x = x.contiguous()
-        _observe("start", name, x, group)
+        observe("start", name, x, group)
         work = dist.all_reduce(x.detach(), group=group, async_op=True)
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():
@@ -145,7 +152,7 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
         return pending
     if pending.work is not None:
         with record_function(f"rewriter::all_reduce_wait {pending.name}".rstrip()):
-            _observe("wait", pending.name, pending.value, pending.group)
+            observe("wait", pending.name, pending.value, pending.group)
             pending.work.wait()
         pending.work = None
     return pending.value
@@ -209,7 +216,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") 
     if group is None or group.size() == 1:
         return x
     with record_function(f"rewriter::all_gather {name}".rstrip()):
-        _observe("all_gather", name, x, group)
+        observe("all_gather", name, x, group)
         gathered: Tensor = _AllGather.apply(x, group, dim)
     return gathered
 

@@ -1,0 +1,5 @@
+"""Attention on a rank: over its own tokens and a cache, or exactly over the tokens of all ranks of a sequence axis."""
+
+from rewriter.runtime.attention.cached import attention
+
+__all__ = ["attention"]
