@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
+from strong import Models
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.huggingface import emit_huggingface
@@ -19,12 +19,11 @@ from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.errors import RewriterError
 from rewriter.passes import available
 from rewriter.program import Opaque, Program
-from rewriter.trace import trace, trace_skeleton
+from rewriter.trace import trace_skeleton
 from rewriter.trace.example import Example
 from rewriter.trace.lifting import Recorded
 from rewriter.trace.model import build_skeleton
 from rewriter.trace.opaque import opaque_child
-from rewriter.verify.random_model import randomize
 from rewriter.verify.reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
@@ -67,24 +66,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 _passes = available()
-
-
-@functools.cache
-def model_of(name: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), attn_implementation="eager")
-        randomize(model, 2.0)
-    return model.eval()
-
-
-@functools.cache
-def traced(name: str) -> Program:
-    return trace(AutoConfig.for_model(**CONFIGS[name]))
-
-
-def weights(name: str) -> dict[str, torch.Tensor]:
-    return {n: p.detach() for n, p in model_of(name).named_parameters()}
+_models = Models(CONFIGS)
+model_of, traced, weights = _models.model, _models.traced, _models.weights
 
 
 def tokens(length: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ so that the source's own `Model.forward` (masks, caches, final norm, losses, gen
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 
 import transformers
@@ -23,6 +22,7 @@ from rewriter.emit.modeling_file import (
     conversions,
     docstring,
     imports,
+    listed_kinds,
     model_classes,
     own_config,
     source_check,
@@ -33,7 +33,7 @@ from rewriter.emit.modeling_file import (
     wrapped,
 )
 from rewriter.emit.naming import camel, identifier
-from rewriter.emit.python import LINE_LENGTH, bracketed
+from rewriter.emit.python import bracketed
 from rewriter.emit.source import layer_arguments, require_importable, returned_values
 from rewriter.passes.base import bound_ranks, scopes, single_device
 from rewriter.program import Program, Source
@@ -159,11 +159,8 @@ def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
         "names the kind of every layer:"
     )
     lines += ["", *wrapped(about).splitlines(), ""]
-    classes = zip(standard_kinds(source), source.layer_classes, strict=True)
-    listed = [(name, f"{cls.name}, unchanged.") for name, cls in classes]
-    listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
-    for name, text in listed:
-        lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
+    rewritten = [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
+    lines += listed_kinds(source, rewritten)
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 

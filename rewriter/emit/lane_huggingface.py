@@ -7,7 +7,6 @@ with weights per rank, which hold the weights of all ranks one after the other.
 from __future__ import annotations
 
 import importlib
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from rewriter.emit.lane_pattern import BlockMode, described, layer_modes, patter
 from rewriter.emit.lane_support import lane_class, support
 from rewriter.emit.layers import print_layers
 from rewriter.emit.naming import camel
-from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
+from rewriter.emit.python import bracketed, quoted
 from rewriter.emit.source import layer_arguments, require_importable, returned_values
 from rewriter.program import Leaf, Program, Source, args_of
 
@@ -147,11 +146,8 @@ def _header(program: Program, kinds: list[_Kind], names: file.Names) -> str:
     for text in about:
         lines += ["", *file.wrapped(text).splitlines()]
     lines.append("")
-    classes = zip(file.standard_kinds(source), source.layer_classes, strict=True)
-    listed = [(name, f"{cls.name}, unchanged.") for name, cls in classes]
-    listed += [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
-    for name, text in listed:
-        lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
+    rewritten = [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
+    lines += file.listed_kinds(source, rewritten)
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 

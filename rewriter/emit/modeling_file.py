@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,3 +224,14 @@ def conversions(source: Source, names: Names) -> str:
             "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
         ]
     )
+
+
+def listed_kinds(source: Source, rewritten: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines of a header that say what each kind of layer is: the source's own, then (name, description) of others."""
+    own = zip(standard_kinds(source), source.layer_classes, strict=True)
+    listed = [*((name, f"{cls.name}, unchanged.") for name, cls in own), *rewritten]
+    return [
+        line
+        for name, text in listed
+        for line in textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
+    ]
