@@ -151,7 +151,7 @@ class Model(RuntimeModel):
         kv_heads = self.model.layers[0].self_attn.k_proj.out_features // HEAD
         self.slots = [SlotSpec(kv_heads, HEAD, HEAD, mask.size) for mask in MASKS]
 
-    def forward(self, input_ids, position_ids, ctx, logits_to_keep=0):
+    def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):
         x = enter(self.model(input_ids, position_ids, ctx)[:, -logits_to_keep:], self.tp)
         return all_gather(self.lm_head(x), self.tp, -1, "head")
 

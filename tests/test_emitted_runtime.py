@@ -160,6 +160,25 @@ def test_logits_can_be_asked_for_the_last_tokens_only():
         assert relative_error(model(ids, positions, Context(), logits_to_keep=1), everything[:, -1:]) <= 1e-6
 
 
+def test_positions_and_context_are_filled_in():
+    """A model takes token ids alone; left padding shifts the positions of what follows it."""
+    from rewriter.errors import RewriterError
+    from rewriter.runtime import Context, StaticCache
+    from rewriter.runtime.generate import positions
+
+    sharded = program("llama")
+    model = build(emit_runtime_module(sharded), shards(sharded, weights("llama"))[0], {}, None)
+    ids, padding = zoo.batch(2, 21, 256), torch.tensor([0, 5])
+    padded = Context(first_valid=padding)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), model(ids, torch.arange(21).expand(2, 21), Context()))
+        expected = model(ids, positions(21, padding, 2, ids.device), padded)
+        torch.testing.assert_close(model(ids, ctx=padded), expected)
+        behind = Context(StaticCache(model.slots, 2, 32, torch.float32, ids.device), torch.tensor(4))
+        with pytest.raises(RewriterError, match="Pass their positions"):
+            model(ids[:, :1], ctx=behind)
+
+
 @pytest.mark.parametrize(
     ("passes", "names"),
     [
@@ -179,7 +198,7 @@ def test_layers_are_named_after_how_they_are_wired(passes, names):
     sharded = program("llama", tp=2, overlap=False)
     for name, options in [*passes, ("overlap", {})]:
         sharded = available()[name](**options).apply(sharded)
-    listed = emit_runtime_module(sharded).split("nn.ModuleList(")[1].split("def forward")[0]
+    listed = emit_runtime_module(sharded).split("nn.ModuleList(")[1].split("def compute")[0]
     found = []
     for line in listed.splitlines():
         if (layer := re.search(r"(\w*)LlamaDecoderLayer\(tp, slot", line)) is not None:

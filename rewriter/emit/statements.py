@@ -131,7 +131,7 @@ class Lines:
         return owner is None or self.last_use.get(owner, -1) <= position
 
 
-_RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep"})
+_RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep", "gather"})
 
 
 def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
