@@ -1,0 +1,73 @@
+"""Attention over a set of keys from attention over its parts: partial outputs weighted by their share of the
+log-sum-exp.
+
+With partial outputs o_p and log-sum-exps l_p over disjoint keys, l = log Σ exp l_p and o = Σ exp(l_p − l) · o_p (the
+paper's Alg. 2, line 8). A part whose row saw nothing has o_p = 0 and l_p = −inf, and weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results of `dtype` are summed in: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(o [..., E], lse [...]) from parts of these shapes, in the accumulation dtype. Rows unseen by all: 0 and −inf."""
+    merger = Merger()
+    for o, lse in parts:
+        merger.add(o, lse)
+    return merger.result()
+
+
+class Merger:
+    """Merges parts as they arrive, so that only the sum and one part are in memory.
+
+    Numerator and denominator are kept apart until the end: dividing by a running log-sum-exp after every part would
+    leave weights that add up to 1 ± |lse| · ε only.
+    """
+
+    def __init__(self) -> None:
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, o: Tensor, lse: Tensor) -> None:
+        """A part: o [..., E], lse [...]. It is copied, never written to."""
+        if self._sums is None:
+            dtype = accumulation_dtype(o.dtype)
+            self._sums = o.to(dtype, copy=True), lse.to(dtype, copy=True), torch.ones_like(lse, dtype=dtype)
+        else:
+            add_part(*self._sums, o, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(o, lse) in the accumulation dtype. At least one part must have been added."""
+        if self._sums is None:
+            raise ValueError("no part was added")
+        return merged(*self._sums)
+
+
+def add_part(numerator: Tensor, top: Tensor, denominator: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Add (o, lse) to running sums, in place; they may be views.
+
+    numerator [..., E] = Σ exp(l_p − top) · o_p, top [...] = max l_p, denominator [...] = Σ exp(l_p − top). Sums begin
+    as the first part and denominator 1; a row of numerator 0 and top −inf is one to which nothing was added.
+    """
+    largest = torch.maximum(top, lse)
+    # where both are −inf, −inf − −inf would be NaN: weigh with exp(−inf − 0) = 0 instead
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    before, now = torch.exp(top - shift), torch.exp(lse - shift)
+    numerator.mul_(before.unsqueeze(-1)).addcmul_(o.to(numerator.dtype), now.unsqueeze(-1))
+    denominator.mul_(before).add_(now)
+    top.copy_(largest)
+
+
+def merged(numerator: Tensor, top: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+    """(o, lse) from running sums."""
+    # the largest part weighs 1, so that a row's denominator is at least 1, or 0 if nothing saw a key
+    denominator = denominator.clamp(min=1)
+    return numerator / denominator.unsqueeze(-1), top + denominator.log()
