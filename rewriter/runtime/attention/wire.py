@@ -20,6 +20,9 @@ from rewriter.runtime.collectives import observe
 
 Tensors = tuple[Tensor, ...]
 
+# into one buffer: gathering into a list of tensors makes NCCL copy twice. Renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass
 class Transfer:
@@ -39,46 +42,61 @@ class Transfer:
         return self.result
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One uint8 vector of the bytes of `tensors`, one after the other."""
-    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in tensors])
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """One uint8 vector of the bytes of `tensors`, one after the other; written to `out` where that is given."""
+    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in tensors], out=out)
 
 
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> Tensors:
-    """Tensors of the shapes and dtypes of `like` from their bytes; contiguous, and copies."""
+    """Tensors of the shapes and dtypes of `like` from their bytes: contiguous, views of `buffer` where it can be."""
     parts = buffer.split([t.nbytes for t in like])
-    # a part may begin where its dtype is not aligned, hence the copy
-    return tuple(p.clone().view(t.dtype).view(t.shape) for p, t in zip(parts, like, strict=True))
+    return tuple(_aligned(p, t).view(t.dtype).view(t.shape) for p, t in zip(parts, like, strict=True))
+
+
+def _aligned(part: Tensor, like: Tensor) -> Tensor:
+    """What follows a tensor of smaller elements may begin where its own dtype cannot be read."""
+    return part if part.storage_offset() % like.element_size() == 0 else part.clone()
 
 
 def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: str) -> Transfer:
-    """Every rank's `tensors` (equal shapes); `wait` gives a list with one tuple per rank of `group`, in rank order."""
+    """Every rank's `tensors` (equal shapes); `wait` gives a list with one tuple per rank of `group`, in rank order.
+
+    The own ones are those that were given.
+    """
     mine = tuple(tensors)
     if group is None:
         return Transfer([], lambda: [mine])
-    packed = pack(mine)
-    others = packed.nbytes * (group.size() - 1)
-    observe("wire", name, packed, group, others, others)
-    found = [torch.empty_like(packed) for _ in range(group.size())]
-    work = dist.all_gather(found, packed, group=group, async_op=True)
-    own = group.rank()
-    return Transfer([work], lambda: [mine if r == own else unpack(f, mine) for r, f in enumerate(found)], (packed,))
+    size, own = sum(t.nbytes for t in mine), group.rank()
+    found = torch.empty(group.size() * size, dtype=torch.uint8, device=mine[0].device)
+    rows = found.split(size)
+    pack(mine, out=rows[own])
+    others = size * (group.size() - 1)
+    observe("wire", name, rows[own], group, others, others)
+    work = _all_gather(found, rows[own], group=group, async_op=True)
+    return Transfer([work], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
 
 
 def all_to_all_start(parts: Sequence[Sequence[Tensor]], group: ProcessGroup | None, name: str) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
-    Every part has the shapes and dtypes of the others.
+    The parts for others are alike in shapes and dtypes. The own part does not travel and is given back as it is: it may
+    have another dtype, such as that of a sum which only others need rounded.
     """
-    own = tuple(parts[0 if group is None else group.rank()])
     if group is None:
-        return Transfer([], lambda: [own])
-    sent = torch.stack([pack(part) for part in parts])
+        return Transfer([], lambda: [tuple(parts[0])])
+    own, ranks = group.rank(), group.size()
+    sent = pack([t for r, part in enumerate(parts) if r != own for t in part])
     received = torch.empty_like(sent)
-    others = sent[0].nbytes * (group.size() - 1)
-    observe("wire", name, sent, group, others, others)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    return Transfer([work], lambda: [unpack(row, own) for row in received], (sent,))
+    splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
+    observe("wire", name, sent, group, sent.nbytes, sent.nbytes)
+    work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+    like = parts[(own + 1) % ranks]
+
+    def finish() -> list[Tensors]:
+        rows = received.split(splits)
+        return [tuple(parts[own]) if r == own else unpack(row, like) for r, row in enumerate(rows)]
+
+    return Transfer([work], finish, (sent,))
 
 
 def exchange_start(

@@ -1,0 +1,141 @@
+"""Attention2D without overlap (arXiv 2503.15758, Alg. 1 to 3) on a plane of r rows × c columns, any r and c.
+
+Rank (i, j) holds the tokens t ≡ i + r·j (mod rc). Gathered within its row, queries are those t ≡ i (mod r). Keys and
+values move first, from the rank that holds class c·i + j to rank (i, j); gathered within a column they are then those
+t ≡ j (mod c). One tile of scores per rank; partial outputs go back to the ranks of the row, each merges its own. c = 1
+gathers keys and values alone, r = 1 queries alone: nothing moves first.
+
+Per plane and rank, what others send (n tokens, H query and K key/value heads, e bytes of the dtype, ℓ of the lse):
+
+    forward     [class moves] · n·K(D+E)e + (c−1)·nHDe + (r−1)·nK(D+E)e + (c−1)·nH(Ee + ℓ)
+    backward    (c−1)·nH((D+2E)e + ℓ) + (r−1)·nK(D+E)e + (c−1)·nHDe + (r−1)·nK(D+E)e + [class moves] · nK(D+E)e
+
+Partial results travel in q's dtype and are summed in fp32 (fp64 for fp64) where they arrive: a sum that travels is
+rounded at each step, and in bf16 that alone is beyond twice the error of one device. Saved are q, the moved k and v, o
+and lse (Alg. 1, line 7); backward gathers again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rewriter.runtime.attention import sinks as sink_logits
+from rewriter.runtime.attention.call import Call
+from rewriter.runtime.attention.grid import Grid
+from rewriter.runtime.attention.layout import Run
+from rewriter.runtime.attention.merge import Merger
+from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.wire import Transfer, all_to_all_start, exchange_start, gather_start
+
+
+def forward(
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: Call, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(o_BHSE, lse_BHS, k_kept, v_kept); see `rewriter.runtime.attention.call`. Alg. 1."""
+    grid = call.grid
+    coming_q = gather_start([q_BHSD], grid.in_row, "plane.q")
+    k_kept, v_kept = to_rows([k_BKSD, v_BKSE], grid)
+    coming_kv = gather_start([k_kept, v_kept], grid.in_column, "plane.kv")
+    k, v = interleaved(coming_kv.wait())
+    (q,) = interleaved(coming_q.wait())
+    part = tile_forward(q, k, v, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale)
+    del k, v, q
+    if part is None:  # no query of this row sees a key of this column
+        batch, heads, tokens, _ = q_BHSD.shape
+        shape = batch, heads, tokens * grid.columns
+        o = q_BHSD.new_zeros(*shape, v_BKSE.shape[-1])
+        part = o, o.new_full(shape, -torch.inf, dtype=accumulation_dtype(q_BHSD.dtype))
+    merger = Merger()
+    dtypes = q_BHSD.dtype, part[1].dtype
+    for o, lse in dealt_start(part, dtypes, grid.columns, grid.column, grid.in_row, "plane.o").wait():
+        merger.add(o, lse)
+    o, lse = merger.result()
+    if sinks_H is not None:
+        o, lse = sink_logits.fold(o, lse, sinks_H)
+    return o.to(q_BHSD.dtype), lse, k_kept, v_kept
+
+
+def backward(
+    do_BHSE: Tensor, q_BHSD: Tensor, k_kept: Tensor, v_kept: Tensor, o_BHSE: Tensor, lse_BHS: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv); see `rewriter.runtime.attention.call`. Alg. 3."""
+    grid, dtype = call.grid, q_BHSD.dtype
+    coming_q = gather_start([q_BHSD, o_BHSE, do_BHSE, lse_BHS], grid.in_row, "plane.q")
+    coming_kv = gather_start([k_kept, v_kept], grid.in_column, "plane.kv")
+    k, v = interleaved(coming_kv.wait())
+    q, o, do, lse = interleaved(coming_q.wait())
+    into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))
+    tile_backward(do, q, k, v, o, lse, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale, into)
+    del k, v, q, o, do, lse
+    coming_dq = dealt_start([into.dq], [dtype], grid.columns, grid.column, grid.in_row, "plane.dq")
+    dkv = [into.dk, into.dv]
+    coming_dkv = dealt_start(dkv, [dtype, dtype], grid.rows, grid.row, grid.in_column, "plane.dkv")
+    dk, dv = (summed(parts, dtype) for parts in zip(*coming_dkv.wait(), strict=True))
+    dk, dv = to_columns([dk, dv], grid)
+    dq = summed([part for (part,) in coming_dq.wait()], dtype)
+    return dq, dk, dv
+
+
+def runs(grid: Grid, tokens: int) -> tuple[Run, Run]:
+    """The positions of a rank's gathered queries and keys, where each rank of the plane holds `tokens`."""
+    return Run(grid.row, grid.rows, tokens * grid.columns), Run(grid.column, grid.columns, tokens * grid.rows)
+
+
+def moves(grid: Grid) -> bool:
+    """Whether this rank's keys and values are another's: class i + r·j is not c·i + j."""
+    return grid.row + grid.rows * grid.column != grid.columns * grid.row + grid.column
+
+
+def to_rows(tensors: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
+    """Those of class c·i + j from those of class i + r·j: keys and values in row-major order (Alg. 1, line 1)."""
+    held, wanted = grid.row + grid.rows * grid.column, grid.columns * grid.row + grid.column
+    wanted_by = held // grid.columns + grid.rows * (held % grid.columns)
+    return _exchanged(tensors, grid, wanted_by, wanted, "plane.to_rows")
+
+
+def to_columns(tensors: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
+    """The way back of `to_rows` (Alg. 3, line 6)."""
+    wanted, held = grid.row + grid.rows * grid.column, grid.columns * grid.row + grid.column
+    held_by = wanted // grid.columns + grid.rows * (wanted % grid.columns)
+    return _exchanged(tensors, grid, held, held_by, "plane.to_columns")
+
+
+def _exchanged(tensors: Sequence[Tensor], grid: Grid, to: int, source: int, name: str) -> tuple[Tensor, ...]:
+    """`to` and `source` are places in the plane."""
+    if not moves(grid):
+        return tuple(tensors)
+    arrived = exchange_start(tensors, grid.plane[to], tensors, grid.plane[source], name).wait()
+    return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
+
+
+def interleaved(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Tensors of sorted tokens from those of several ranks: dimension 2 takes one token of each in turn."""
+    return tuple(p[0] if len(p) == 1 else torch.stack(p, 3).flatten(2, 3) for p in zip(*parts, strict=True))
+
+
+def dealt_start(
+    tensors: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    ranks: int,
+    own: int,
+    group: ProcessGroup | None,
+    name: str,
+) -> Transfer:
+    """To each rank of `group` its tokens r, r + ranks, … of sorted ones, in `dtypes`; the own ones stay as exact as
+    they are."""
+
+    def part(rank: int) -> list[Tensor]:
+        mine = [t[:, :, rank::ranks] for t in tensors]
+        return mine if rank == own else [t.to(dtype) for t, dtype in zip(mine, dtypes, strict=True)]
+
+    return all_to_all_start([part(rank) for rank in range(ranks)], group, name)
+
+
+def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of what several ranks found, made in the accumulation dtype and rounded once to `dtype`."""
+    return functools.reduce(torch.add, parts[1:], parts[0].to(accumulation_dtype(dtype))).to(dtype)

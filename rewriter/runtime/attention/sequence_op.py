@@ -1,0 +1,329 @@
+"""Attention over the tokens of all ranks of a sequence axis as one operator of torch: `rewriter::sequence_attention`.
+
+Exchange of heads, attention in the plane, exchange back. The operator has a fake and a gradient, so that torch.compile
+sees one node; it finds its process groups by a string, `register`ed before. Saved for backward are q, k, v, o and lse
+of as many tokens as a rank holds (after the exchange of heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758
+moves them), and the sinks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rewriter.errors import RewriterError
+from rewriter.ops import MaskKind, MaskSpec, SequencePlan
+from rewriter.runtime.attention import heads, layout, plane
+from rewriter.runtime.attention import sinks as sink_logits
+from rewriter.runtime.attention.call import Call
+from rewriter.runtime.attention.grid import Grid
+from rewriter.runtime.attention.tiles import accumulation_dtype
+from rewriter.runtime.attention.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A rank's place on a sequence axis, and the algorithm that runs on it."""
+
+    grid: Grid
+    plan: SequencePlan
+
+    @property
+    def algorithm(self) -> ModuleType:
+        if self.plan.kind == "ring":
+            return importlib.import_module("rewriter.runtime.attention.ring")
+        if self.plan.overlap and self.grid.rows * self.grid.columns > 1:
+            return importlib.import_module("rewriter.runtime.attention.overlapped")
+        return plane
+
+    @property
+    def exchanges_heads(self) -> bool:
+        return self.grid.heads > 1
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether some rank's keys move before they are gathered. The same on all ranks, so that their graphs are."""
+        return self.plan.kind != "ring" and self.grid.rows > 1 and self.grid.columns > 1
+
+
+_axes: dict[str, Axis] = {}
+
+
+def register(plan: SequencePlan, grid: Grid) -> str:
+    """The key by which `sequence_attention` finds the axis.
+
+    The same plan on the same ranks has the same key, in every run, so that compiled graphs can be cached; its groups
+    are those of the last registration. Raises RewriterError for a grid of other sizes than the plan's.
+    """
+    sizes = grid.heads, grid.rows, grid.columns
+    if sizes != plan.grid:
+        raise RewriterError(
+            f"{plan}: the mesh is a grid of {list(sizes)} (heads, rows, columns). Make it with "
+            f"sequence_mesh(device, {plan.grid})"
+        )
+    by_heads = (grid.rank,) if grid.by_heads is None else tuple(dist.get_process_group_ranks(grid.by_heads))
+    place = f"{grid.head_index} {grid.row} {grid.column} {by_heads} {grid.plane}"
+    key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
+    _axes[key] = Axis(grid, plan)
+    return key
+
+
+def axis(key: str) -> Axis:
+    """What was registered under `key`."""
+    if key not in _axes:
+        raise RewriterError(f"sequence axis {key!r} is not registered in this process: call register first")
+    return _axes[key]
+
+
+# --- what can be attended, said before anything is sent ---
+
+
+def check(
+    axis: Axis,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: int,
+    first_valid: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raises RewriterError for tensors that do not fit each other, the plan, or the length."""
+    name = f"sequence attention ({axis.plan})"
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise RewriterError(f"{name}: {shapes}; expected [batch, heads, tokens, head size] each")
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] == k.shape[2] == v.shape[2]):
+        raise RewriterError(f"{name}: {shapes}; expected equal batches and local tokens")
+    if q.shape[3] != k.shape[3] or k.shape[1] != v.shape[1]:
+        raise RewriterError(f"{name}: {shapes}; expected q and k of one head size, k and v of as many heads")
+    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
+        raise RewriterError(f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one floating dtype")
+    check_heads(axis.plan, q.shape[1], k.shape[1])
+    local = layout.padded(length, axis.plan.multiple) // axis.plan.ranks
+    if q.shape[2] != local:
+        raise RewriterError(
+            f"{name}: {length} tokens on {axis.plan.ranks} ranks are {local} on each, padding included, but q has "
+            f"{q.shape[2]}. Shard with rewriter.runtime.attention.layout.take_tokens, which pads"
+        )
+    batch = q.shape[0]
+    if first_valid is not None and first_valid.shape != (batch,):
+        raise RewriterError(f"{name}: first_valid {list(first_valid.shape)}; expected one position a row, [{batch}]")
+    if segments is not None and segments.shape != (batch, length):
+        raise RewriterError(
+            f"{name}: segment_ids {list(segments.shape)}; expected those of the whole sequence, [{batch}, {length}], "
+            "on every rank"
+        )
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise RewriterError(f"{name}: sinks {list(sinks.shape)}; expected one a query head, [{q.shape[1]}]")
+
+
+def check_heads(plan: SequencePlan, query: int, kv: int) -> None:
+    """Raises RewriterError unless `query` heads share `kv` ones evenly and both can be dealt to the plan's heads axis.
+
+    Key/value heads may also be fewer than that axis is long, if they divide it: they are repeated.
+    """
+    if query % kv:
+        raise RewriterError(f"{query} query heads do not divide by {kv} key/value heads")
+    fits = [h for h in range(1, query + 1) if query % h == 0 and (kv % h == 0 or h % kv == 0)]
+    if plan.grid[0] in fits:
+        return
+    *others, last = (str(h) for h in fits if plan.ranks % h == 0)
+    choice = f"{', '.join(others)} or {last}" if others else last
+    whose = "query" if query % plan.grid[0] else "key/value"
+    raise RewriterError(
+        f"{query if whose == 'query' else kv} {whose} heads do not divide by heads={plan.grid[0]}: choose a grid with "
+        f"heads {choice}"
+    )
+
+
+# --- the operator ---
+
+
+def sequence_attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    key: str,
+    *,
+    mask: MaskSpec,
+    scale: float,
+    length: int,
+    first_valid: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys of all ranks that `mask` shows; o [B, H, S, E] of this rank's tokens.
+
+    q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for; see
+    `attention2d` for the other arguments, the gradients and the errors.
+    """
+    found: Tensor = _forward(
+        q_BHSD, k_BKSD, v_BKSE, first_valid, segment_ids, sinks, key, mask.kind, mask.size, scale, length
+    )[0]
+    return found
+
+
+@torch.library.custom_op("rewriter::sequence_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_valid: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+    key: str,
+    kind: str,
+    size: int | None,
+    scale: float,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
+    where = axis(key)
+    check(where, q, k, v, length, first_valid, segments, sinks)
+    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
+    nothing = q.new_empty(0)
+    if not where.exchanges_heads:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
+        if not where.moves_keys:
+            return o, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
+        if k_kept is k:  # results must not share memory with arguments
+            k_kept, v_kept = k.clone(), v.clone()
+        return o, lse, nothing, k_kept, v_kept, nothing.clone()
+    grid = where.grid
+    q, k, v = heads.to_heads([q, k, v], grid, "heads.qkv")
+    own_sinks = None if sinks is None else _own_sinks(sinks, grid)
+    o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, own_sinks)
+    (o,) = heads.to_tokens([o_kept], grid, "heads.o")
+    return o, lse, q, k_kept, v_kept, o_kept
+
+
+@_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_valid: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+    key: str,
+    kind: str,
+    size: int | None,
+    scale: float,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    where = axis(key)
+    check(where, q, k, v, length, first_valid, segments, sinks)
+    h, (batch, query_heads, tokens, _) = where.grid.heads, q.shape
+    kv_heads = max(k.shape[1] // h, 1)
+    o = q.new_empty(batch, query_heads, tokens, v.shape[3])
+    lse = q.new_empty(batch, query_heads // h, tokens * h, dtype=accumulation_dtype(q.dtype))
+    q_kept = q.new_empty(batch, query_heads // h, tokens * h, q.shape[3])
+    k_kept, v_kept = (x.new_empty(batch, kv_heads, tokens * h, x.shape[3]) for x in (k, v))
+    o_kept = q.new_empty(batch, query_heads // h, tokens * h, v.shape[3])
+    if not where.exchanges_heads:
+        q_kept, o_kept = q.new_empty(0), q.new_empty(0)
+        if not where.moves_keys:
+            k_kept, v_kept = q.new_empty(0), q.new_empty(0)
+    return o, lse, q_kept, k_kept, v_kept, o_kept
+
+
+@torch.library.custom_op("rewriter::sequence_attention_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    first_valid: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+    key: str,
+    kind: str,
+    size: int | None,
+    scale: float,
+    length: int,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks); dsinks is empty without sinks, else this rank's part of the sum."""
+    where = axis(key)
+    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
+    (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
+    dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
+    dsinks = q.new_empty(0)
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks)
+        own = _own_sinks(sinks, where.grid)
+        _own_sinks(dsinks, where.grid).copy_(sink_logits.gradient(do, o, lse, own))
+    if where.exchanges_heads:
+        dq, dk, dv = heads.to_tokens([dq, dk, dv], where.grid, "heads.dqkv")
+        dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
+    return dq, dk, dv, dsinks
+
+
+@_backward.register_fake
+def _(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    first_valid: Tensor | None,
+    segments: Tensor | None,
+    sinks: Tensor | None,
+    key: str,
+    kind: str,
+    size: int | None,
+    scale: float,
+    length: int,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, query_heads, tokens, _ = do.shape
+    shape = batch, query_heads, tokens
+    dk, dv = (x.new_empty(batch, kv_heads, tokens, x.shape[3]) for x in (k, v))
+    return do.new_empty(*shape, q.shape[3]), dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, first_valid, segments, sinks, *ctx.options = inputs
+    o, lse, q_kept, k_kept, v_kept, o_kept = output
+    where = axis(ctx.options[0])
+    ctx.kv_heads = k.shape[1]
+    if not where.exchanges_heads:
+        q_kept, o_kept = q, o
+        if not where.moves_keys:
+            k_kept, v_kept = k, v
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q_kept, k_kept, v_kept, o_kept, lse, first_valid, segments, sinks)
+
+
+def _gradient(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if do is None:
+        return (None,) * 11
+    dq, dk, dv, dsinks = _backward(do, *ctx.saved_tensors, *ctx.options, ctx.kv_heads)
+    sinks = ctx.saved_tensors[-1]
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _seen(
+    kind: MaskKind | str, size: int | None, length: int, first_valid: Tensor | None, segments: Tensor | None
+) -> Visibility:
+    return Visibility(MaskSpec(kind, size), length, first_valid, segments)  # type: ignore[arg-type]
+
+
+def _own_sinks(sinks_H: Tensor, grid: Grid) -> Tensor:
+    return heads.own_heads(sinks_H[None], grid.head_index, grid.heads)[0]
