@@ -26,8 +26,12 @@ def rewrite(
     set: Mapping[str, Any] | None = None,
     disable: Collection[str] = (),
     text: str | None = None,
+    sp: int = 1,
 ) -> Program:
-    """Apply a recipe (a shipped name, a .yaml file, or a Recipe) to a traced program for `tp` ranks; a new Program.
+    """Apply a recipe (a shipped name, a .yaml file, or a Recipe) to a traced program for `sp` × `tp` ranks.
+
+    Each of the `tp` ranks holds part of the heads and channels, each of the `sp` ranks part of a sequence's tokens.
+    The result is a new Program.
 
     `set` replaces options, as in `{"ladder.layers": "last:20"}`; `disable` leaves out passes by name. A
     `drop_sync` that does not say which layers is measured on the program's weights, with `text` or the packaged
@@ -38,7 +42,7 @@ def rewrite(
     from rewriter.calibrate import calibrate
 
     loaded = calibrate(load_recipe(recipe, set), program, tp, text)
-    return apply_recipe(program, loaded, tp, disable)[0]
+    return apply_recipe(program, loaded, tp, disable, sp)[0]
 
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:

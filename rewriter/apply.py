@@ -15,25 +15,30 @@ if TYPE_CHECKING:
     from rewriter.program import Program
     from rewriter.recipes import Recipe
 
+_SHARDS_TOKENS = "sequence_parallel"
+
 
 def apply_recipe(
-    program: Program, recipe: Recipe, tp: int = 1, disable: Collection[str] = ()
+    program: Program, recipe: Recipe, tp: int = 1, disable: Collection[str] = (), sp: int = 1
 ) -> tuple[Program, list[tuple[str, str]]]:
     """(the rewritten program, (name, reason) of every pass that was not applied).
 
+    The mesh has an axis "sp" of `sp` ranks over the tokens and "tp" of `tp` over heads and channels, where above 1.
     An optional pass without effect is left out, with its reason; `disable` and the environment's REWRITER_DISABLE
     (names separated by commas) leave out passes by name. With REWRITER_DEBUG the IR before and after each pass and its
     time go to stderr. Raises RewriterError, naming the pass, when one cannot be applied.
     """
     if program.history:
         raise RewriterError(f"{program!r} is rewritten already: start from the program as traced")
-    if tp < 1:
-        raise RewriterError(f"tp={tp}: expected 1 or more ranks")
+    for axis, size in (("tp", tp), ("sp", sp)):
+        if size < 1:
+            raise RewriterError(f"{axis}={size}: expected 1 or more ranks")
     passes = recipe.build()
     disabled = _disabled(disable, [p.name for p in passes])
+    _check_sequence(recipe, passes, disabled, sp)
     original = program
-    if tp > 1:
-        program = program.with_(mesh={"tp": tp}, origin=original)
+    if mesh := {axis: size for axis, size in (("sp", sp), ("tp", tp)) if size > 1}:
+        program = program.with_(mesh=mesh, origin=original)
     skipped: list[tuple[str, str]] = []
     debug = os.environ.get("REWRITER_DEBUG", "0") not in ("", "0")
     if debug:
@@ -56,17 +61,34 @@ def apply_recipe(
     return program.with_(recipe=recipe.to_dict(), origin=original), skipped
 
 
-def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int) -> None:
-    """Refuse one rank, before any work, for a pass that is bound to their number and that the recipe cannot leave out.
+def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:
+    """Refuse, before any work, what the passes would refuse once the model is traced.
 
-    The pass would refuse, too, once the model is traced.
+    That is one rank for a pass that is bound to their number or that shards tokens over them, unless the recipe can
+    leave it out; and several ranks of "sp" for a recipe that does not shard tokens.
     """
     disabled = _disabled((), [p.name for p in passes])
+    _check_sequence(recipe, passes, disabled, sp)
     for spec, rewrite in zip(recipe.passes, passes, strict=True):
         if tp == 1 and rewrite.scope == "lanes" and not spec.optional and rewrite.name not in disabled:
             raise RewriterError(
                 f"{rewrite.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
             )
+
+
+def _check_sequence(recipe: Recipe, passes: Sequence[Any], disabled: Collection[str], sp: int) -> None:
+    active = [
+        spec
+        for spec, rewrite in zip(recipe.passes, passes, strict=True)
+        if rewrite.name == _SHARDS_TOKENS and rewrite.name not in disabled
+    ]
+    if sp > 1 and not active:
+        raise RewriterError(
+            f"--sp {sp}: recipe {recipe.name} has no {_SHARDS_TOKENS}, so nothing would shard the tokens. Use a recipe "
+            f"that has it (attention2d, ring-attention, ulysses, long-context), or add `- pass: {_SHARDS_TOKENS}`."
+        )
+    if sp == 1 and any(not spec.optional for spec in active):
+        raise RewriterError(f"{_SHARDS_TOKENS} shards the tokens of a sequence over ranks. Give --sp 2 or more.")
 
 
 def lint(program: Program, after: str) -> None:

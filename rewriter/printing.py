@@ -19,7 +19,10 @@ from rewriter.analysis.shapes import Value, is_shape, wiring_shapes
 from rewriter.program import Body, Module, Parameter, Program, walk_modules
 
 Namer = Callable[[int], str]
-_SUFFIX = {ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.enter: "in"}
+_SUFFIX = {
+    ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.enter: "in",
+    ops.shard_tokens: "own", ops.gather_tokens: "whole",
+}  # fmt: skip
 
 
 def program_text(program: Program, fold: bool = True) -> str:
@@ -149,6 +152,8 @@ def argument(value: Any, name: Callable[[fx.Node], str]) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if isinstance(value, ops.MaskSpec):
         return value.kind if value.size is None else f"{value.kind} {value.size}"
+    if isinstance(value, ops.SequencePlan):
+        return str(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return repr(value)

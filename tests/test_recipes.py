@@ -34,7 +34,7 @@ passes:
 @dataclasses.dataclass(frozen=True)
 class Rewire:
     name: ClassVar[str] = "rewire"
-    kind: ClassVar[str] = "approximating"
+    effect: ClassVar[str] = "approximating"
     layers: Selection = "all"
     strength: float = 1.0
 
@@ -42,7 +42,7 @@ class Rewire:
 @dataclasses.dataclass(frozen=True)
 class Split:
     name: ClassVar[str] = "split"
-    kind: ClassVar[str] = "exact"
+    effect: ClassVar[str] = "exact"
     parts: int
 
     def __post_init__(self) -> None:

@@ -310,6 +310,7 @@ class _Splitter:
                     if operand not in sharded:
                         self._enter(node, operand)
                 self._split_bias(node, sharded)
+                node.meta["local_q_heads"] = held(sharded[node][1])
                 if args_of(node)[1] in sharded:
                     node.meta["local_kv_heads"] = held(sharded[args_of(node)[1]][1])
         elif node.target in MOVEMENT:

@@ -7,15 +7,15 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from rewriter.program import PassRecord, Program
 
-Kind = Literal["exact", "approximating", "timing only"]
+Effect = Literal["exact", "approximating", "timing only"]
 Scope = Literal["model", "lanes", "runtime"]
 
 
 class Pass(Protocol):
     """A rewrite of a Program; valid IR in, valid IR out, the input untouched.
 
-    exact: the same function up to rounding. approximating: another function, whose drift is reported. timing only:
-    can be run and emulated, never emitted as a checkpoint.
+    Effect "exact": the same function up to rounding. "approximating": another function, whose drift is reported.
+    "timing only": it can be run and emulated, never emitted as a checkpoint.
 
     Scope "model": it changes what the model computes and shows in the adapted checkpoint. "lanes": the same, but the
     function is bound to the number of ranks, each of which keeps values of its own (a lane); the adapted checkpoint
@@ -24,7 +24,7 @@ class Pass(Protocol):
     """
 
     name: ClassVar[str]
-    kind: ClassVar[Kind]
+    effect: ClassVar[Effect]
 
     @property
     def scope(self) -> Scope: ...
@@ -37,7 +37,7 @@ def record(
 ) -> Program:
     """`program` with `changes` and one more entry in its history."""
     options = {f.name: getattr(rewrite, f.name) for f in dataclasses.fields(rewrite)}
-    entry = PassRecord(rewrite.name, rewrite.kind, options, summary, notes, fired)
+    entry = PassRecord(rewrite.name, rewrite.effect, options, summary, notes, fired)
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 
 
@@ -58,7 +58,7 @@ def single_device(program: Program) -> Program:
     that only schedule communication are left out there too.
     """
     bound = bound_ranks(program) is not None
-    single = (program.origin or program).with_(mesh=program.mesh if bound else {})
+    single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
     for entry in program.history:
         rewrite = _rebuilt(entry)
         if rewrite.scope != "runtime" or (bound and rewrite.name in _SHARDING):

@@ -15,7 +15,7 @@ from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.errors import RewriterError
 from rewriter.expressions import Concat
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.rewiring import (
     check_ranks,
     chosen_blocks,
@@ -58,7 +58,7 @@ class Desync:
     untie_norms: bool = False
 
     name: ClassVar[str] = "desync"
-    kind: ClassVar[Kind] = "approximating"
+    effect: ClassVar[Effect] = "approximating"
     scope: ClassVar[Scope] = "lanes"
 
     def __post_init__(self) -> None:

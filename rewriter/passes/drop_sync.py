@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rewriter.analysis.residual import Block, residual_blocks
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.rewiring import check_ranks, chosen_blocks, is_reduced
 from rewriter.program import Program
@@ -36,7 +36,7 @@ class DropSync:
     layers: Selection | None = None
 
     name: ClassVar[str] = "drop_sync"
-    kind: ClassVar[Kind] = "approximating"
+    effect: ClassVar[Effect] = "approximating"
     scope: ClassVar[Scope] = "lanes"
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.fused_bodies import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
 from rewriter.program import Body, Module, Parameter, Program
 
@@ -31,7 +31,7 @@ class FuseProjections:
     """
 
     name: ClassVar[str] = "fuse_projections"
-    kind: ClassVar[Kind] = "exact"
+    effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.rewiring import check_ranks, chosen_blocks, settle_reads
 from rewriter.program import Program
 from rewriter.selection import Selection
@@ -34,7 +34,7 @@ class Ladder:
     variant: Literal["paper", "own_partial"] = "paper"
 
     name: ClassVar[str] = "ladder"
-    kind: ClassVar[Kind] = "approximating"
+    effect: ClassVar[Effect] = "approximating"
 
     @property
     def scope(self) -> Scope:

@@ -12,7 +12,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import is_add
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.program import Program, args_of, drop_dead_nodes
 
 _PRODUCTS = (operator.mul, torch.mul, torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
@@ -27,7 +27,7 @@ class MergeReductions:
     """
 
     name: ClassVar[str] = "merge_reductions"
-    kind: ClassVar[Kind] = "exact"
+    effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rewriter import ops
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
 
 
@@ -15,16 +15,16 @@ from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bod
 class NoCommunication:
     """AR(f) → f: what a model would take if communication were free (Ladder Residual, section 3.3, "upper bound").
 
-    Also the reductions inside bodies and the vocabulary's go; the gathered logits are taken from one rank. Timing only:
-    emitting a checkpoint from it is refused.
+    Also the reductions inside bodies and the vocabulary's go; the gathered logits are taken from one rank. What ranks
+    that share the tokens of a sequence send stays. Timing only: emitting a checkpoint from it is refused.
     """
 
     name: ClassVar[str] = "no_communication"
-    kind: ClassVar[Kind] = "timing only"
+    effect: ClassVar[Effect] = "timing only"
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:
-        if not program.mesh:
+        if program.mesh.get("tp", 1) == 1:
             raise RewriterError("no_communication: the program runs on one device and does not communicate. Give --tp.")
         graph, _ = program.edit()
         removed = _silence(graph)

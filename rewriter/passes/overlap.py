@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.rewiring import is_reduced
 from rewriter.program import Program, copy_graph
 
@@ -29,7 +29,7 @@ class Overlap:
     """
 
     name: ClassVar[str] = "overlap"
-    kind: ClassVar[Kind] = "exact"
+    effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:

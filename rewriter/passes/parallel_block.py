@@ -11,7 +11,7 @@ from torch import fx
 
 from rewriter.analysis.residual import Block, blocks_of, computes, read_index
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.rewiring import chosen_blocks, replace_stream_value, settle_reads
 from rewriter.program import Program
 from rewriter.selection import Selection
@@ -34,7 +34,7 @@ class ParallelBlock:
     norm: Literal["attention", "mlp", "own"] = "attention"
 
     name: ClassVar[str] = "parallel_block"
-    kind: ClassVar[Kind] = "approximating"
+    effect: ClassVar[Effect] = "approximating"
     scope: ClassVar[Scope] = "model"
 
     def apply(self, program: Program) -> Program:

@@ -17,7 +17,7 @@ from rewriter.analysis.projections import Shard, column_parallel, held, inputs_o
 from rewriter.analysis.residual import attends
 from rewriter.analysis.units import Ranges
 from rewriter.errors import RewriterError
-from rewriter.passes.base import Kind, Scope, record
+from rewriter.passes.base import Effect, Scope, record
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 
 
@@ -35,7 +35,7 @@ class TensorParallel:
     """
 
     name: ClassVar[str] = "tensor_parallel"
-    kind: ClassVar[Kind] = "exact"
+    effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:

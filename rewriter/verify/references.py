@@ -56,7 +56,7 @@ class Reference:
 
 def reference_of(program: Program, passes: Sequence[Pass]) -> Reference:
     """The reference of `program`, made by `passes`. Raises RewriterError for a pass that has none."""
-    approximating = [p for p in passes if p.kind == "approximating"]
+    approximating = [p for p in passes if p.effect == "approximating"]
     for p in approximating:
         if p.name not in _MODES:
             raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")

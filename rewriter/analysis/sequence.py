@@ -1,0 +1,84 @@
+"""How a program's tokens lie on ranks, and the attention that has to find the keys of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.communication import model_dtype_bytes
+from rewriter.analysis.sequence_bytes import AttentionShape
+from rewriter.program import Body, Module, Program, args_of
+
+AXIS = "sp"
+
+
+def sequence_plan(program: Program) -> ops.SequencePlan | None:
+    """The plan that the program's tokens are sharded by, one per model; None where every rank has all tokens."""
+    for node in program.graph.nodes:
+        if node.target is ops.shard_tokens:
+            plan: ops.SequencePlan = args_of(node)[2]
+            return plan
+    return None
+
+
+def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """(path of the called body, node) of every attention of a forward pass; a body called twice counts twice."""
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            yield from _inside(str(node.target), program.modules[str(node.target)])
+
+
+def _inside(path: str, module: Module) -> Iterator[tuple[str, fx.Node]]:
+    if not isinstance(module, Body):
+        return
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            yield from _inside(f"{path}.{node.target}", module.modules[str(node.target)])
+        elif node.target is ops.attention:
+            yield path, node
+
+
+def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
+    """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each.
+
+    Heads are a rank's own whether `tensor_parallel` was applied already or not. What that pass leaves replicated has
+    all heads, which is known only behind it.
+    """
+    ranks = program.mesh.get("tp", 1)
+    split = any(entry.name == "tensor_parallel" for entry in program.history)
+    size = model_dtype_bytes(program)
+    counts: Counter[AttentionShape] = Counter()
+    windows: dict[AttentionShape, list[int]] = {}
+    for _, node in attentions(program):
+        q, k, v = (_sizes(operand) for operand in args_of(node)[:3])
+        mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
+        q_heads, kv_heads = q[1], k[1]
+        if split:
+            q_heads = int(node.meta.get("local_q_heads", q_heads))
+            kv_heads = int(node.meta.get("local_kv_heads", kv_heads))
+        elif q_heads % ranks == 0:
+            q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
+        shape = AttentionShape(q_heads, kv_heads, q[3], v[3], dtype_bytes=size, causal=mask.kind != "bidirectional")
+        counts[shape] += 1
+        if mask.size is not None:
+            windows.setdefault(shape, []).append(mask.size)
+    return tuple(replace(s, layers=n, windows=tuple(windows.get(s, ()))) for s, n in counts.items())
+
+
+def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(query heads, key/value heads) that a rank of `ranks` holds: of the latter, those that its query heads read."""
+    own, groups = q_heads // ranks, q_heads // kv_heads
+    return own, max((r * own + own - 1) // groups - r * own // groups + 1 for r in range(ranks))
+
+
+def _sizes(node: fx.Node) -> Mapping[int, int]:
+    value: torch.Tensor = node.meta["val"]
+    return {1: int(value.shape[1]), 3: int(value.shape[3])}
+
+
+__all__ = ["AXIS", "attention_shapes", "attentions", "local_heads", "sequence_plan"]

@@ -1,0 +1,148 @@
+"""Sequence parallelism: every rank holds part of the tokens, and attention finds the keys of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, sequence_plan
+from rewriter.analysis.sequence_bytes import AttentionShape, impossible
+from rewriter.errors import RewriterError
+from rewriter.passes.base import Effect, Scope, record
+from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """y = gather(f(shard(x))): tokens are sharded once, behind the inputs, and gathered once, at the logits.
+
+    Between the two every value belongs to one token, so a rank computes those of its own tokens from its own tokens;
+    only attention reads others, and is exact over all of them (Attention2D, arXiv 2503.15758, Alg. 1 to 11; a ring of
+    keys and values; DeepSpeed-Ulysses, arXiv 2309.14509). The axis size is the mesh's "sp". Positions are sharded
+    like tokens, so that each keeps the place it has in the whole sequence. All layers have one plan, for tokens are
+    sharded once.
+
+    `kind`: which attention; auto lets the planner choose. `grid` is [heads, rows, columns]; auto lets the planner
+    choose for attention2d, and follows from the kind for the others. `overlap`: whether attention2d computes block by
+    block while the next blocks travel; auto lets the planner choose.
+
+    Exact. Raises RewriterError on one rank, for a grid that does not fit the axis or the heads, and for a model that
+    reads other tokens outside of attention, naming the module, the operator and the reason.
+    """
+
+    kind: Literal["auto", "attention2d", "ring", "ulysses"] = "auto"
+    grid: Literal["auto"] | Grid = "auto"
+    overlap: Literal["auto"] | bool = "auto"
+
+    name: ClassVar[str] = "sequence_parallel"
+    effect: ClassVar[Effect] = "exact"
+    scope: ClassVar[Scope] = "runtime"
+
+    def apply(self, program: Program) -> Program:
+        ranks = program.mesh.get(AXIS, 1)
+        if ranks == 1:
+            raise RewriterError(f"{self.name} shards the tokens of a sequence over ranks. Give --sp 2 or more.")
+        if sequence_plan(program) is not None:
+            raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
+        check_attention(program)
+        shapes = attention_shapes(program)
+        plan = self._plan(shapes, ranks)
+        check_plan(plan, shapes, ranks)
+        counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
+        told = ", ".join(f"{n} {what}" for what, n in counts.items())
+        summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
+        return record(
+            program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
+        )
+
+    def _plan(self, shapes: tuple[AttentionShape, ...], ranks: int) -> ops.SequencePlan:
+        fixed: dict[str, Grid] = {"ring": (1, ranks, 1), "ulysses": (ranks, 1, 1)}
+        grid = fixed.get(self.kind, self.grid)
+        if self.grid not in ("auto", grid):
+            raise RewriterError(f"{self.name}.grid {list(self.grid)}: {self.kind} on {ranks} ranks has {list(grid)}")
+        if self.kind == "auto" or grid == "auto":
+            raise RewriterError(f"{self.name}: give the kind and the grid, such as kind=attention2d grid=[1, 2, 2]")
+        overlap = self.kind == "ring" if self.overlap == "auto" else self.overlap
+        try:
+            return ops.SequencePlan(self.kind, grid, overlap)
+        except ValueError as error:
+            raise RewriterError(f"{self.name}: {error}") from None
+
+
+def check_attention(program: Program) -> None:
+    """Refuse attention that is not exact over sharded keys."""
+    found = False
+    for path, node in attentions(program):
+        found = True
+        if node.kwargs.get("bias") is not None:
+            reason = "adds a bias per query and key to its scores (ALiBi or the like)"
+        elif node.kwargs.get("softcap") is not None:
+            reason = f"caps its scores by {node.kwargs['softcap']} · tanh, which kernels for parts of a sequence lack"
+        else:
+            continue
+        raise RewriterError(f"sequence_parallel: {path} {reason}. Rewrite this model without it: --sp 1")
+    if not found:
+        raise RewriterError(
+            "sequence_parallel: the model has no attention that is recognised, so nothing could find the keys of other "
+            "ranks' tokens. Rewrite it without: --sp 1"
+        )
+
+
+def check_plan(plan: ops.SequencePlan, shapes: tuple[AttentionShape, ...], ranks: int) -> None:
+    """Refuse a grid that does not multiply to the axis, or that does not fit the heads of a rank."""
+    if plan.ranks != ranks:
+        product = " · ".join(map(str, plan.grid))
+        raise RewriterError(
+            f"sequence_parallel.grid {list(plan.grid)}: {product} = {plan.ranks}, but --sp gives {ranks} ranks. The "
+            "grid is [heads, rows, columns]"
+        )
+    for shape in shapes:
+        if reason := impossible(plan, shape):
+            raise RewriterError(f"sequence_parallel: {plan}: {reason}. Choose another grid, or kind auto")
+
+
+def _mask(node: fx.Node) -> str:
+    mask: Any = node.kwargs["mask"]
+    return str(mask.kind)
+
+
+def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
+    """The wiring between sharded inputs and gathered logits."""
+    graph, _ = program.edit()
+
+    def insert(target: Any, source: fx.Node) -> fx.Node:
+        arguments: Any = (source, AXIS, plan)
+        node = graph.call_function(target, arguments)
+        node.meta["layer"] = None
+        return node
+
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx" and n.users]:
+        with graph.inserting_after(node):
+            own = insert(ops.shard_tokens, node)
+        node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = (insert(ops.gather_tokens, args_of(output)[0]),)
+    return graph
+
+
+class _planned:
+    """Gives every attention of a body the plan."""
+
+    def __init__(self, plan: ops.SequencePlan) -> None:
+        self.plan = plan
+
+    def __call__(self, path: str, module: Module) -> Module:
+        if not isinstance(module, Body):
+            return module
+        graph, _ = copy_graph(module.graph)
+        for node in graph.nodes:
+            if node.target is ops.attention:
+                node.kwargs = {**node.kwargs, "sequence": self.plan}
+        return replace(module, graph=graph, modules=map_bodies(module.modules, self))
