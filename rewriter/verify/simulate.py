@@ -1,5 +1,9 @@
 """All ranks in one process: a Program is interpreted node by node with one tensor per rank, replicated values once.
 
+The ranks of "tp" hold parts of heads and channels, those of "sp" parts of the tokens. A collective of "tp" works within
+each coordinate of "sp"; tokens are sharded, attended and gathered across them. Attention over sharded tokens has its
+meaning here, not its algorithm: queries, keys and values of all ranks are joined, attended exactly, and taken apart.
+
 The result is one autograd graph, so its gradients are the oracle for the sharded module's.
 """
 
@@ -18,11 +22,12 @@ from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.host import Host, load_host, opaque_modules
+from rewriter.verify.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """One value per rank, or one for all of them. `partial` says that only the sum over the ranks means something."""
+    """One value per rank of "tp", or one for all of them."""
 
     values: tuple[Any, ...]
 
@@ -32,6 +37,10 @@ class Lanes:
     @property
     def replicated(self) -> bool:
         return len(self.values) == 1
+
+
+# One Lanes per coordinate of "sp", or one for all of them.
+Shards = tuple[Lanes, ...]
 
 
 def simulate(
@@ -102,12 +111,13 @@ def whole_parameter(name: str, spec: Parameter, weights: Mapping[str, torch.Tens
 
 
 class Simulator:
-    """Interprets one program over `ranks` lanes."""
+    """Interprets one program over `ranks` lanes per coordinate of the sequence axis."""
 
     def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None = None) -> None:
         self.program, self.weights = program, weights
         self.host = _host(program, weights, host)
-        self.ranks = program.mesh.get("tp", 1)
+        self.ranks, self.coordinates = program.mesh.get("tp", 1), program.mesh.get("sp", 1)
+        self.length = 0
         self.cache: dict[str, Lanes] = {}
         self.buffers: dict[int, torch.Tensor] = {}
 
@@ -123,8 +133,10 @@ class Simulator:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
-        self.device = input_ids.device
-        return self._graph(self.program.graph, [Lanes((inputs[p],)) for p in _inputs(self.program.graph)], "", None)
+        self.device, self.length = input_ids.device, input_ids.shape[1]
+        given_to_all: list[Shards] = [(Lanes((inputs[p],)),) for p in _inputs(self.program.graph)]
+        out = self._graph(self.program.graph, given_to_all, "", None)
+        return out[0] if len(out) == 1 else Lanes(tuple(value for lanes in out for value in lanes.values))
 
     def parameter(self, name: str) -> Lanes:
         """A parameter's lanes; sharded ones are cut from the full tensor, differentiably."""
@@ -140,14 +152,14 @@ class Simulator:
                 self.cache[name] = Lanes(tuple(shards))
         return self.cache[name]
 
-    def _graph(self, graph: fx.Graph, inputs: Sequence[Lanes], prefix: str, body: Body | None) -> Lanes:
-        env: dict[fx.Node, Lanes] = {}
+    def _graph(self, graph: fx.Graph, inputs: Sequence[Shards], prefix: str, body: Body | None) -> Shards:
+        env: dict[fx.Node, Shards] = {}
         remaining = iter(inputs)
         for node in graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(remaining)
             elif node.op == "get_attr":
-                env[node] = self._attribute(str(node.target), prefix, body)
+                env[node] = (self._attribute(str(node.target), prefix, body),)
             elif node.op == "call_module":
                 module = body.modules[str(node.target)] if body else self.program.modules[str(node.target)]
                 env[node] = self._module(module, prefix + str(node.target), [env[a] for a in node.args])
@@ -155,9 +167,21 @@ class Simulator:
                 result = args_of(node)[0]
                 if isinstance(result, fx.Node):
                     return env[result]
-                return self._each(lambda *xs: tuple(xs), [env[n] for n in result])
+                return self._shards(lambda *found: self._each(lambda *xs: tuple(xs), found), [env[n] for n in result])
+            elif node.target is ops.shard_tokens:
+                env[node] = self._shard_tokens(node, env[args_of(node)[0]])
+            elif node.target is ops.gather_tokens:
+                env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1),)
+            elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
+                env[node] = self._attention(node, env)
             else:
-                env[node] = self._operation(node, env)
+                sources = node.all_input_nodes
+                env[node] = self._shards(
+                    lambda *found, node=node, sources=sources: self._operation(
+                        node, dict(zip(sources, found, strict=True))
+                    ),
+                    [env[n] for n in sources],
+                )
         raise RewriterError("a graph without output")
 
     def _attribute(self, name: str, prefix: str, body: Body | None) -> Lanes:
@@ -165,15 +189,52 @@ class Simulator:
             return Lanes((body.buffers[name].to(self.device),))
         return self.parameter(prefix + name)
 
+    def _shards(self, function: Callable[..., Lanes], inputs: Sequence[Shards]) -> Shards:
+        """Apply `function` once when every input is the same for all tokens' ranks, else once per coordinate."""
+        if all(len(x) == 1 for x in inputs):
+            return (function(*[x[0] for x in inputs]),)
+        return tuple(function(*[x[i if len(x) > 1 else 0] for x in inputs]) for i in range(self.coordinates))
+
+    def _layout(self, node: fx.Node, plan: ops.SequencePlan) -> TokenLayout:
+        if plan.ranks != self.coordinates:
+            raise RewriterError(f"{node.name}: {plan} is for {plan.ranks} ranks, the mesh has {self.coordinates}")
+        return TokenLayout(plan, self.length)
+
+    def _shard_tokens(self, node: fx.Node, value: Shards) -> Shards:
+        if len(value) > 1:
+            raise RewriterError(f"{node.name}: the tokens are sharded already")
+        layout = self._layout(node, args_of(node)[2])
+        parts = [layout.split(v, 1) for v in value[0].values]
+        return tuple(Lanes(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+
+    def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None) -> Lanes:
+        if len(value) == 1:
+            raise RewriterError(f"{node.name}: every rank has all tokens, and gathering would repeat them")
+        layout = self._layout(node, plan or args_of(node)[2])
+        lanes = range(max(len(v.values) for v in value))
+        return Lanes(tuple(layout.join([v[r] for v in value], dim) for r in lanes))
+
+    def _attention(self, node: fx.Node, env: Mapping[fx.Node, Shards]) -> Shards:
+        plan: Any = node.kwargs["sequence"]
+        tokens = args_of(node)[:3]
+        whole = {n: self._gather_tokens(node, env[n], 2, plan) for n in tokens}
+        others = {n: env[n][0] for n in node.all_input_nodes if n not in whole}
+        out = self._operation(node, {**whole, **others})
+        parts = [self._layout(node, plan).split(v, 2) for v in out.values]
+        return tuple(Lanes(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+
     def _each(self, function: Callable[..., Any], inputs: Sequence[Lanes]) -> Lanes:
         """Apply `function` once when every input is replicated, else once per rank."""
         if all(x.replicated for x in inputs):
             return Lanes((function(*[x[0] for x in inputs]),))
         return Lanes(tuple(function(*[x[r] for x in inputs]) for r in range(self.ranks)))
 
-    def _module(self, module: Module, path: str, inputs: list[Lanes]) -> Lanes:
+    def _module(self, module: Module, path: str, inputs: list[Shards]) -> Shards:
         if isinstance(module, Body):
             return self._graph(module.graph, inputs, path + ".", module)
+        return self._shards(lambda *found: self._leaf(module, path, list(found)), inputs)
+
+    def _leaf(self, module: Leaf | Opaque, path: str, inputs: list[Lanes]) -> Lanes:
         parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
         if isinstance(module, Opaque):
             return self._opaque(module, path, inputs, {name: tensor[0] for name, tensor in parameters.items()})
