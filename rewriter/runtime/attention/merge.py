@@ -18,6 +18,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def unseen(q_BHSD: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+    """(o_BHSE, lse_BHS) = (0, −inf) of queries that have seen no key, in the accumulation dtype."""
+    o = q_BHSD.new_zeros(*q_BHSD.shape[:-1], v_BKTE.shape[-1], dtype=accumulation_dtype(q_BHSD.dtype))
+    return o, o.new_full(o.shape[:-1], -torch.inf)
+
+
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """(o [..., E], lse [...]) from parts of these shapes, in the accumulation dtype. Rows unseen by all: 0 and −inf."""
     merger = Merger()
@@ -36,13 +42,17 @@ class Merger:
     def __init__(self) -> None:
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def add(self, o: Tensor, lse: Tensor) -> None:
-        """A part: o [..., E], lse [...]. It is copied, never written to."""
+    def add(self, o: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
+        """A part: o [..., S, E], lse [..., S]. It is copied, never written to.
+
+        `rows` are those of all S that it is of, once a part of all of them has been added.
+        """
         if self._sums is None:
             dtype = accumulation_dtype(o.dtype)
             self._sums = o.to(dtype, copy=True), lse.to(dtype, copy=True), torch.ones_like(lse, dtype=dtype)
         else:
-            add_part(*self._sums, o, lse)
+            numerator, top, denominator = self._sums
+            add_part(numerator[..., rows, :], top[..., rows], denominator[..., rows], o, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(o, lse) in the accumulation dtype. At least one part must have been added."""

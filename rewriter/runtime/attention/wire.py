@@ -43,8 +43,19 @@ class Transfer:
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """One uint8 vector of the bytes of `tensors`, one after the other; written to `out` where that is given."""
-    return torch.cat([t.contiguous().view(torch.uint8).flatten() for t in tensors], out=out)
+    """One uint8 vector of the bytes of `tensors`, one after the other; written to `out` where that is given.
+
+    Else a single contiguous tensor is not copied: it must not change while it is on its way.
+    """
+    parts = [_bytes(t) for t in tensors]
+    return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    flat = x.contiguous().view(-1)
+    if flat.stride(0) != 1:  # a single element counts as contiguous with any stride, but cannot be viewed as bytes
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> Tensors:
