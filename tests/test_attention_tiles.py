@@ -314,6 +314,38 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         Visibility(CAUSAL, 6, segments=torch.zeros(2, 5))
     with pytest.raises(RewriterError, match=r"first_valid of shape \[2, 1\]"):
         Visibility(CAUSAL, 6, first_valid=torch.zeros(2, 1))
-    x = torch.empty(1, 1, 4, 8, device="meta")
-    with pytest.raises(RewriterError, match="on meta"):
-        tile_forward(x, x, x, Run(0, 1, 4), Run(0, 1, 4), Visibility(FULL, 4), 1.0)
+    with pytest.raises(RewriterError, match=r"no kernel returns log-sum-exps for torch\.float32 on meta"):
+        local._kernel(torch.empty(1, 1, 4, 8, device="meta"), None)
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, FULL], ids=["causal", "full"])
+def test_bf16_over_a_grid_is_as_exact_as_one_kernel_call(spec: MaskSpec) -> None:
+    """4 × 4 tiles, partial outputs in bf16, sums in fp32: at most twice the error of one call (summing in bf16 fails,
+    by 2.5 for dq)."""
+    length = 512
+    c = case(length, causal(length) if spec is CAUSAL else everything(length), sizes=(64, 64))
+    c = Case(*(x.bfloat16().double() for x in (c.q, c.k, c.v, c.do)), c.mask, c.scale)
+    wanted = expected(c)
+    whole, parts = [Run(0, 1, length)], runs(4, length, 4)
+    single, tiled = (
+        errors(computed(c, held, held, Visibility(spec, length), torch.bfloat16), wanted) for held in (whole, parts)
+    )
+    for name, one, many in zip(["o", "lse", "dq", "dk", "dv"], single, tiled, strict=True):
+        assert many <= 2 * max(one, 1e-6), (name, one, many)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernel_calls_are_operators_that_compile_and_differentiate(dtype: torch.dtype, masked: bool) -> None:
+    """Schemas, fake kernels and gradients as torch.compile needs them; the gradient is that of the whole formula."""
+    c = case(7, causal(7), sizes=(8, 5))
+    seen = causal(7) if masked else None
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in (c.q, c.k, c.v))
+    torch.library.opcheck(local.kernel_forward, (q, k, v, seen, not masked, c.scale))
+    o, lse = local.kernel_forward(q, k, v, seen, not masked, c.scale)
+    detached = [x.detach() for x in (c.do.to(dtype), q, k, v, o, lse)]
+    torch.library.opcheck(local.kernel_backward, (*detached, seen, not masked, c.scale))
+    o.backward(c.do.to(dtype))
+    found = [o.detach(), lse, *(x.grad for x in (q, k, v))]
+    assert max(errors(found, expected(c))) < (1e-14 if dtype == torch.float64 else 3e-2)
+    assert not lse.requires_grad  # the kernels have no gradient for it

@@ -16,6 +16,8 @@ and a log-sum-exp of −inf.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,17 +33,19 @@ _ALIGNED_LSE = 32  # the memory-efficient kernel's backward wants rows of log-su
 _ALIGNED_BIAS = 16  # elements: the distance of rows of a mask, as scaled_dot_product_attention pads it
 
 
+@torch.library.custom_op("rewriter::tile_forward", mutates_args=())
 def kernel_forward(
     q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """o_BHSE in q's dtype and lse_BHS in the accumulation dtype, contiguous.
+    """o_BHSE in q's dtype and lse_BHS in the accumulation dtype, both contiguous.
 
     `seen`: boolean [B or 1, 1, S, T], or None for all; `causal` needs S = T and no `seen`. Query head h reads key/value
-    head h // (H / K). Raises RewriterError where the device has no kernel for the dtype.
+    head h // (H / K). A row that sees no key has o = 0 and lse = −inf. Differentiable in q, k and v through o.
+    Raises RewriterError where the device has no kernel for the dtype.
     """
     width = _width(q_BHSD, v_BKTE)
     q, k, v = (_widened(x, width) for x in (q_BHSD, k_BKTD, v_BKTE))
-    bias = None if seen is None else _bias(seen, q_BHSD)
+    bias = None if seen is None else _bias(seen, q)
     kernel = _kernel(q, bias)
     if kernel == "cpu":
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -52,13 +56,22 @@ def kernel_forward(
         o, lse = aten._scaled_dot_product_efficient_attention(
             q, k, v, _expanded(bias, q, k), True, 0.0, causal, scale=scale
         )[:2]
-    o, lse = o[..., : v_BKTE.shape[-1]], lse[..., : q.shape[2]]
+    o, lse = o[..., : v_BKTE.shape[-1]].contiguous(), lse[..., : q.shape[2]].contiguous()
     if seen is not None:
-        blind = ~seen.any(-1)  # [B or 1, 1, S]: the kernels' answers for these rows differ
+        blind = ~seen.any(-1)  # [B or 1, 1, S]: what the kernels answer for these rows differs
         o, lse = o.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
-    return o, lse.contiguous()
+    return o, lse
 
 
+@kernel_forward.register_fake
+def _(
+    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, seen: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    o = q_BHSD.new_empty((*q_BHSD.shape[:-1], v_BKTE.shape[-1]))
+    return o, q_BHSD.new_empty(q_BHSD.shape[:-1], dtype=accumulation_dtype(q_BHSD.dtype))
+
+
+@torch.library.custom_op("rewriter::tile_backward", mutates_args=())
 def kernel_backward(
     do_BHSE: Tensor,
     q_BHSD: Tensor,
@@ -70,23 +83,24 @@ def kernel_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in q's dtype for the output and log-sum-exp *over all keys*, of which k and v may be a part.
+    """(dq, dk, dv) in q's dtype, contiguous, for the output and log-sum-exp *over all keys*, of which k and v may be a
+    part.
 
     The kernels recompute exp(scale · q kᵀ − lse), the weights over all keys, and rowsum(do ∘ o); so the gradients of
     parts of the keys add up to the whole. A row with lse = −inf saw nothing anywhere and gets no gradient.
     """
     width = _width(q_BHSD, v_BKTE)
-    do, q, k, v, o = (_widened(x, width) for x in (do_BHSE, q_BHSD, k_BKTD, v_BKTE, o_BHSE.to(q_BHSD.dtype)))
+    do, q, k, v, o = (_widened(x.to(q_BHSD.dtype), width) for x in (do_BHSE, q_BHSD, k_BKTD, v_BKTE, o_BHSE))
     lse = lse_BHS.to(accumulation_dtype(q.dtype))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights exp(x − inf) = 0 instead of NaN
-    bias = None if seen is None else _bias(seen, q_BHSD)
+    bias = None if seen is None else _bias(seen, q)
     kernel = _kernel(q, bias)
     if kernel == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse.contiguous(), 0.0, causal, attn_mask=bias, scale=scale
         )
     elif kernel == "flash":
-        # no dropout: the state of a random number generator is neither there nor read
+        # no dropout: the state of a random number generator is passed, but not read
         state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             *(do, q, k, v, o, lse.contiguous()),
@@ -94,16 +108,50 @@ def kernel_backward(
             scale=scale,
         )
     else:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
         every_k, every_v = (_repeated(x, q.shape[1]) for x in (k, v))
         lse = F.pad(lse, [0, -lse.shape[-1] % _ALIGNED_LSE], value=torch.inf).contiguous()
+        # it takes o to lie in memory as its forward writes it, [B, S, H, E], without looking at the strides
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv = aten._scaled_dot_product_efficient_attention_backward(
-            *(do, q, every_k, every_v, _expanded(bias, q, every_k), o, lse, none, none, 0.0),
+            *(do, q, every_k, every_v, _expanded(bias, q, every_k), o, lse, state, state, 0.0),
             *([True, True, True, False], causal),
             scale=scale,
         )[:3]
         dk, dv = (_summed(dx, k.shape[1]) for dx in (dk, dv))
-    return dq[..., : q_BHSD.shape[-1]], dk[..., : k_BKTD.shape[-1]], dv[..., : v_BKTE.shape[-1]]
+    sizes = q_BHSD.shape[-1], k_BKTD.shape[-1], v_BKTE.shape[-1]
+    dq, dk, dv = (dx[..., :size].contiguous() for dx, size in zip((dq, dk, dv), sizes, strict=True))
+    return dq, dk, dv
+
+
+@kernel_backward.register_fake
+def _(
+    do_BHSE: Tensor,
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTE: Tensor,
+    o_BHSE: Tensor,
+    lse_BHS: Tensor,
+    seen: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (q_BHSD.new_empty(x.shape) for x in (q_BHSD, k_BKTD, v_BKTE))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, seen, ctx.causal, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, seen)
+
+
+def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, seen = ctx.saved_tensors
+    return (*kernel_backward(do, q, k, v, o, lse, seen, ctx.causal, ctx.scale), None, None, None)
+
+
+kernel_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def _kernel(q: Tensor, bias: Tensor | None) -> str:
