@@ -53,7 +53,6 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     split = any(entry.name == "tensor_parallel" for entry in program.history)
     size = model_dtype_bytes(program)
     counts: Counter[AttentionShape] = Counter()
-    windows: dict[AttentionShape, list[int]] = {}
     for _, node in attentions(program):
         q, k, v = (_sizes(operand) for operand in args_of(node)[:3])
         mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
@@ -63,11 +62,9 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
             kv_heads = int(node.meta.get("local_kv_heads", kv_heads))
         elif q_heads % ranks == 0:
             q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
-        shape = AttentionShape(q_heads, kv_heads, q[3], v[3], dtype_bytes=size, causal=mask.kind != "bidirectional")
-        counts[shape] += 1
-        if mask.size is not None:
-            windows.setdefault(shape, []).append(mask.size)
-    return tuple(replace(s, layers=n, windows=tuple(windows.get(s, ()))) for s, n in counts.items())
+        causal = mask.kind != "bidirectional"
+        counts[AttentionShape(q_heads, kv_heads, q[3], v[3], dtype_bytes=size, causal=causal, window=mask.size)] += 1
+    return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
 
 
 def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:

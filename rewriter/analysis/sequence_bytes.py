@@ -24,8 +24,8 @@ class AttentionShape:
 
     Heads are those of the tensor-parallel rank. `dtype_bytes` are those of an element of q, k, v and o (8, 4 or 2);
     `kv_dtype_bytes` those of an element of k and v on the wire, where it is another; gradients travel in the model's
-    own. `windows` are the sizes of the sliding windows or chunks among the layers: they spare computation, no bytes,
-    since cyclic tokens of a window lie on all ranks.
+    own. `window` is the size of a sliding window or chunk. It spares no bytes: cyclic tokens of a window lie on all
+    ranks.
     """
 
     q_heads: int
@@ -37,7 +37,7 @@ class AttentionShape:
     dtype_bytes: int = 2
     kv_dtype_bytes: int | None = None
     causal: bool = True
-    windows: tuple[int, ...] = ()
+    window: int | None = None
 
     @property
     def accumulation_bytes(self) -> int:
@@ -72,7 +72,8 @@ class Message:
     """One exchange of a rank with `peers` other ranks of `axis`: `nbytes` received together, and as many sent.
 
     "row": the ranks of a row of the grid, which gather queries; "column": those of a column, which gather keys and
-    values; a ring is a column. "plane": one other rank of the r × c.
+    values; a ring is a column. "plane": one other rank of the r × c. `results` go to their owners, operands to all who
+    need them.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Message:
     peers: int
     nbytes: int
     backward: bool
+    results: bool = False
 
 
 def local_tokens(plan: SequencePlan, tokens: int) -> int:
@@ -115,6 +117,11 @@ def moves(plan: SequencePlan, rank: int) -> bool:
     return row + rows * column != column + columns * row
 
 
+def slowest(plan: SequencePlan) -> int:
+    """A rank that sends most: one that transposes, where any does."""
+    return next((rank for rank in range(plan.grid[1] * plan.grid[2]) if moves(plan, rank)), 0)
+
+
 def messages(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) -> tuple[Message, ...]:
     """Every message of `rank` in one layer, in order, for sequences of `tokens`: forward, then backward.
 
@@ -147,7 +154,7 @@ def _ring(plan: SequencePlan, shape: AttentionShape, local: int) -> list[Message
     return [
         Message("kv", "column", hops, hops * elements * shape.kv_bytes, False),
         Message("kv", "column", hops, hops * elements * shape.kv_bytes, True),
-        Message("dkv", "column", hops, hops * elements * shape.accumulation_bytes, True),
+        Message("dkv", "column", hops, hops * elements * shape.accumulation_bytes, True, True),
     ]
 
 
@@ -174,13 +181,13 @@ def _grid(plan: SequencePlan, shape: AttentionShape, local: int, moving: bool) -
         Message("kv transposed", "plane", swap, swap * kv, False),
         Message("q in the row", "row", columns - 1, (columns - 1) * q, False),
         Message("kv in the column", "column", rows - 1, (rows - 1) * kv, False),
-        Message("o in the row", "row", columns - 1, (columns - 1) * (o + lse), False),
-        Message("o by heads", "heads", heads - 1, exchanged(o), False),
+        Message("o in the row", "row", columns - 1, (columns - 1) * (o + lse), False, True),
+        Message("o by heads", "heads", heads - 1, exchanged(o), False, True),
         Message("do by heads", "heads", heads - 1, exchanged(o), True),
         Message("q, o, do in the row", "row", columns - 1, (columns - 1) * (q + 2 * o + lse), True),
         Message("kv in the column", "column", rows - 1, (rows - 1) * kv, True),
-        Message("dq in the row", "row", columns - 1, (columns - 1) * q, True),
-        Message("dkv in the column", "column", rows - 1, (rows - 1) * dkv, True),
-        Message("dkv transposed", "plane", swap, swap * dkv, True),
-        Message("dqkv by heads", "heads", heads - 1, exchanged(q + dkv), True),
+        Message("dq in the row", "row", columns - 1, (columns - 1) * q, True, True),
+        Message("dkv in the column", "column", rows - 1, (rows - 1) * dkv, True, True),
+        Message("dkv transposed", "plane", swap, swap * dkv, True, True),
+        Message("dqkv by heads", "heads", heads - 1, exchanged(q + dkv), True, True),
     ]

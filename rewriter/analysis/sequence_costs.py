@@ -1,0 +1,197 @@
+"""What a plan for sequence-sharded attention holds on a rank and how long it takes: estimates from its messages.
+
+Symbols as in `sequence_bytes`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
+model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and zigzag
+tokens make nearly true. Where messages run behind computation the longer of both counts, block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rewriter.analysis.sequence_bytes import AttentionShape, Axis, local_tokens, messages, slowest
+from rewriter.fabric import Channel, Device, Fabric, Link
+from rewriter.ops import SequencePlan
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one layer's attention on one rank.
+
+    `saved`: what forward keeps for backward (Alg. 1 line 7): q, k, v and o of the rank's own tokens, as they are after
+    heads were exchanged, and their log-sum-exp; nothing gathered. `forward`, `backward`: what each pass holds besides
+    at its peak.
+    """
+
+    saved: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
+
+    forward: float
+    backward: float
+    compute: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
+    """What one layer's attention holds, every rank alike.
+
+    Without overlap, forward peaks with q, k and v gathered and the partial outputs made of them, backward with q, o,
+    do, log-sum-exp, k and v gathered and gradients in the accumulation dtype. With overlap, k, v and their gradients
+    are gathered as before, but of what travels in a row there are two blocks at a time. A ring has two blocks of k and
+    v, and of their gradients. Where heads are exchanged, the tensors before stand beside those after.
+    """
+    heads, rows, columns = plan.grid
+    size, sum_size = shape.dtype_bytes, shape.accumulation_bytes
+    local = shape.batch * local_tokens(plan, tokens)
+    q, o, lse = (local * shape.q_heads * width for width in (shape.head_dim, shape.value_dim, 1))
+    kv_head = local * (shape.head_dim + shape.value_dim)
+    kv = max(shape.kv_heads, heads) * kv_head
+    block_wise = plan.overlap or plan.kind == "ring"
+    across = min(2, columns) if block_wise else columns
+    down = min(2, rows) if plan.kind == "ring" else rows
+    exchanged = (q + shape.kv_heads * kv_head) * size if heads > 1 else 0
+
+    def gathered(nbytes: int, blocks: int) -> int:
+        return nbytes * blocks if blocks > 1 else 0  # its own block is saved already
+
+    merged = across * (o + lse) * sum_size if block_wise else gathered(o * size + lse * sum_size, across)
+    return Memory(
+        saved=(q + o + kv) * size + lse * sum_size,
+        forward=exchanged + gathered(q * size, across) + merged + gathered(kv * size, down),
+        backward=exchanged
+        + o * size
+        + gathered((q + 2 * o) * size + lse * sum_size, across)
+        + across * q * sum_size
+        + gathered(kv * size, down)
+        + down * kv * sum_size,
+    )
+
+
+def visible_pairs(shape: AttentionShape, tokens: int) -> int:
+    """Pairs of a query and a key that it sees, of one head and sequence. A chunk counts as a window of its size."""
+    if not shape.causal:
+        return tokens * tokens
+    reach = min(shape.window or tokens, tokens)
+    return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+
+def kernel_calls(plan: SequencePlan, shape: AttentionShape) -> int:
+    """Calls of a tile kernel in one pass of one layer.
+
+    Queries ≡ i (mod r) against keys ≡ j (mod c) are split at L = lcm(r, c), so that each part is plain or strictly
+    causal: (L / r) · (L / c) calls. Overlapped, r · c pairs of blocks. A ring has two runs of queries and of keys, of
+    which two pairs see something per step, three at its own.
+    """
+    _, rows, columns = plan.grid
+    if plan.kind == "ring":
+        return 2 * rows + 1 if shape.causal else 4 * rows
+    if plan.overlap:
+        return rows * columns
+    return math.lcm(rows, columns) ** 2 // (rows * columns) if shape.causal else 1
+
+
+def channels(
+    plan: SequencePlan, fabric: Fabric, links: Mapping[Axis, Link] | None = None, tensor_parallel: int = 1
+) -> dict[Axis, Channel]:
+    """What each axis of the grid talks through.
+
+    Tensor-parallel ranks are neighbours, then those of a column, of a row, and those that exchange heads, as in
+    `rewriter.runtime.attention.grid`. `links` gives an axis one link of its own instead of the fabric's; the
+    transposition takes the slower of its plane.
+    """
+    heads, rows, columns = plan.grid
+    given = dict(links or {})
+    of_plane = [given[axis] for axis in ("row", "column") if axis in given]
+    if of_plane:
+        given.setdefault("plane", min(of_plane, key=lambda link: link.bandwidth))
+    places: dict[Axis, tuple[int, int]] = {
+        "column": (rows, 1),
+        "row": (columns, rows),
+        "plane": (rows * columns, 1),
+        "heads": (heads, rows * columns),
+    }
+    world = plan.ranks * tensor_parallel
+    return {
+        axis: Channel(ranks, ranks, given[axis], given[axis])
+        if axis in given
+        else fabric.channel(ranks, stride * tensor_parallel, world)
+        for axis, (ranks, stride) in places.items()
+    }
+
+
+def seconds(
+    plan: SequencePlan,
+    shape: AttentionShape,
+    tokens: int,
+    device: Device,
+    through: Mapping[Axis, Channel],
+    training: bool = True,
+) -> Seconds:
+    """Time of one layer's attention on the slowest rank; without `training`, no backward."""
+    pairs = visible_pairs(shape, tokens) * shape.q_heads * shape.batch / plan.ranks
+    head, value = shape.head_dim, shape.value_dim
+    calls = kernel_calls(plan, shape) * device.call
+    # forward: q kᵀ, p v; backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q
+    forward = pairs * (2 * head + 2 * value) / device.flops + calls
+    backward = pairs * (6 * head + 4 * value) / device.flops + calls
+    first = _pass(plan, shape, tokens, through, forward, backward=False)
+    if not training:
+        return Seconds(first, 0.0, forward)
+    return Seconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
+
+
+def _pass(
+    plan: SequencePlan,
+    shape: AttentionShape,
+    tokens: int,
+    through: Mapping[Axis, Channel],
+    compute: float,
+    backward: bool,
+) -> float:
+    sent = [m for m in messages(plan, shape, tokens, slowest(plan)) if m.backward == backward]
+    outside = sum(through["heads"].exchange(m.nbytes) for m in sent if m.axis == "heads")
+    outside += sum(through["plane"].hop(m.nbytes) for m in sent if m.axis == "plane")
+    inner = [m for m in sent if m.axis in ("row", "column")]
+    if not plan.overlap and plan.kind != "ring":
+        sides = (through[m.axis].exchange if m.results else through[m.axis].gather for m in inner)
+        return outside + compute + sum(take(m.nbytes) for take, m in zip(sides, inner, strict=True))
+    block = {(m.axis, m.results): through[m.axis].hop(m.nbytes / m.peers) for m in inner}
+    return outside + _overlapped(
+        plan,
+        compute,
+        keys=block.get(("column", False), 0.0),
+        key_sums=block.get(("column", True), 0.0),
+        queries=block.get(("row", False), 0.0),
+        results=block.get(("row", True), 0.0),
+    )
+
+
+def _overlapped(
+    plan: SequencePlan, compute: float, *, keys: float, key_sums: float, queries: float, results: float
+) -> float:
+    """Alg. 4 and 8 with `compute` seconds of arithmetic; the others are the times of one block's message.
+
+    Own queries against the column's keys as these arrive, while the first foreign queries do; then each foreign block
+    of queries against all keys, while the next one arrives and the last one's results leave. Gradients of keys leave
+    block by block beside the last block of queries; in a single column, beside all.
+    """
+    _, rows, columns = plan.grid
+    tile = compute / (rows * columns)
+    if columns == 1:
+        return (rows - 1) * max(tile, keys + key_sums) + tile + key_sums
+    gathering = max((rows - 1) * max(tile, keys) + tile, (rows - 1) * keys + queries)
+    first = max(rows * tile, queries) if columns > 2 else 0.0
+    between = (columns - 3) * max(rows * tile, queries + results) if columns > 3 else 0.0
+    last = max((rows - 1) * max(tile, key_sums) + tile, results if columns > 2 else 0.0)
+    return gathering + first + between + last + results

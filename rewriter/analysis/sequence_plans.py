@@ -1,0 +1,225 @@
+"""Which plan for attention over sequence-sharded tokens is best: all that can run, with bytes, memory and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rewriter.analysis.sequence_bound import Bound, lower_bound
+from rewriter.analysis.sequence_bytes import AttentionShape, Axis, WireBytes, impossible, slowest, wire_bytes
+from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
+from rewriter.errors import RewriterError
+from rewriter.fabric import FABRICS, Fabric, Link
+from rewriter.ops import SequenceKind, SequencePlan
+
+Grid = tuple[int, int, int]
+Shapes = AttentionShape | Sequence[AttentionShape]
+
+# Predicted times that differ by less cannot be told apart; of such plans the one that sends least is better.
+MARGIN = 0.05
+TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's evaluation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What plans are compared for.
+
+    `links` gives axes of the grid a link of their own instead of the fabric's. `tensor_parallel` ranks stand beside
+    each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
+    `training`, forward alone counts.
+    """
+
+    tokens: int = TOKENS
+    fabric: Fabric = FABRICS["h100"]
+    links: Mapping[Axis, Link] | None = None
+    tensor_parallel: int = 1
+    memory_limit: int | None = None
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """A plan with what it costs, all layers together, on the rank that sends most.
+
+    wire: bytes received, and as many sent. saved, live: bytes of memory that attention keeps for backward, and that it
+    needs besides at the peak of one layer. times: seconds. bound: the least bytes of any algorithm. fits: whether its
+    memory is within the limit.
+    """
+
+    plan: SequencePlan
+    wire: WireBytes
+    saved: int
+    live: int
+    times: Seconds
+    bound: Bound
+    fits: bool
+
+    @property
+    def memory(self) -> int:
+        return self.saved + self.live
+
+    @property
+    def distance(self) -> float:
+        """How many times the least bytes the plan sends; 1 where there is nothing to send."""
+        if not self.wire.total:
+            return 1.0
+        return self.wire.total / self.bound.total if self.bound.total else math.inf
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """`costs`: all plans that can run, best first. `refused`: reasons why grids cannot."""
+
+    costs: tuple[PlanCost, ...]
+    refused: Mapping[str, tuple[Grid, ...]]
+
+    @property
+    def best(self) -> PlanCost:
+        return self.costs[0]
+
+
+def plans(shape: Shapes, ranks: int, setting: Setting = Setting()) -> Ranking:
+    """Every plan for `ranks` ranks, ranked. `shape` is that of every layer, or of groups of layers, which share a plan.
+
+    First stand those whose time is within `MARGIN` of the best, least bytes first, then the others by time; then those
+    that hold too much memory, least memory first. There is always one: a ring fits every shape.
+    """
+    costs: list[PlanCost] = []
+    refused: dict[str, list[Grid]] = {}
+    for plan in candidates(ranks):
+        reason = why_not(plan, shape)
+        if reason is None:
+            costs.append(cost(plan, shape, setting))
+        elif plan.grid not in refused.setdefault(reason, []):
+            refused[reason].append(plan.grid)
+    return Ranking(tuple(ranked(costs)), {reason: tuple(grids) for reason, grids in refused.items()})
+
+
+def choose(
+    shape: Shapes,
+    ranks: int,
+    *,
+    kind: SequenceKind | Literal["auto"] = "auto",
+    grid: Sequence[int] | Literal["auto"] = "auto",
+    overlap: bool | Literal["auto"] = "auto",
+    tokens: int = TOKENS,
+    setting: Setting | None = None,
+) -> SequencePlan:
+    """The best plan for `ranks` ranks among those that the fixed options allow; `setting` replaces `tokens`.
+
+    Kind attention2d without a grid is one with r · c > 1: exchanging all heads is Ulysses. Raises RewriterError, with
+    the reason and the nearest grids that can run, if there is none.
+    """
+    if ranks < 1:
+        raise RewriterError(f"--sp {ranks}: expected 1 or more ranks")
+    wanted = None if isinstance(grid, str) else _grid(grid, ranks, shape)
+    pool = list(candidates(ranks))
+    if kind == "attention2d" and wanted == (ranks, 1, 1) and ranks > 1:
+        pool.append(SequencePlan("attention2d", wanted))
+    fixed = [p for p in pool if kind in ("auto", p.kind) and wanted in (None, p.grid)]
+    if not fixed:
+        raise RewriterError(
+            f"sequence_parallel: a grid {list(wanted or ())} is no {kind}. {_nearest(wanted, ranks, shape)}"
+        )
+    fitting = [p for p in fixed if overlap in ("auto", p.overlap)]
+    if not fitting:
+        what = "a ring always overlaps" if kind == "ring" else f"{fixed[0]} has nothing to overlap"
+        raise RewriterError(f"sequence_parallel: overlap {str(overlap).lower()}: {what}. Leave overlap: auto")
+    reasons = {plan: why_not(plan, shape) for plan in fitting}
+    possible = [cost(plan, shape, setting or Setting(tokens)) for plan, reason in reasons.items() if reason is None]
+    if not possible:
+        plan = fitting[0]
+        raise RewriterError(f"sequence_parallel: {plan}: {reasons[plan]}. {_nearest(plan.grid, ranks, shape)}")
+    return ranked(possible)[0].plan
+
+
+def candidates(ranks: int) -> Iterator[SequencePlan]:
+    """Every plan for `ranks` ranks, whether or not heads divide."""
+    if ranks == 1:
+        yield SequencePlan("attention2d", (1, 1, 1))
+        return
+    yield SequencePlan("ring", (1, ranks, 1), overlap=True)
+    yield SequencePlan("ulysses", (ranks, 1, 1))
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for heads in sizes[:-1]:
+        for rows in (size for size in sizes if ranks // heads % size == 0):
+            for overlap in (False, True):
+                yield SequencePlan("attention2d", (heads, rows, ranks // heads // rows), overlap)
+
+
+def why_not(plan: SequencePlan, shape: Shapes) -> str | None:
+    """Why attention of these layers cannot run so; None if it can."""
+    return next((reason for one in _several(shape) if (reason := impossible(plan, one)) is not None), None)
+
+
+def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> PlanCost:
+    """What one plan costs. Raises RewriterError if it is impossible."""
+    through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
+    rank, tokens, training = slowest(plan), setting.tokens, setting.training
+    forward = backward = saved = live = 0
+    times, least = [0.0, 0.0, 0.0], [0.0, 0.0]
+    for one in _several(shape):
+        wire, held, bound = (
+            wire_bytes(plan, one, tokens, rank),
+            memory(plan, one, tokens),
+            lower_bound(one, tokens, plan.ranks),
+        )
+        took = seconds(plan, one, tokens, setting.fabric.device, through, training)
+        forward += one.layers * wire.forward
+        backward += one.layers * wire.backward * training
+        saved += one.layers * held.saved * training
+        live = max(live, held.forward + held.saved * (not training), held.backward * training)
+        for index, part in enumerate((took.forward, took.backward, took.compute)):
+            times[index] += one.layers * part
+        for index, part in enumerate((bound.forward, bound.backward * training)):
+            least[index] += one.layers * part
+    fits = setting.memory_limit is None or saved + live <= setting.memory_limit
+    return PlanCost(plan, WireBytes(forward, backward), saved, live, Seconds(*times), Bound(*least), fits)
+
+
+def ranked(costs: Sequence[PlanCost]) -> list[PlanCost]:
+    """`costs`, best first, as `plans` says."""
+
+    def bytes_first(c: PlanCost) -> tuple[float, ...]:
+        return (c.wire.total, c.times.total, c.plan.overlap, c.memory)
+
+    def time_first(c: PlanCost) -> tuple[float, ...]:
+        return (c.times.total, *bytes_first(c))
+
+    fitting = [c for c in costs if c.fits]
+    limit = min((c.times.total for c in fitting), default=0.0) * (1 + MARGIN)
+    return [
+        *sorted((c for c in fitting if c.times.total <= limit), key=bytes_first),
+        *sorted((c for c in fitting if c.times.total > limit), key=time_first),
+        *sorted((c for c in costs if not c.fits), key=lambda c: (c.memory, *time_first(c))),
+    ]
+
+
+def _several(shape: Shapes) -> Sequence[AttentionShape]:
+    return (shape,) if isinstance(shape, AttentionShape) else shape
+
+
+def _grid(grid: Sequence[int], ranks: int, shape: Shapes) -> Grid:
+    sizes = tuple(grid)
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise RewriterError(f"sequence_parallel: grid {list(grid)}: expected [heads, rows, columns], each 1 or more")
+    if math.prod(sizes) != ranks:
+        raise RewriterError(
+            f"sequence_parallel: grid {list(grid)} is of {math.prod(sizes)} ranks, but --sp is {ranks}. "
+            f"{_nearest(sizes, ranks, shape)}"
+        )
+    return sizes
+
+
+def _nearest(grid: Sequence[int] | None, ranks: int, shape: Shapes) -> str:
+    """The three grids of `ranks` ranks most like `grid` that attention of this shape can run on."""
+    wanted = grid or (1, ranks, 1)
+    able = {p.grid for p in candidates(ranks) if why_not(p, shape) is None}
+
+    def distance(other: Grid) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(other, wanted, strict=True))
+
+    near = sorted(able, key=lambda other: (distance(other), other))[:3]
+    return f"Nearest grids that can: {', '.join(str(list(g)) for g in near)}"
