@@ -93,9 +93,9 @@ def inspect(
 def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     """The model in an output directory: this rank's module under torchrun, else the single-device Hugging Face model.
 
-    `options` go to `rewriter.runtime.load` (device, dtype, compile) or to `from_pretrained`. The generated file runs
-    only if it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
-    VerificationError for a generated file that was changed.
+    `options` go to `rewriter.runtime.load` (dp, device, dtype, compile) or to `from_pretrained`. The generated file
+    runs only if it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not
+    write, VerificationError for a generated file that was changed.
     """
     root = Path(directory)
     from rewriter.checking import check_files
@@ -107,6 +107,8 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
         from rewriter.runtime import load as load_rank
 
         return load_rank(root, **options)
+    if options.pop("dp", 1) != 1:
+        raise RewriterError(f"{root}: dp is for several ranks. Start this program with torchrun.")
     modeling = manifest.adapted.modeling
     generated = [name for name in manifest.files if name.endswith(".py") and "/" not in name]
     stray = sorted(p.name for p in root.glob("*.py") if p.name not in generated)
@@ -125,7 +127,7 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
     Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
     """
     from rewriter.checking import check_files, config_of
-    from rewriter.emit.manifest import read_manifest
+    from rewriter.emit.manifest import ranks_of, read_manifest
     from rewriter.runtime.launch import launch
 
     root = Path(directory)
@@ -139,7 +141,7 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
         raise RewriterError("--prompt: it gives no tokens. Write at least one character.")
     defaults = _generation_defaults(root, config_of(root))
     request = {"prompts": [ids], "max_new_tokens": max_new_tokens, **defaults}
-    answer = launch(root, manifest.mesh.get("tp", 1), request)
+    answer = launch(root, ranks_of(manifest.mesh), request)
     return str(tokenizer.decode([*ids, *answer["tokens"][0]], skip_special_tokens=True))
 
 

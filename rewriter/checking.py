@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rewriter.emit.manifest import Manifest, read_manifest
+from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
 from rewriter.errors import RewriterError, VerificationError
 
 
@@ -38,7 +38,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
 
     golden = load_file(root / manifest.golden.file)
     result = Verification()
-    ranks = manifest.mesh.get("tp", 1)
+    ranks = ranks_of(manifest.mesh)
     sharded = bool(manifest.runtime) and ranks <= MOST_RANKS
     if manifest.runtime and not sharded:
         table["sharded module"] = f"not run: {ranks} ranks, more than {MOST_RANKS} are not started on one machine"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rewriter.analysis.sequence import sequence_plan
 from rewriter.apply import apply_recipe, check_bound, load_recipe
 from rewriter.calibrate import calibrate
 from rewriter.collector import collector_paused
@@ -25,6 +26,7 @@ from rewriter.emit.manifest import (
     Skipped,
     SourceEntry,
     Verified,
+    mesh_of,
     versions,
 )
 from rewriter.errors import RewriterError
@@ -75,6 +77,7 @@ def convert(
     *,
     out: str | os.PathLike[str] | None = None,
     tp: int = 1,
+    sp: int = 1,
     dtype: str | None = None,
     verify: Level = "shrunken",
     dry_run: bool = False,
@@ -88,17 +91,17 @@ def convert(
 ) -> Report:
     """Convert a Hugging Face checkpoint by a recipe; see `rewrite MODEL --help` for the options.
 
-    `out` defaults to MODEL-RECIPE in the current directory; `text` replaces the packaged calibration text; `ahead` may
+    `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. `out` defaults to
+    MODEL-RECIPE[-spN][-tpN] in the current directory; `text` replaces the packaged calibration text; `ahead` may
     hold copies of the weight files. Everything that can be refused without work is refused first, then the rehearsal
     runs, then files are written beside their final place and renamed. Raises RewriterError for bad input,
     VerificationError when the result does not compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
-    check_bound(loaded, loaded.build(), tp)
+    check_bound(loaded, loaded.build(), tp, sp)
     check_options(dtype, verify, link)
-    place = (
-        Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}" + f"-tp{tp}" * (tp > 1))
-    )
+    mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1)
+    place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}{mesh}")
     if not resume:
         check_free(place)
 
@@ -109,7 +112,7 @@ def convert(
         traced = trace(model, trust_remote_code=trust_remote_code)
     loaded = calibrate(loaded, traced, tp, text, progress)
     with collector_paused():
-        program, skipped = apply_recipe(traced, loaded, tp)
+        program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
     return save(
         program,
         place,
@@ -153,7 +156,7 @@ def save(
         model=directory.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),
         out=os.fspath(out),
-        mesh={"tp": program.mesh.get("tp", 1)},
+        mesh=mesh_of(program),
         passes=[
             {"name": e.name, "kind": e.kind, "summary": e.summary, "notes": list(e.notes)} for e in program.history
         ],
@@ -277,6 +280,7 @@ def _rehearse(program: Program, dtype: str | None, progress: Progress) -> Verifi
         config,
         passes,
         program.mesh.get("tp", 1),
+        plan=sequence_plan(program),
         write=write,
         trust_remote_code=program.source.remote_code,
         progress=progress,
@@ -304,7 +308,7 @@ def _manifest(
             for e in program.history
         ],
         skipped=[Skipped(name=n, reason=reason) for n, reason in skipped],
-        mesh={"tp": program.mesh.get("tp", 1)},
+        mesh=mesh_of(program),
         runtime=dict(layout.runtime),
         source=SourceEntry(
             name=report.model,
@@ -337,7 +341,7 @@ def _job(
     return {
         "checkpoint": layout.checkpoint.fingerprint(),
         "passes": [[e.name, _plain(e.options)] for e in program.history],
-        "tp": program.mesh.get("tp", 1),
+        "mesh": mesh_of(program),
         "dtype": dtype,
         "verify": verify,
         "text": text,

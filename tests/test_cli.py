@@ -187,6 +187,7 @@ def test_without_out_the_result_is_named_after_what_made_it(tmp_path: Path, monk
     assert default_output("org/model", "ladder", 1) == Path("model-ladder")
     assert default_output("../llama/", "my/own.yaml", 8) == Path("llama-own-tp8")
     assert default_output(".", "ladder", 2) == Path("llama-ladder-tp2")
+    assert default_output("org/model", "ring-attention", 2, sp=4) == Path("model-ring-attention-sp4-tp2")
 
 
 # What is printed where

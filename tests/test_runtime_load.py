@@ -136,6 +136,19 @@ BREAKAGES = {
         lambda root: os.truncate(root / "runtime/tp1/rank-0.safetensors", 1000),
         "cannot be read as safetensors",
     ),
+    "a grid that is none": (
+        lambda root: manifest(
+            root, lambda m: m["runtime"]["tp1"].update(sequence={"kind": "ring", "grid": [2, 1, 1], "overlap": False})
+        ),
+        r"describes no runtime module \(at grid \[2, 1, 1\]: a ring",
+    ),
+    "a grid of other ranks": (
+        lambda root: manifest(
+            root,
+            lambda m: m["runtime"]["tp1"].update(sequence={"kind": "ring", "grid": [1, 2, 1], "overlap": False}),
+        ),
+        "its mesh has sp=1, but its tokens are sharded by ring 1×2×1",
+    ),
     "another number of ranks": (
         lambda root: (shutil.rmtree(root), root.mkdir(), write(root, 2)),
         "for 2 ranks, but 1 runs. Start it with torchrun --nproc-per-node 2",
@@ -160,6 +173,34 @@ def load_here(group, directory):
 def test_the_wrong_number_of_processes_names_both(tmp_path):
     with pytest.raises(RankError, match=r"for 4 ranks, but 2 run. Start it with torchrun --nproc-per-node 4"):
         run_ranks(load_here, 2, str(write(tmp_path, 4)))
+
+
+def load_copies(group, directory):
+    model = load(directory, dp=2)
+    return model.model.embed_tokens.weight.detach()
+
+
+def test_copies_of_the_model_stand_side_by_side(tmp_path):
+    """dp=2 of a module for two ranks: neighbours are one copy's tensor-parallel ranks."""
+    shards = run_ranks(load_copies, 4, str(write(tmp_path, 2)))
+    own = [
+        reference.shard("model.embed_tokens.weight", reference.weights()["model.embed_tokens.weight"], r, 2)
+        for r in (0, 1)
+    ]
+    assert not torch.equal(*own)
+    torch.testing.assert_close(shards, [*own, *own], rtol=0, atol=0)
+
+
+def load_too_few(group, directory):
+    return load(directory, dp=3)
+
+
+def test_a_product_of_axes_is_refused_by_name(tmp_path):
+    wrong = r"for 6 ranks \(dp=3 × tp=2\), but 2 run. Start it with torchrun --nproc-per-node 6, pass dp=1, or rewrite"
+    with pytest.raises(RankError, match=wrong):
+        run_ranks(load_too_few, 2, str(write(tmp_path, 2)))
+    with pytest.raises(RewriterError, match="dp=0: expected 1 or more"):
+        load(tmp_path, dp=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

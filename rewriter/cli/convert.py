@@ -16,9 +16,10 @@ def convert(
     model: options.Model,
     recipe: Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output directory. Without it: MODEL-RECIPE[-tpN] here.")
+        Path | None, typer.Option(metavar="DIR", help="Output directory. Without it: MODEL-RECIPE[-spN][-tpN] here.")
     ] = None,
     tp: options.Ranks = 1,
+    sp: options.SequenceRanks = 1,
     set: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,14 +50,14 @@ def convert(
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
-    """Convert MODEL by a recipe: an adapted Hugging Face checkpoint, and with --tp a sharded runtime module.
+    """Convert MODEL by a recipe: an adapted Hugging Face checkpoint and a runtime module for --sp × --tp ranks.
 
     MODEL is a directory with config.json and safetensors, or a hub id. The result is verified before it is kept:
     exit code 3, and no output, where it does not compute what the recipe says.
     """
     overrides = parse_overrides(set or [])
     text = None if calibration is None else read_text(calibration)
-    destination = out if out is not None else default_output(model, recipe, tp)
+    destination = out if out is not None else default_output(model, recipe, tp, sp)
 
     from rewriter.cli.progress import Progress
 
@@ -68,6 +69,7 @@ def convert(
             recipe,
             out=destination,
             tp=tp,
+            sp=sp,
             dtype=dtype,
             verify=verify,
             dry_run=dry_run,
@@ -112,7 +114,7 @@ def read_text(file: Path) -> str:
     return text
 
 
-def default_output(model: str, recipe: str, tp: int) -> Path:
-    """Where the result goes without --out: `tiny-llama-ladder-tp2` in the current directory."""
+def default_output(model: str, recipe: str, tp: int, sp: int = 1) -> Path:
+    """Where the result goes without --out: `tiny-llama-long-context-sp4-tp2` in the current directory."""
     name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
-    return Path(f"{name}-{Path(recipe).stem}" + (f"-tp{tp}" if tp > 1 else ""))
+    return Path(f"{name}-{Path(recipe).stem}" + f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1))

@@ -14,6 +14,9 @@ Output = Annotated[
     Path, typer.Argument(metavar="DIR", help="A directory that `rewrite MODEL` wrote.", show_default=False)
 ]
 Ranks = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")]
+SequenceRanks = Annotated[
+    int, typer.Option("--sp", min=1, metavar="N", help="Sequence-parallel ranks: each holds part of the tokens.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own Python files. Never done without.")
 ]

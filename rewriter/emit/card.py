@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from rewriter.emit.manifest import Lanes, Manifest
+from rewriter.emit.manifest import Lanes, Manifest, mesh_name, ranks_of
 
 
 def model_card(manifest: Manifest, source: Path | None = None) -> str:
@@ -17,13 +17,12 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
     `source` is the directory of the original; the license in its card is taken over.
     """
     recipe = manifest.recipe
-    ranks = manifest.mesh.get("tp", 1)
     parts = [
         _front_matter(manifest, source),
         f"# {_base(manifest.source.name)}, rewritten by `{recipe.get('name', 'passes')}`\n",
         f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
         "## Load\n",
-        _loading(ranks, manifest),
+        _loading(manifest),
         *([] if manifest.lanes is None else ["## Bound to its ranks\n", _lanes(manifest.lanes)]),
         "## What was done\n",
         _passes(manifest),
@@ -61,7 +60,7 @@ def _paper(recipe: Mapping[str, object]) -> str:
     return f"See {recipe['paper']}." if recipe.get("paper") else ""
 
 
-def _loading(ranks: int, manifest: Manifest) -> str:
+def _loading(manifest: Manifest) -> str:
     modeling = manifest.adapted.modeling
     trust = "" if modeling is None else ", trust_remote_code=True"
     lines = [
@@ -78,6 +77,7 @@ def _loading(ranks: int, manifest: Manifest) -> str:
             "so adapters, quantisation and trainers find them." if manifest.lanes is None else "so trainers find them.",
         ]
     if manifest.runtime:
+        ranks = ranks_of(manifest.mesh)
         lines += [
             "",
             f"Sharded, on {ranks} rank{'s' * (ranks > 1)}:",
@@ -86,7 +86,30 @@ def _loading(ranks: int, manifest: Manifest) -> str:
             "rewrite generate THIS_DIRECTORY --prompt TEXT",
             "```",
         ]
+        lines += _tokens(manifest, ranks)
     return "\n".join(lines) + "\n"
+
+
+def _tokens(manifest: Manifest, ranks: int) -> list[str]:
+    """How to train on tokens that ranks share; nothing where each holds all of them."""
+    plan = manifest.runtime[mesh_name(manifest.mesh)].sequence
+    if plan is None:
+        return []
+    grid = "×".join(map(str, plan.grid))
+    return [
+        "",
+        f"Each of {manifest.mesh['sp']} ranks holds part of the tokens of a sequence, and attention ({plan.kind},",
+        f"heads × rows × columns {grid}) is exact over all of them. Every rank passes whole sequences:",
+        "",
+        "```python",
+        "# torchrun --nproc-per-node " + f"{ranks} train.py",
+        "import rewriter",
+        "",
+        'model = rewriter.load("THIS DIRECTORY")',
+        "logits = model(input_ids)  # of all tokens; gather=False leaves those of this rank's, with their indices",
+        "loss = model(input_ids, labels=labels).loss  # the mean over all tokens",
+        "```",
+    ]
 
 
 _MODES = {

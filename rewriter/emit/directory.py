@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from rewriter.analysis.sequence import sequence_plan
 from rewriter.emit.lane_weights import changed_tensors
-from rewriter.emit.manifest import Lanes, Runtime
+from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression, Tensor
 from rewriter.output import OutputDirectory
@@ -102,7 +103,8 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
         if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
             copies.append((path, path.name))
     ranks = program.mesh.get("tp", 1)
-    folder = f"runtime/tp{ranks}"
+    mesh = mesh_name(mesh_of(program))
+    folder = f"runtime/{mesh}"
     texts[f"{folder}/module.py"] = emit_runtime_module(program)
     if ranks == 1 and _is_one_file_of_parameters(program, checkpoint):
         files = [SINGLE]
@@ -114,7 +116,9 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt"}
-    runtime = {f"tp{ranks}": Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files)}
+    shared = sequence_plan(program)
+    sequence = shared and SequenceEntry(kind=shared.kind, grid=shared.grid, overlap=shared.overlap)
+    runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
     lanes = None
     if (bound := bound_ranks(program)) is not None:
         lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=sorted(changed))

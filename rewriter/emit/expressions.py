@@ -159,6 +159,7 @@ def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
 
 def _attention(p: Printer, node: fx.Node) -> str:
     kwargs = dict(node.kwargs)
+    kwargs.pop("sequence", None)  # whether tokens are sharded differs by call: the context says it
     ordinal = kwargs.pop("slot")
     mask = kwargs.pop("mask")
     spec = f'MaskSpec("{mask.kind}"' + (f", {mask.size})" if mask.size is not None else ")")
@@ -206,5 +207,7 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
     ops.own_shard: _on_group("own_shard"),
+    ops.shard_tokens: lambda p, n: f"shard_tokens({p.value(args_of(n)[0])}, ctx)",
+    ops.gather_tokens: lambda p, n: f"gather_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {p.group})",
 }

@@ -6,12 +6,15 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import rewriter
 from rewriter.errors import RewriterError
+
+if TYPE_CHECKING:
+    from rewriter.program import Program
 
 MANIFEST = "rewrite.json"
 SCHEMA = 1
@@ -38,13 +41,26 @@ class Skipped(_Part):
     reason: str
 
 
+class SequenceEntry(_Part):
+    """How the tokens of a sequence lie on ranks: `rewriter.ops.SequencePlan`."""
+
+    kind: str
+    grid: tuple[int, int, int]
+    overlap: bool = False
+
+
 class Runtime(_Part):
-    """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads."""
+    """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads.
+
+    `ranks` are the weight files by tensor-parallel rank; ranks that share tokens read the same one. `sequence` is None
+    where every rank holds all tokens.
+    """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     module: str
     class_name: str = Field(alias="class")
     ranks: list[str]
+    sequence: SequenceEntry | None = None
 
 
 class SourceEntry(_Part):
@@ -116,7 +132,8 @@ class Golden(_Part):
 class Manifest(_Part):
     """The whole file. `files` are the sha256 of every other file of the directory.
 
-    `lanes` is None for a function that is the same on any number of ranks.
+    `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `lanes` is None for a function that
+    is the same on any number of ranks.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -137,6 +154,22 @@ class Manifest(_Part):
     def table(self) -> dict[str, Any]:
         """Plain JSON data, without the job, which the output directory adds itself."""
         return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
+
+
+def mesh_of(program: Program) -> dict[str, int]:
+    """The mesh of a program as a manifest has it."""
+    sequence = program.mesh.get("sp", 1)
+    return {"tp": program.mesh.get("tp", 1), **({"sp": sequence} if sequence > 1 else {})}
+
+
+def ranks_of(mesh: Mapping[str, int]) -> int:
+    """The number of processes that run one copy of the model."""
+    return mesh.get("tp", 1) * mesh.get("sp", 1)
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    """The folder of a mesh under runtime/, and its key in the manifest: tp2, sp4, sp4-tp2."""
+    return "-".join(f"{axis}{mesh[axis]}" for axis in ("sp", "tp") if mesh.get(axis, 1) > 1) or "tp1"
 
 
 def versions() -> dict[str, str]:

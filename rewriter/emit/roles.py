@@ -41,6 +41,8 @@ class Roles:
             return str(node.target).partition("#")[0].rpartition(".")[2]
         if node.target is ops.all_reduce_start:
             return f"{self.of(args_of(node)[0])}_pending"
+        if node.target in (ops.shard_tokens, ops.gather_tokens):
+            return self.of(args_of(node)[0])
         if node.target in _SUMS:
             return self.of(args_of(node)[0]).removesuffix("_pending")
         if node.target is ops.enter:

@@ -39,6 +39,7 @@ def identifier(wanted: str) -> str:
 
 _NEVER_INLINED = frozenset({
     ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.enter,
+    ops.shard_tokens, ops.gather_tokens,
 })  # fmt: skip
 
 

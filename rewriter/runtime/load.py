@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from rewriter.errors import RewriterError
+from rewriter.ops import SequencePlan
+from rewriter.runtime.attention.grid import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 
@@ -27,6 +30,7 @@ from rewriter.runtime.module import RuntimeModel
 def load(
     directory: str | os.PathLike[str],
     *,
+    dp: int = 1,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     compile: bool = False,
@@ -34,40 +38,56 @@ def load(
     """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
 
     Under torchrun it joins the process group (gloo on CPU, NCCL on CUDA, unless one exists) and builds the mesh that
-    the manifest names. `device` defaults to this rank's GPU if there is one, else the CPU; `dtype` to that of the
-    file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load only what
-    you trust.
+    the manifest names, `dp` times side by side: copies of the model that see different rows. Its dimensions are "tp"
+    (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
+    `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU if there is one, else the CPU; `dtype` to
+    that of the file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load
+    only what you trust.
 
     Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
-    processes is not the one the files were made for, and if names or shapes in the file are not those of the module.
+    processes is not dp times the one the files were made for, and if names or shapes in the file are not those of the
+    module.
     """
     root = Path(directory)
-    ranks, entry, bound = _entry(root)
+    made = _made_for(root)
+    if dp < 1:
+        raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != ranks:
-        if bound:
-            raise RewriterError(
-                f"{root}: this checkpoint is bound to tp={ranks}, since its ranks leave out all-reduces, but {world} "
-                f"run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {ranks}; for another number, "
-                "rewrite the original model again"
-            )
-        raise RewriterError(
-            f"{root}: its runtime module is for {ranks} rank{'s' * (ranks > 1)}, but {world} run{'s' * (world == 1)}. "
-            f"Start it with torchrun --nproc-per-node {ranks}, or rewrite again with --tp {world}"
-        )
+    if world != dp * made.ranks:
+        raise RewriterError(f"{root}: {_wrong_world(made, dp, world)}")
     where = _device(device)
-    mesh = _mesh(where, ranks)
+    mesh = _mesh(where, made, dp)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
-    model = _build(root, entry, mesh)
-    fill(model, _inside(root, entry["ranks"][rank]), device=where, dtype=dtype)
+    model = _build(root, made.entry, mesh)
+    fill(model, _inside(root, made.entry["ranks"][rank]), device=where, dtype=dtype)
     model.eval()
     if compile:
         compile_segments(model)
     return model
 
 
-def _entry(root: Path) -> tuple[int, dict[str, Any], bool]:
-    """Number of ranks, the manifest's part on the runtime module for it, whether the function is bound to them."""
+@dataclass(frozen=True)
+class _Made:
+    """The manifest's part on the runtime module. `plan`: how `sequence` ranks share tokens, None if they do not.
+
+    `bound`: the function of the checkpoint is bound to the number of tensor-parallel ranks.
+    """
+
+    tensor: int
+    plan: SequencePlan | None
+    entry: dict[str, Any]
+    bound: bool
+
+    @property
+    def sequence(self) -> int:
+        return 1 if self.plan is None else self.plan.ranks
+
+    @property
+    def ranks(self) -> int:
+        return self.sequence * self.tensor
+
+
+def _made_for(root: Path) -> _Made:
     path = root / "rewrite.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -76,12 +96,16 @@ def _entry(root: Path) -> tuple[int, dict[str, Any], bool]:
     except (OSError, ValueError) as error:
         raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again") from error
     try:
-        ranks = int(manifest["mesh"]["tp"])
-        entry = manifest["runtime"][f"tp{ranks}"]
+        mesh = {axis: int(size) for axis, size in manifest["mesh"].items()}
+        ranks, sequence = mesh["tp"], mesh.get("sp", 1)
+        entry = manifest["runtime"]["-".join(f"{a}{mesh[a]}" for a in ("sp", "tp") if mesh.get(a, 1) > 1) or "tp1"]
         names = [entry["module"], entry["class"], *entry["ranks"]]
+        plan = None
+        if (shared := entry.get("sequence")) is not None:
+            plan = SequencePlan(shared["kind"], tuple(shared["grid"]), bool(shared["overlap"]))
         lanes = manifest.get("lanes")
         bound = None if lanes is None else int(lanes["ranks"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewriterError(
             f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"
         ) from error
@@ -94,7 +118,30 @@ def _entry(root: Path) -> tuple[int, dict[str, Any], bool]:
             f"{path}: this checkpoint is bound to tp={bound}, but its mesh has tp={ranks}. It is not as `rewrite` "
             "wrote it"
         )
-    return ranks, entry, bound is not None
+    if sequence != (1 if plan is None else plan.ranks):
+        raise RewriterError(
+            f"{path}: its mesh has sp={sequence}, but its tokens are sharded by {plan}. It is not as `rewrite` wrote it"
+        )
+    return _Made(ranks, plan, entry, bound is not None)
+
+
+def _wrong_world(made: _Made, dp: int, world: int) -> str:
+    """Why `world` processes cannot run it, and what could be done."""
+    needed, run = dp * made.ranks, f"but {world} run{'s' * (world == 1)}"
+    start = f"Start it with torchrun --nproc-per-node {needed}"
+    copies = f", pass dp={world // made.ranks}" if world % made.ranks == 0 else ""
+    if made.bound:
+        return (
+            f"this checkpoint is bound to tp={made.tensor}, since its ranks leave out all-reduces, {run}. {start}"
+            f"{copies}; for another number, rewrite the original model again"
+        )
+    axes = [f"{axis}={n}" for axis, n in (("dp", dp), ("sp", made.sequence), ("tp", made.tensor)) if n > 1]
+    product = f" ({' × '.join(axes)})" if len(axes) > 1 else ""
+    again = f"--tp {world}" if made.plan is None else "another --sp or --tp"
+    return (
+        f"its runtime module is for {needed} rank{'s' * (needed > 1)}{product}, {run}. {start}{copies}, or rewrite "
+        f"again with {again}"
+    )
 
 
 def _inside(root: Path, name: str) -> Path:
@@ -122,7 +169,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _mesh(device: torch.device, ranks: int) -> DeviceMesh | None:
+def _mesh(device: torch.device, made: _Made, dp: int) -> DeviceMesh | None:
     """The mesh over all ranks, or None for one process that was not started by torchrun."""
     if not dist.is_initialized():
         if "WORLD_SIZE" not in os.environ:
@@ -131,7 +178,11 @@ def _mesh(device: torch.device, ranks: int) -> DeviceMesh | None:
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+    if made.plan is not None:
+        return sequence_mesh(device.type, made.plan.grid, data_parallel=dp, tensor_parallel=made.tensor)
+    if dp > 1:
+        return init_device_mesh(device.type, (dp, made.tensor), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device.type, (made.tensor,), mesh_dim_names=("tp",))
 
 
 class _FromSource(SourceFileLoader):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rewriter.emit.manifest import Drift
+from rewriter.emit.manifest import Drift, mesh_of
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.program import Program
@@ -102,7 +102,7 @@ class RealWeights:
         """Compare what a written directory computes in processes of its own. Adds or raises."""
         ids = [golden_tokens(self.program)]
         expected = [simulate(self.single, ids[0], weights=self.written)]
-        ranks = self.program.mesh.get("tp", 1)
+        mesh = mesh_of(self.program)
         compare_emitted(
-            found, directory, ranks, ids, expected, limit=REAL_WEIGHTS, prefix="real weights: ", progress=self.progress
+            found, directory, mesh, ids, expected, limit=REAL_WEIGHTS, prefix="real weights: ", progress=self.progress
         )

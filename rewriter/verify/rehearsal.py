@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.errors import VerificationError
+from rewriter.ops import SequencePlan
 from rewriter.passes.base import Pass, bound_ranks, single_device
+from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.program import Program
 from rewriter.trace import trace
 from rewriter.verify import outside
@@ -60,11 +63,15 @@ def rehearse(
     passes: Sequence[Pass],
     ranks: int = 1,
     *,
+    plan: SequencePlan | None = None,
     write: Write | None = None,
     trust_remote_code: bool = False,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Verification:
-    """Convert a shrunken copy of the model of `config` by `passes` for `ranks` ranks and compare everything.
+    """Convert a shrunken copy of the model of `config` by `passes` for `ranks` tensor-parallel ranks and compare all.
+
+    `plan` is how further ranks share the tokens of a sequence; the copy is given the same one, though another might be
+    chosen for its sizes.
 
     Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; what the adapted
     checkpoint has to compute with that model (exact passes) or an independent reference (approximating ones), which
@@ -76,10 +83,12 @@ def rehearse(
     count = depth(config)
     kept = representatives(config, [kind for p in passes for kind in kinds_of_layers(p, count)])
     mapped = [small for p in passes for small in on_places(kept, p, count)]
-    small = shrink(config, kept, ranks)
+    mapped = [with_plan(p, plan) for p in mapped]
+    mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
+    small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
     with tempfile.TemporaryDirectory(prefix="rewriter-rehearsal-") as scratch:
-        model, traced, program = _telling(small, mapped, ranks, Path(scratch, "model"), trust_remote_code, progress)
+        model, traced, program = _telling(small, mapped, mesh, Path(scratch, "model"), trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
         for ids in batches:
             result.require(
@@ -90,23 +99,24 @@ def rehearse(
         expected = [simulate(single, ids, host=model) for ids in batches]
         for ids, logits in zip(batches, expected, strict=True):
             result.require(f"rewritten = {reference.name}", logits, reference.logits(model, ids), limit)
-        if ranks > 1:
-            progress(f"rehearsal: simulating {ranks} ranks")
+        if ranks_of(mesh) > 1:
+            progress(f"rehearsal: simulating {on_ranks(mesh)}")
             there = "1 device" if bound_ranks(program) is None else f"{ranks} lanes"
             for ids, logits in zip(batches, expected, strict=True):
-                result.require(f"{ranks} simulated ranks = {there}", simulate(program, ids, host=model), logits, RANKS)
+                name = f"{on_ranks(mesh, 'simulated ')} = {there}"
+                result.require(name, simulate(program, ids, host=model), logits, RANKS)
         if write is not None:
             progress("rehearsal: emitting")
             out = Path(scratch, "out")
             write(program, out)
-            compare_emitted(result, out, ranks, batches, expected, limit=limit, progress=progress)
+            compare_emitted(result, out, mesh, batches, expected, limit=limit, progress=progress)
     return result
 
 
 def compare_emitted(
     result: Verification,
     out: Path,
-    ranks: int,
+    mesh: Mapping[str, int],
     batches: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     *,
@@ -115,7 +125,8 @@ def compare_emitted(
     progress: Callable[..., None] = lambda *_: None,
 ) -> None:
     """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises."""
-    sharded = (out / "runtime" / f"tp{ranks}" / "module.py").is_file()
+    ranks = ranks_of(mesh)
+    sharded = (out / "runtime" / mesh_name(mesh) / "module.py").is_file()
     if sharded and ranks > MOST_RANKS:
         result.notes.append(f"{ranks} ranks are simulated only: more than {MOST_RANKS} processes are not started here")
         sharded = False
@@ -124,8 +135,22 @@ def compare_emitted(
     for logits, wanted in zip(single, expected, strict=True):
         result.require(f"{prefix}adapted checkpoint = rewritten", logits, wanted, limit)
     for logits, wanted in zip(parallel, expected, strict=False):
-        name = f"{prefix}sharded module on {ranks} rank{'s' * (ranks > 1)} = rewritten"
+        name = f"{prefix}sharded module on {on_ranks(mesh)} = rewritten"
         result.require(name, logits, wanted, max(limit, RANKS))
+
+
+def on_ranks(mesh: Mapping[str, int], what: str = "") -> str:
+    """A mesh in words: 2 ranks; 8 ranks (sp=4 × tp=2)."""
+    ranks = ranks_of(mesh)
+    axes = f" (sp={mesh['sp']} × tp={mesh['tp']})" if mesh.get("sp", 1) > 1 and mesh["tp"] > 1 else ""
+    return f"{ranks} {what}rank{'s' * (ranks > 1)}{axes}"
+
+
+def with_plan(rewrite: Pass, plan: SequencePlan | None) -> Pass:
+    """`rewrite`, which must not choose another plan if it shards tokens."""
+    if plan is None or not isinstance(rewrite, SequenceParallel):
+        return rewrite
+    return SequenceParallel(plan.kind, plan.grid, plan.overlap)
 
 
 def test_lengths(config: PreTrainedConfig) -> list[int]:
@@ -133,9 +158,10 @@ def test_lengths(config: PreTrainedConfig) -> list[int]:
     return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
-def _apply(program: Program, passes: Sequence[Pass], ranks: int) -> Program:
-    if ranks > 1:
-        program = program.with_(mesh={"tp": ranks}, origin=program)
+def _apply(program: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Program:
+    if ranks_of(mesh) > 1:
+        axes = {axis: mesh[axis] for axis in ("sp", "tp") if mesh.get(axis, 1) > 1}
+        program = program.with_(mesh=axes, origin=program)
     for rewrite in passes:
         program = rewrite.apply(program)
     return program
@@ -144,7 +170,7 @@ def _apply(program: Program, passes: Sequence[Pass], ranks: int) -> Program:
 def _telling(
     config: PreTrainedConfig,
     passes: Sequence[Pass],
-    ranks: int,
+    mesh: Mapping[str, int],
     directory: Path,
     trust_remote_code: bool,
     progress: Callable[..., None],
@@ -160,7 +186,7 @@ def _telling(
             model.save_pretrained(directory)
         progress("rehearsal: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
-        program = _apply(traced, passes, ranks)
+        program = _apply(traced, passes, mesh)
         reference = reference_of(program, passes)
         if reference.exact:
             return model, traced, program

@@ -98,21 +98,27 @@ def _listed(table: Mapping[str, Any], layer: int) -> tuple[bool, ...]:
 
 
 def shrink(
-    config: PreTrainedConfig, layers: Sequence[int], ranks: int = 1, changes: Mapping[str, Any] | None = None
+    config: PreTrainedConfig,
+    layers: Sequence[int],
+    ranks: int = 1,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    exchanged: int = 1,
 ) -> PreTrainedConfig:
     """A small config of the same kind, with one layer for each of `layers` of the real one, for `ranks` ranks.
 
-    `changes` are settings to put last, by name; `text_config.head_dim` names one of a config inside. Raises
-    RewriterError when the result is no valid config of its type.
+    Its heads divide by `ranks` · `exchanged` where the real ones do: `exchanged` sequence-parallel ranks deal out the
+    heads of a tensor-parallel one. `changes` are settings to put last, by name; `text_config.head_dim` names one of a
+    config inside. Raises RewriterError when the result is no valid config of its type.
     """
     table = config.to_dict()
     text = text_config(config)
     inner = next((k for k, v in config.__dict__.items() if v is text), None) if text is not config else None
     data = {name: _shrink_beside(value) for name, value in table.items()}
     if inner is None:
-        data = _shrink_table(data, layers, depth(config), ranks)
+        data = _shrink_table(data, layers, depth(config), ranks, exchanged)
     else:
-        data[inner] = _shrink_table(dict(table[inner]), layers, depth(config), ranks)
+        data[inner] = _shrink_table(dict(table[inner]), layers, depth(config), ranks, exchanged)
     data.pop("quantization_config", None)
     if "auto_map" not in data:
         data["_name_or_path"] = ""
@@ -140,8 +146,10 @@ def _shrink_beside(value: Any) -> Any:
     return _shrink_table({n: _shrink_beside(v) for n, v in value.items()}, range(min(count, 2)), count, 1)
 
 
-def _shrink_table(data: dict[str, Any], layers: Sequence[int], count: int, ranks: int) -> dict[str, Any]:
-    new = {**data, **shrunken_sizes(data, ranks)}
+def _shrink_table(
+    data: dict[str, Any], layers: Sequence[int], count: int, ranks: int, exchanged: int = 1
+) -> dict[str, Any]:
+    new = {**data, **shrunken_sizes(data, ranks, exchanged)}
     if isinstance(data.get("qk_rope_head_dim"), int):
         for name in _DERIVED:
             new.pop(name, None)

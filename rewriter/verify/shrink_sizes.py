@@ -76,11 +76,14 @@ LAYERS = (
 )
 
 
-def shrunken_sizes(data: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Small values for the sizes in `data`, one table of settings, that divide by `ranks` where the real ones do."""
+def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> dict[str, Any]:
+    """Small values for the sizes in `data`, one table of settings, that divide by `ranks` where the real ones do.
+
+    The numbers of heads do so by `ranks` · `exchanged`.
+    """
     heads = next((data[n] for n in HEADS if isinstance(data.get(n), int)), 1)
     kv_heads = next((data[n] for n in KV_HEADS if isinstance(data.get(n), int)), heads)
-    new_heads, new_kv = _heads(heads, kv_heads, ranks)
+    new_heads, new_kv = _heads(heads, kv_heads, ranks * exchanged)
     head_size = 16 if new_heads <= 8 else 8
     hidden = next((data[n] for n in HIDDEN if isinstance(data.get(n), int)), heads * head_size)
     old_head_size = data["head_dim"] if isinstance(data.get("head_dim"), int) else hidden // heads
