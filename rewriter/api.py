@@ -83,11 +83,16 @@ def inspect(
     recipe: str | os.PathLike[str] | Recipe | None = None,
     tp: int = 1,
     trust_remote_code: bool = False,
+    sp: int = 1,
+    tokens: int | None = None,
 ) -> Any:
-    """What a model reads, writes and communicates, and what a recipe would change, from its config alone."""
+    """What a model reads, writes and communicates, and what a recipe would change, from its config alone.
+
+    With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
+    """
     from rewriter.report import inspect
 
-    return inspect(model, recipe, tp, trust_remote_code=trust_remote_code)
+    return inspect(model, recipe, tp, trust_remote_code=trust_remote_code, sp=sp, tokens=tokens)
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:

@@ -44,7 +44,12 @@ class Inspection:
 
 
 def inspect(
-    model: Any, recipe: str | os.PathLike[str] | Recipe | None = None, tp: int = 1, trust_remote_code: bool = False
+    model: Any,
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+    tp: int = 1,
+    trust_remote_code: bool = False,
+    sp: int = 1,
+    tokens: int | None = None,
 ) -> Inspection:
     """What `model` reads, writes, communicates and holds on `tp` ranks, and what `recipe` changes. Reads no weights.
 
@@ -53,11 +58,16 @@ def inspect(
     no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
     """
     with collector_paused():
-        return _inspect(model, recipe, tp, trust_remote_code)
+        return _inspect(model, recipe, tp, trust_remote_code, sp, tokens)
 
 
 def _inspect(
-    model: Any, recipe: str | os.PathLike[str] | Recipe | None, tp: int, trust_remote_code: bool
+    model: Any,
+    recipe: str | os.PathLike[str] | Recipe | None,
+    tp: int,
+    trust_remote_code: bool,
+    sp: int,
+    tokens: int | None,
 ) -> Inspection:
     from rewriter.apply import apply_recipe, load_recipe
     from rewriter.report_rules import standard_layers, unfired, with_supposed_costs
@@ -77,7 +87,7 @@ def _inspect(
     if loaded is not None:
         try:
             loaded, supposed = with_supposed_costs(loaded, standard)
-            after, skipped = apply_recipe(original, loaded, tp)
+            after, skipped = apply_recipe(original, loaded, tp, sp=sp)
             rules += supposed
             rules += [{"rule": name, "reason": reason} for name, reason in skipped]
         except RewriterError as error:
@@ -92,6 +102,7 @@ def _inspect(
     data = {
         "model": _header(original, model),
         "mesh": dict(after.mesh),
+        "tokens": tokens,
         "recipe": loaded.name if loaded is not None else None,
         "passes": [
             {

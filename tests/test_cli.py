@@ -89,6 +89,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 DEFAULTS = {
     "tp": 1,
+    "sp": 1,
     "dtype": None,
     "verify": "shrunken",
     "dry_run": False,
@@ -98,6 +99,7 @@ DEFAULTS = {
     "set": {},
     "text": None,
 }
+INSPECT = {"recipe": None, "tp": 1, "sp": 1, "tokens": None, "trust_remote_code": False}
 
 
 def test_a_first_word_that_is_no_command_is_the_model(api: Api) -> None:
@@ -144,13 +146,16 @@ def test_a_calibration_file_that_is_no_text_is_refused(
 
 
 def test_every_option_of_a_conversion_arrives(api: Api) -> None:
-    words = "m --recipe r.yaml --out o --tp 8 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
+    words = (
+        "m --recipe r.yaml --out o --tp 8 --sp 4 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
+    )
     assert main([*words.split(), "--dry-run", "--resume", "--link", "--trust-remote-code", "--json"]) == 0
     [(_, args, options)] = api.calls
     assert args == ("m", "r.yaml")
     assert options == {
         "out": Path("o"),
         "tp": 8,
+        "sp": 4,
         "set": {"ladder.layers": "last:20", "a.b": "[1,2]"},
         "text": None,
         "dtype": "bf16",
@@ -165,10 +170,14 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("inspect m", ("inspect", ("m",), {"recipe": None, "tp": 1, "trust_remote_code": False})),
+        ("inspect m", ("inspect", ("m",), INSPECT)),
         (
             "inspect m --recipe ladder --tp 4 --trust-remote-code",
-            ("inspect", ("m",), {"recipe": "ladder", "tp": 4, "trust_remote_code": True}),
+            ("inspect", ("m",), INSPECT | {"recipe": "ladder", "tp": 4, "trust_remote_code": True}),
+        ),
+        (
+            "inspect m --recipe long-context --sp 16 --tokens 131072",
+            ("inspect", ("m",), INSPECT | {"recipe": "long-context", "sp": 16, "tokens": 131072}),
         ),
         ("verify d", ("verify", (Path("d"),), {})),
         ("generate d --prompt hi", ("generate", (Path("d"), "hi"), {"max_new_tokens": 64})),
@@ -349,7 +358,19 @@ def test_help_explains_the_model_and_the_commands() -> None:
 
 def test_help_of_a_conversion_names_every_option() -> None:
     text = command("some-model", "--help").stdout
-    flags = {"--recipe", "--out", "--tp", "--set", "--dtype", "--verify", "--dry-run", "--resume", "--link", "--json"}
+    flags = {
+        "--recipe",
+        "--out",
+        "--tp",
+        "--sp",
+        "--set",
+        "--dtype",
+        "--verify",
+        "--dry-run",
+        "--resume",
+        "--link",
+        "--json",
+    }
     assert flags | {"--trust-remote-code"} <= set(text.split())
 
 

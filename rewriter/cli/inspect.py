@@ -13,6 +13,11 @@ def inspect(
     model: options.Model,
     recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.", show_default=False)] = None,
     tp: options.Ranks = 1,
+    sp: options.SequenceRanks = 1,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of a sequence, to plan for with --sp.", show_default=False),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -22,7 +27,7 @@ def inspect(
     """
     from rewriter import api
 
-    inspection = api.inspect(model, recipe=recipe, tp=tp, trust_remote_code=trust_remote_code)
+    inspection = api.inspect(model, recipe=recipe, tp=tp, sp=sp, tokens=tokens, trust_remote_code=trust_remote_code)
     if json:
         typer.echo(inspection.to_json())
         return

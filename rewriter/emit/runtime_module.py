@@ -177,19 +177,20 @@ class _Emitter:
         )
         for node in tail:
             if node is head:
-                source = last.env[node.all_input_nodes[0]]
-                wanted = f"{source}[:, -logits_to_keep:]"
-                if self.plan is not None:
-                    wanted = f"last_tokens({source}, logits_to_keep, ctx)"
-                last.text.append(f"{source} = {wanted}  # 0 keeps all")
+                last.text.append(self._last_tokens(last.env[node.all_input_nodes[0]]))
             if node not in last.env:
                 last.one(node)
+        if head is None:
+            last.text.append(self._last_tokens(last.env[result]))
         returned = last.env[result]
         if gathered is not None:
             text = Printer(last.env.__getitem__, module, str, "self.tp").expression(gathered)
-            sharded = "gather" if head is None else "gather and not logits_to_keep"  # the last are on all ranks
-            returned = f"{text} if {sharded} else {returned}"
+            returned = f"{text} if gather else {returned}"
         return [*lines, *last.text, f"return {returned}"]
+
+    def _last_tokens(self, name: str) -> str:
+        wanted = f"{name}[:, -logits_to_keep:]" if self.plan is None else f"last_tokens({name}, logits_to_keep, ctx)"
+        return f"{name} = {wanted}  # 0 keeps all"
 
     def _head(self) -> fx.Node | None:
         """The first node after the layers that leads to the head alone: only the wanted tokens need to pass it."""
