@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.runtime import (
     ColumnParallelLinear,
     MaskSpec,
     RowParallelLinear,
     RuntimeModel,
+    SequenceAxis,
     Shared,
     SlotSpec,
     VocabParallelEmbedding,
@@ -24,6 +26,9 @@ from rewriter.runtime import (
     all_reduce_wait,
     attention,
     enter,
+    gather_tokens,
+    last_tokens,
+    shard_tokens,
 )
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCAB, LAYERS, WINDOW, LADDER_FROM = 32, 4, 2, 8, 48, 64, 4, 5, 1
@@ -142,8 +147,10 @@ class Body(nn.Module):
 
 
 class Model(RuntimeModel):
-    def __init__(self, mesh, ladder_from=LADDER_FROM):
-        super().__init__()
+    def __init__(self, mesh, ladder_from=LADDER_FROM, plan=None):
+        super().__init__(mesh if isinstance(mesh, DeviceMesh) else None)
+        if plan is not None:
+            self.sequence = SequenceAxis(mesh, plan)
         self.tp = mesh.get_group("tp") if hasattr(mesh, "get_group") else mesh
         self.model = Body(self.tp, ladder_from)
         ranks = 1 if self.tp is None else self.tp.size()
@@ -152,8 +159,11 @@ class Model(RuntimeModel):
         self.slots = [SlotSpec(kv_heads, HEAD, HEAD, mask.size) for mask in MASKS]
 
     def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):
-        x = enter(self.model(input_ids, position_ids, ctx)[:, -logits_to_keep:], self.tp)
-        return all_gather(self.lm_head(x), self.tp, -1, "head")
+        input_ids, position_ids = shard_tokens(input_ids, ctx), shard_tokens(position_ids, ctx)
+        x = self.model(input_ids, position_ids, ctx)
+        x = enter(last_tokens(x, logits_to_keep, ctx), self.tp)
+        logits = all_gather(self.lm_head(x), self.tp, -1, "head")
+        return gather_tokens(logits, ctx) if gather else logits
 
 
 class StandardModel(Model):

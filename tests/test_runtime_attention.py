@@ -141,6 +141,19 @@ def test_padding_never_leaks_and_never_gives_nan_even_in_gradients():
             assert x.grad[row, :, int(first) :].any()
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_packed_sequences_are_what_they_are_alone(mask):
+    """Each segment as if it were a row of its own: chunks too count from its start."""
+    q, k, v = inputs(2)
+    ids = torch.tensor([[3] * 11, [0] * 5 + [1] * 6, [7] + [2] * 2 + [9] * 8])
+    got = attention(q, k, v, Context(segment_ids=ids), slot=0, mask=mask, scale=0.4)
+    for b in range(BATCH):
+        for segment in ids[b].unique():
+            (own,) = torch.where(ids[b] == segment)
+            expected = naive(*(x[b : b + 1, :, own] for x in (q, k, v)), mask, 0.4)
+            torch.testing.assert_close(got[b : b + 1, :, own].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_bf16_stays_within_its_rounding():
     q, k, v = inputs(2)
     expected = naive(q.bfloat16(), k.bfloat16(), v.bfloat16(), MASKS[0], 0.4, PADDING)
@@ -153,8 +166,8 @@ def test_bf16_stays_within_its_rounding():
 
 def test_what_cannot_be_right_is_refused():
     q, k, v = inputs(2)
-    with pytest.raises(RewriterError, match="segment_ids"):
-        Context(segment_ids=torch.zeros(BATCH, LENGTH))
+    with pytest.raises(RewriterError, match=r"segment_ids .* with a cache"):
+        Context(StaticCache([], BATCH, 5, torch.float32), segment_ids=torch.zeros(BATCH, LENGTH))
     with pytest.raises(RewriterError, match="position is given without a cache"):
         Context(position=torch.tensor(3))
     cache = StaticCache([SlotSpec(2, HEAD, HEAD)], BATCH, 5, torch.float32)

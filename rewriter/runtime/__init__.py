@@ -28,7 +28,7 @@ from rewriter.runtime.context import Context
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generate import generate
 from rewriter.runtime.load import load
-from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
@@ -41,6 +41,9 @@ from rewriter.runtime.parallel import (
     VocabParallelEmbedding,
     vocab_embedding,
 )
+from rewriter.runtime.sequence import SequenceAxis, Shards, gather_tokens, last_tokens, shard_tokens
+from rewriter.runtime.sequence_cache import SequenceCache
+from rewriter.runtime.training import shard_parameters, sum_gradients
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -51,12 +54,17 @@ __all__ = [
     "LaneConv1D",
     "LaneLayerNorm",
     "LaneLinear",
+    "LocalLogits",
+    "LossOutput",
     "MaskSpec",
     "Pending",
     "RowParallelConv1D",
     "RowParallelLinear",
     "RuntimeModel",
+    "SequenceAxis",
+    "SequenceCache",
     "SequencePlan",
+    "Shards",
     "Shared",
     "SlotSpec",
     "StaticCache",
@@ -69,8 +77,10 @@ __all__ = [
     "compile_segments",
     "enter",
     "experts",
+    "gather_tokens",
     "generate",
     "group_rank",
+    "last_tokens",
     "load",
     "mark",
     "once",
@@ -78,7 +88,10 @@ __all__ = [
     "record_events",
     "repeat_shard",
     "sequence_mesh",
+    "shard_parameters",
+    "shard_tokens",
     "share",
     "shared_gradient",
+    "sum_gradients",
     "vocab_embedding",
 ]

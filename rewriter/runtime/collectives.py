@@ -94,20 +94,18 @@ def observe(kind: str, name: str, x: Tensor, group: ProcessGroup | None, sent: i
 # --- all-reduce ---
 
 
+@dataclass(slots=True, eq=False)
 class Pending:
     """An all-reduce on its way. `value` is readable only through `all_reduce_wait`.
 
-    A pytree node whose only leaf is the tensor, so that hooks which map over a module's inputs and outputs (FSDP2,
-    checkpointing) see the tensor and keep the handle.
+    A pytree node whose only leaf is the tensor, and a dataclass: hooks on a module's inputs and outputs (checkpointing;
+    FSDP2, which looks into dataclasses since torch 2.13) see the tensor and keep the handle.
     """
 
-    __slots__ = ("group", "name", "value", "work")
-
-    def __init__(self, value: Tensor, work: Any = None, name: str = "", group: ProcessGroup | None = None) -> None:
-        self.value = value
-        self.work = work  # None once it has been waited for, or when there is nothing to wait for
-        self.name = name
-        self.group = group
+    value: Tensor
+    work: Any = None  # None once it has been waited for, or when there is nothing to wait for
+    name: str = ""
+    group: ProcessGroup | None = None
 
 
 def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, ProcessGroup | None]]:

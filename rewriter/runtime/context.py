@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -12,6 +13,8 @@ from rewriter.errors import RewriterError
 
 if TYPE_CHECKING:
     from rewriter.runtime.cache import StaticCache
+    from rewriter.runtime.sequence import Shards
+    from rewriter.runtime.sequence_cache import SequenceCache
 
 
 @dataclass(frozen=True)
@@ -24,18 +27,22 @@ class Context:
         is what prefill and training say, and what lets attention take its fast paths. A tensor, never an int: a
         compiled decode step must not be compiled again for every token.
     first_valid: int64 [B], the number of padding tokens at the left of each row; None means that there are none.
-    segment_ids: packed sequences; refused until attention can separate them.
+    segment_ids: int64 [B, S], packed sequences: a token sees those of its own segment, a run of equal ids. For whole
+        rows, without a cache.
+    shards: how tokens lie on the ranks of a sequence axis while a model computes; None where each rank holds them all.
+        The model's forward sets it. Everything else here is whole, and equal on all ranks of the axis.
     """
 
-    cache: StaticCache | None = None
+    cache: StaticCache | SequenceCache | None = None
     position: Tensor | None = None
     first_valid: Tensor | None = None
     segment_ids: Tensor | None = None
+    shards: Shards | None = None
 
     def __post_init__(self) -> None:
-        if self.segment_ids is not None:
+        if self.segment_ids is not None and self.cache is not None:
             raise RewriterError(
-                "Context: segment_ids (packed sequences) are not supported, attention would mix them. Pass one "
+                "Context: segment_ids (packed sequences) with a cache: tokens to come belong to one sequence. Pass one "
                 "sequence per row and pad at the left"
             )
         if self.position is not None and self.cache is None:
@@ -46,12 +53,21 @@ class Context:
         return self if self.cache is None else replace(self, cache=self.cache.bound(slot))
 
 
-def _flatten(ctx: Context) -> tuple[list[Any], None]:
-    return [ctx.cache, ctx.position, ctx.first_valid], None
+def segment_positions(segment_ids_BS: Tensor) -> Tensor:
+    """int64 [B, S]: each token's place in its segment, a run of equal ids."""
+    index = torch.arange(segment_ids_BS.shape[1], device=segment_ids_BS.device)
+    begins = torch.ones_like(segment_ids_BS, dtype=torch.bool)
+    begins[:, 1:] = segment_ids_BS[:, 1:] != segment_ids_BS[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(1).values
 
 
-def _unflatten(values: Any, _: None) -> Context:
-    return Context(*values)
+def _flatten(ctx: Context) -> tuple[list[Any], Shards | None]:
+    return [ctx.cache, ctx.position, ctx.first_valid, ctx.segment_ids], ctx.shards
+
+
+def _unflatten(values: Any, shards: Shards | None) -> Context:
+    cache, position, first_valid, segment_ids = values
+    return Context(cache, position, first_valid, segment_ids, shards)
 
 
 pytree.register_pytree_node(Context, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Context")

@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from rewriter.errors import RewriterError
 from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
+from rewriter.runtime.sequence import SequenceAxis
+from rewriter.runtime.sequence_cache import SequenceCache
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor | None]:
@@ -52,7 +54,8 @@ def generate(
     / temperature) cut to the `top_k` likeliest and then to the likeliest whose probabilities reach `top_p`, as
     transformers orders them. Every rank of `group` (default: all of them) calls this with the same arguments; the
     first rank's choice is sent to the others, so that ranks cannot part ways over rounding. `use_cache=False`
-    recomputes everything for each token.
+    recomputes everything for each token. Where the model deals tokens over ranks, prompts are computed so, and their
+    keys and values stay where they are: see `SequenceCache`.
     """
     if not prompts or not all(prompts):
         raise RewriterError("generate: a prompt has no tokens. Give each at least one")
@@ -94,13 +97,16 @@ def generate(
     return [_until_end(row, eos_token_ids) for row in rows]
 
 
-def _cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache:
+def _cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache | SequenceCache:
     slots: Any = getattr(model, "slots", None)
     if not slots:
         raise RewriterError(
             f"generate: {type(model).__name__} names no cache slots. Rewrite the model with this version, or pass "
             "use_cache=False"
         )
+    axis: SequenceAxis | None = getattr(model, "sequence", None)
+    if axis is not None and axis.ranks > 1:
+        return SequenceCache(slots, axis, batch, max_length, like.dtype, like.device)
     return StaticCache(slots, batch, max_length, like.dtype, like.device)
 
 

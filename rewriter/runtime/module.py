@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import replace
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.cache import SlotSpec
-from rewriter.runtime.context import Context
+from rewriter.runtime.cache import SlotSpec, StaticCache
+from rewriter.runtime.context import Context, segment_positions
 from rewriter.runtime.generate import positions
+from rewriter.runtime.loss import IGNORED, global_loss, next_tokens
+from rewriter.runtime.replicas import Replicas
+from rewriter.runtime.sequence import SequenceAxis, shard_tokens
+from rewriter.runtime.training import sum_gradients
+
+
+class LocalLogits(NamedTuple):
+    """Logits [B, n, V] of the n tokens that a rank holds, padding left out, and their places in the row, int64 [n]."""
+
+    logits: Tensor
+    indices: Tensor
+
+
+class LossOutput(NamedTuple):
+    """`loss`: a scalar, equal on all ranks, whose gradient flows through a rank's own tokens. The rest: LocalLogits."""
+
+    loss: Tensor
+    logits: Tensor
+    indices: Tensor
 
 
 class RuntimeModel(nn.Module):
@@ -18,11 +40,17 @@ class RuntimeModel(nn.Module):
 
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
-    none.
+    none. `sequence` is the axis over which tokens are dealt, None where there is none. The mesh may have a dimension
+    "dp" of replicas that see different rows.
     """
 
     slots: Sequence[SlotSpec] = ()
     dropout_probability: float = 0.0
+    sequence: SequenceAxis | None = None
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.replicas = Replicas.of(mesh)
 
     def forward(
         self,
@@ -30,29 +58,82 @@ class RuntimeModel(nn.Module):
         position_ids_BS: Tensor | None = None,
         ctx: Context | None = None,
         logits_to_keep: int = 0,
-    ) -> Tensor:
-        """logits_BSV of the full vocabulary for tokens int64 [B, S].
+        *,
+        labels: Tensor | None = None,
+        gather: bool = True,
+    ) -> Tensor | LocalLogits | LossOutput:
+        """Logits [B, S, V] of the full vocabulary for tokens int64 [B, S], of which every rank passes all.
 
-        `position_ids_BS` (int64) are by default 0 … S − 1, counted from each row's first valid token; `ctx` is by
-        default that of whole, unpadded rows. `logits_to_keep` n > 0 gives the logits of the last n tokens only, so that
-        prefill need not compute the rest. Raises RewriterError for tokens behind a cache without their positions.
+        `position_ids_BS` (int64) are by default 0 … S − 1, counted from each row's first valid token, or from the start
+        of its segment; `ctx` is by default that of whole, unpadded rows. `logits_to_keep` n > 0 gives the logits of the
+        last n tokens only, so that prefill need not compute the rest. Where tokens are dealt over ranks, `gather=False`
+        leaves each rank those of its own: LocalLogits.
+
+        With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
+        that transformers computes on one device: position t is asked for label t + 1, and the mean is that of all
+        targets of all rows, on whatever ranks. Without any target it is 0, and so are gradients. Backward leaves every
+        rank the gradient of this mean: see `rewriter.runtime.training`.
+
+        Raises RewriterError for tokens behind a cache without their positions, for labels, positions or segments of
+        another shape than the tokens, and for arguments that exclude each other.
         """
-        ctx = ctx or Context()
+        ctx = self._context(input_ids_BS, ctx or Context())
         if position_ids_BS is None:
-            if ctx.position is not None:
-                raise RewriterError(
-                    f"{type(self).__name__}: the context says that tokens stand behind others, but position_ids is "
-                    "None. Pass their positions"
-                )
-            batch, length = input_ids_BS.shape
-            position_ids_BS = positions(length, ctx.first_valid, batch, input_ids_BS.device)
-        return self.compute(input_ids_BS, position_ids_BS, ctx, logits_to_keep)
+            position_ids_BS = self._positions(input_ids_BS, ctx)
+        if labels is not None and labels.shape != input_ids_BS.shape:
+            raise RewriterError(
+                f"labels {list(labels.shape)}: expected the shape of input_ids, {list(input_ids_BS.shape)}"
+            )
+        if logits_to_keep and (labels is not None or not gather):
+            raise RewriterError(
+                f"logits_to_keep={logits_to_keep} leaves logits of the last tokens on every rank. Leave out "
+                f"{'gather=False' if labels is None else 'labels'}, or logits_to_keep"
+            )
+        if torch.is_grad_enabled():
+            sum_gradients(self)
+        whole = gather and labels is None
+        logits = self.compute(input_ids_BS, position_ids_BS, ctx, logits_to_keep, whole and not logits_to_keep)
+        if whole:
+            return logits
+        loss = None
+        if labels is not None:
+            loss = global_loss(logits, shard_tokens(next_tokens(labels), ctx, IGNORED), self.replicas)
+        local = _without_padding(logits, ctx)
+        return local if loss is None else LossOutput(loss, *local)
 
     def compute(
         self, input_ids: Tensor, position_ids: Tensor, ctx: Context, logits_to_keep: int = 0, gather: bool = True
     ) -> Tensor:
-        """What a model computes: generated code. `gather` is for models whose tokens are sharded, see `forward`."""
+        """Generated code: logits of all tokens, or without `gather` of those that this rank holds, with padding."""
         raise NotImplementedError(f"{type(self).__name__} has no compute")
+
+    def _context(self, input_ids_BS: Tensor, ctx: Context) -> Context:
+        """`ctx` with what it says about tokens that are dealt over ranks."""
+        if ctx.segment_ids is not None and ctx.segment_ids.shape != input_ids_BS.shape:
+            raise RewriterError(
+                f"segment_ids {list(ctx.segment_ids.shape)}: expected the shape of input_ids, "
+                f"{list(input_ids_BS.shape)}"
+            )
+        if self.sequence is None or self.sequence.ranks == 1:
+            return ctx
+        if isinstance(ctx.cache, StaticCache):
+            raise RewriterError(
+                f"StaticCache: it holds all keys on each rank, but tokens are dealt over {self.sequence.ranks}. Use "
+                "rewriter.runtime.SequenceCache, or generate"
+            )
+        # tokens behind others are few: every rank computes them, and looks at the keys that it holds
+        return ctx if ctx.position is not None else replace(ctx, shards=self.sequence.shards(input_ids_BS.shape[1]))
+
+    def _positions(self, input_ids_BS: Tensor, ctx: Context) -> Tensor:
+        if ctx.position is not None:
+            raise RewriterError(
+                f"{type(self).__name__}: the context says that tokens stand behind others, but position_ids is None. "
+                "Pass their positions"
+            )
+        if ctx.segment_ids is not None:
+            return segment_positions(ctx.segment_ids)
+        batch, length = input_ids_BS.shape
+        return positions(length, ctx.first_valid, batch, input_ids_BS.device)
 
     def train(self, mode: bool = True) -> Self:
         if mode and self.dropout_probability > 0:
@@ -62,3 +143,13 @@ class RuntimeModel(nn.Module):
                 "rewrite again"
             )
         return super().train(mode)
+
+
+def _without_padding(logits: Tensor, ctx: Context) -> LocalLogits:
+    if ctx.shards is None:
+        return LocalLogits(logits, torch.arange(logits.shape[1], device=logits.device))
+    indices = ctx.shards.indices
+    (real,) = torch.where(indices < ctx.shards.length)
+    if len(real) < len(indices):
+        logits = logits.index_select(1, real.to(logits.device))
+    return LocalLogits(logits, indices[real].to(logits.device))

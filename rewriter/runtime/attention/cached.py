@@ -1,4 +1,8 @@
-"""Attention over new tokens and the cache. `rewriter.ops.attention` is its specification."""
+"""Attention over new tokens and the cache. `rewriter.ops.attention` is its specification.
+
+Where tokens lie on the ranks of a sequence axis, this finds the way to keys of other ranks: `sequence_op` for whole
+sequences, `decode` for tokens behind them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,11 @@ from torch import Tensor
 
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec
-from rewriter.runtime.context import Context
+from rewriter.runtime.attention.decode import decode_attention
+from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.context import Context, segment_positions
+from rewriter.runtime.sequence import Shards
+from rewriter.runtime.sequence_cache import SequenceCache
 
 
 def attention(
@@ -30,8 +38,22 @@ def attention(
     are stored under `slot` and the earlier ones are seen too. `softcap` c replaces scores by c · tanh(scores / c);
     `sinks` [H] adds a logit per head that takes probability and returns nothing; `bias` broadcasts to [B, H, S, T], T
     the keys in view. Padding (the first `ctx.first_valid` positions of a row) is never seen, except by itself, so
-    that no row is empty and none gives NaN. Raises RewriterError for a bias that does not fit the keys in view.
+    that no row is empty and none gives NaN. A token sees those of its own segment, where `ctx.segment_ids` has any.
+
+    With `ctx.shards` the S tokens are those that this rank holds, with a SequenceCache behind a prompt they are the new
+    ones on every rank, and keys of all ranks are seen. Raises RewriterError for a bias that does not fit the keys in
+    view, and for a bias or softcap where other ranks hold keys.
     """
+    if ctx.shards is not None or isinstance(ctx.cache, SequenceCache):
+        if softcap is not None or bias is not None:
+            what = "softcap" if bias is None else "position bias"
+            raise RewriterError(
+                f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
+                "without --sp"
+            )
+        if ctx.shards is not None:
+            return _over_ranks(q_BHSD, k_BKSD, v_BKSE, ctx, ctx.shards, slot, mask, scale, sinks)
+        return _behind_prompt(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, sinks)
     positions: Tensor | None = None
     if ctx.cache is not None:
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
@@ -42,7 +64,7 @@ def attention(
             "cannot be used with a key/value cache yet: generate without one"
         )
     explicit = softcap is not None or sinks is not None
-    everything = positions is None and ctx.first_valid is None
+    everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None
     if everything and not explicit and bias is None:
         if mask.kind == "bidirectional" or queries == 1:
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, False, scale)
@@ -54,6 +76,58 @@ def attention(
     return _sdpa(q_BHSD, k_BKSD, v_BKSE, visible if bias is None else _biased(bias, visible, q_BHSD), False, scale)
 
 
+def _over_ranks(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    ctx: Context,
+    shards: Shards,
+    slot: int,
+    mask: MaskSpec,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Whole sequences, of which this rank holds the tokens that `shards` names."""
+    if ctx.cache is not None:
+        assert isinstance(ctx.cache, SequenceCache), "the model's forward refuses others"
+        ctx.cache.store_prompt(slot, k_BKSD, v_BKSE, shards)
+    return sequence_attention(
+        q_BHSD,
+        k_BKSD,
+        v_BKSE,
+        shards.axis.key,
+        mask=mask,
+        scale=scale,
+        length=shards.length,
+        first_valid=ctx.first_valid,
+        segment_ids=ctx.segment_ids,
+        sinks=sinks,
+    )
+
+
+def _behind_prompt(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    ctx: Context,
+    slot: int,
+    mask: MaskSpec,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """New tokens on every rank, and earlier ones of which each rank holds its own."""
+    cache = ctx.cache
+    if not isinstance(cache, SequenceCache) or ctx.position is None:
+        raise RewriterError(
+            "SequenceCache: a whole sequence without a sequence axis. Use it with the model that it was made for, or a "
+            "StaticCache"
+        )
+    k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
+    s = ctx.position + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    visible = _stored_visible(mask, ctx, s, places)
+    return decode_attention(q_BHSD, k_BKTD, v_BKTE, visible, cache.axis.key, scale=scale, sinks=sinks)
+
+
 def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> Tensor:
     """Boolean [B or 1, 1, S, T]. Computed from position tensors alone, so one compiled graph serves every decode
     step."""
@@ -61,12 +135,28 @@ def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: in
     if ctx.position is not None:
         s = s + ctx.position
     t = s if positions is None else positions
+    seen = _stored_visible(mask, ctx, s, t) if ctx.segment_ids is None else _in_segments(mask, ctx, ctx.segment_ids, s)
+    return seen | (s[:, None] == t)
+
+
+def _in_segments(mask: MaskSpec, ctx: Context, segment_ids_BS: Tensor, s: Tensor) -> Tensor:
+    """Boolean [B, 1, S, S] of whole rows, in which positions count from the start of a segment."""
+    places = segment_positions(segment_ids_BS)
+    seen = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
+    if ctx.first_valid is not None:
+        valid = s - ctx.first_valid[:, None]
+        places, seen = torch.minimum(places, valid), seen & (valid >= 0)[:, None, :]
+    return (seen & mask.visible(places, places))[:, None]
+
+
+def _stored_visible(mask: MaskSpec, ctx: Context, s: Tensor, t: Tensor) -> Tensor:
+    """Boolean [B or 1, 1, S, T] for queries at s [S] and keys at t [T]; what stands behind the last query is not stored
+    yet."""
     stored = (t >= 0) & (t <= s[-1])
     if ctx.first_valid is not None:
         stored = stored & (t >= ctx.first_valid[:, None])
         s, t = s - ctx.first_valid[:, None], t - ctx.first_valid[:, None]
     seen = mask.visible(s, t) & stored[..., None, :]
-    seen = seen | (s[..., :, None] == t[..., None, :])
     return seen[:, None] if seen.dim() == 3 else seen[None, None]
 
 

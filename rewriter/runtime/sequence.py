@@ -1,0 +1,192 @@
+"""The ranks among which the tokens of a sequence are dealt, and the way of a tensor between whole and sharded tokens.
+
+Users pass whole sequences. Inside a model every rank holds its own tokens, and only attention looks at those of others:
+
+    function        forward                                  gradient
+    shard_tokens    a rank's own tokens of a whole tensor    its own tokens' (the whole one is input, equal everywhere)
+    gather_tokens   the whole tensor from all ranks' tokens  the rank's own tokens'
+    last_tokens     the last tokens on every rank            the rank's own tokens'
+
+The last two are right where what follows is replicated: every rank then holds the whole gradient already. What a
+parameter gets is the part of a rank's own tokens, to be summed over the ranks: see `rewriter.runtime.training`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rewriter.errors import RewriterError
+from rewriter.ops import SequencePlan
+from rewriter.runtime.attention import decode, layout, sequence_op
+from rewriter.runtime.attention.grid import DIMENSIONS, Grid
+from rewriter.runtime.attention.layout import Run
+from rewriter.runtime.attention.wire import gather_start
+from rewriter.runtime.replicas import flattened
+
+if TYPE_CHECKING:
+    from rewriter.runtime.context import Context
+
+
+class SequenceAxis:
+    """The ranks of a mesh's dimensions "heads", "columns" and "rows", over which `plan` deals tokens and finds keys.
+
+    Without a mesh it is one rank, whatever the plan, and everything of this file is the identity. Raises RewriterError
+    for a mesh whose dimensions are not those of the plan's grid.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, plan: SequencePlan) -> None:
+        self.plan = plan
+        self.grid = Grid(1, 1, 1, 0, 0, 0, (), None, None, None) if mesh is None else Grid.of(mesh)
+        found = (self.grid.heads, self.grid.rows, self.grid.columns)
+        if mesh is not None and found != plan.grid:
+            raise RewriterError(
+                f"SequenceAxis: the mesh is a grid of heads, rows, columns {list(found)}, but the plan {plan} has "
+                f"{list(plan.grid)}. Make the mesh with rewriter.runtime.sequence_mesh(device, plan.grid)"
+            )
+        line = mesh
+        if mesh is not None and set(mesh.mesh_dim_names or ()) & set(DIMENSIONS):
+            line = flattened(mesh, DIMENSIONS, "sp")
+        # what the operators know the axis by: torch.compile can pass on a string, but no process group
+        self.key = sequence_op.register(plan, self.grid) if self.ranks > 1 else ""
+        self.group: ProcessGroup | None = None if line is None or self.ranks == 1 else line.get_group()
+        decode.register(self.key, self.group)
+
+    @property
+    def ranks(self) -> int:
+        return self.grid.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.grid.rank
+
+    def shards(self, length: int) -> Shards:
+        """How a sequence of `length` tokens lies on the ranks."""
+        return Shards(self, length)
+
+    def __repr__(self) -> str:
+        return f"SequenceAxis({self.plan}, rank {self.rank} of {self.ranks})"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The tokens of sequences of `length` (whole, without padding) as they lie on the ranks of `axis`."""
+
+    axis: SequenceAxis
+    length: int
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The positions of this rank's tokens."""
+        return self._runs(self.axis.rank)
+
+    @property
+    def count(self) -> int:
+        """Tokens of each rank, padding included."""
+        return sum(run.count for run in self.runs)
+
+    @property
+    def indices(self) -> Tensor:
+        """int64 [count]: the position of each of this rank's tokens; `length` and above for padding."""
+        return self.indices_of(self.axis.rank)
+
+    def indices_of(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """int64 [count]: `indices` of any rank."""
+        return torch.cat([run.positions(device) for run in self._runs(rank)])
+
+    def _runs(self, rank: int) -> tuple[Run, ...]:
+        return layout.runs(self.axis.plan.layout, rank, self.axis.ranks, self.length)
+
+
+def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:
+    """This rank's own tokens [B, count, ...] of the whole `x` [B, S, ...], padded with `fill`.
+
+    `x` itself where tokens are not sharded. Raises RewriterError if S is not the length of the context's sequences.
+    """
+    shards = ctx.shards
+    if shards is None:
+        return x
+    if x.shape[1] != shards.length:
+        raise RewriterError(
+            f"shard_tokens: shape {list(x.shape)} has {x.shape[1]} tokens, expected the {shards.length} of input_ids. "
+            "Every rank passes whole sequences"
+        )
+    return _own_tokens(x, shards, fill)
+
+
+def _own_tokens(x: Tensor, shards: Shards, fill: float = 0) -> Tensor:
+    return layout.take_tokens(x, 1, shards.axis.plan.layout, shards.axis.rank, shards.axis.ranks, fill)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        parts = [part for (part,) in gather_start([x], shards.axis.group, "tokens").wait()]
+        return layout.join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_tokens(gradient, ctx.shards), None
+
+
+def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
+    """The whole tensor [B, S, ...], without padding, of every rank's own tokens `x` [B, count, ...].
+
+    `x` itself where tokens are not sharded.
+    """
+    if ctx.shards is None:
+        return x
+    _check_count(x, ctx.shards, "gather_tokens")
+    whole: Tensor = _GatherTokens.apply(x, ctx.shards)
+    return whole
+
+
+class _FromOwners(torch.autograd.Function):
+    """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]; the gradient is that of a rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Tensor, axis: SequenceAxis) -> Tensor:
+        ctx.mine = owner == axis.rank
+        parts = torch.stack([part for (part,) in gather_start([x], axis.group, "last tokens").wait()])
+        return parts[owner, :, torch.arange(len(owner), device=x.device)].transpose(0, 1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        mine = ctx.mine.view(-1, *[1] * (gradient.dim() - 2))
+        return gradient.masked_fill(~mine, 0), None, None
+
+
+def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
+    """The last n tokens [B, n, ...] of every row on every rank, of the tokens `x` that a rank holds; 0 keeps `x`.
+
+    Padding is never among them. Fewer where the sequences have fewer.
+    """
+    shards = ctx.shards
+    if n == 0 or shards is None:
+        return x[:, -n:]
+    _check_count(x, shards, "last_tokens")
+    axis, count = shards.axis, shards.count
+    places = torch.cat([shards.indices_of(rank) for rank in range(axis.ranks)])
+    where = torch.argsort(places)[max(0, shards.length - n) : shards.length].to(x.device)  # rank · count + local index
+    owner = where // count
+    # every rank sends n rows, of which only its own are read
+    rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))
+    last: Tensor = _FromOwners.apply(rows, owner, axis)
+    return last
+
+
+def _check_count(x: Tensor, shards: Shards, name: str) -> None:
+    if x.shape[1] != shards.count:
+        raise RewriterError(
+            f"{name}: shape {list(x.shape)} has {x.shape[1]} tokens, expected {shards.count}: those that a rank of "
+            f"{shards.axis.ranks} holds of {shards.length}"
+        )

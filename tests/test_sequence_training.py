@@ -1,0 +1,204 @@
+"""Training where tokens are dealt over ranks: every parameter's gradient is that of one device, and so is the loss,
+step after step. Faults that otherwise stay silent fail the same comparison."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import runtime_qwen
+import runtime_reference as reference
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+
+from rewriter.ops import SequencePlan
+
+LADDER_FROM = runtime_qwen.LADDER_FROM
+LENGTH, STEPS, RATE = 37, 20, 0.02
+GRADIENT, LOSS = 1e-5, 1e-4  # relative to the largest entry of a parameter's gradient; to the loss
+
+
+def batch():
+    """Tokens and labels [4, LENGTH]. Targets are few in the first replica's rows, and many in the second's."""
+    random = torch.Generator().manual_seed(3)
+    ids = torch.randint(reference.VOCAB, (4, LENGTH), generator=random)
+    labels = ids.clone()
+    labels[0, 5:] = labels[1, 1:20] = -100
+    return ids, labels
+
+
+@functools.cache
+def one_device():
+    """In fp64: the gradients of the first step, and the losses of STEPS steps of gradient descent."""
+    weights = {name: w.double().requires_grad_() for name, w in reference.weights().items()}
+    optimizer = torch.optim.SGD(weights.values(), lr=RATE)
+    ids, labels = batch()
+    losses, first = [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logits = reference.logits(weights, ids, LADDER_FROM)
+        # transformers' loss: position t is asked for label t + 1
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        first = first or {name: w.grad.clone() for name, w in weights.items()}
+        optimizer.step()
+        losses.append(loss.item())
+    return first, losses
+
+
+# --- on a rank ---
+
+
+def build(plan, dp=1, tp=1):
+    """The model of this rank, with its weights, and its rows of the batch."""
+    from rewriter.runtime import sequence_mesh
+
+    mesh = sequence_mesh("cpu", plan.grid, data_parallel=dp, tensor_parallel=tp)
+    model = runtime_qwen.Model(mesh, plan=plan)
+    rank, where = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
+    model.load_state_dict({name: reference.shard(name, w, rank, tp) for name, w in reference.weights().items()})
+    rows = slice(where * 4 // dp, (where + 1) * 4 // dp)
+    return model, *(x[rows] for x in batch())
+
+
+def trained(group, cases):
+    """Per case the gradients of the first step and the losses. A case: arguments of `build`, FSDP2 or not, the number
+    of steps, and a fault's name."""
+    return [one_case(*case) for case in cases]
+
+
+def one_case(layout, fsdp, steps, fault):
+    from torch.distributed.tensor import DTensor
+
+    from rewriter.runtime import shard_parameters
+
+    model, ids, labels = build(*layout)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault](patch.setattr)
+        if fsdp:
+            shard_parameters(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        losses, first = [], {}
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(ids, labels=labels).loss
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            if not first:
+                first = {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in gradients.items()}
+            optimizer.step()
+            losses.append(loss.item())
+    return first, losses
+
+
+# --- faults, each one line of what users' own training loops get wrong ---
+
+
+def reduced_in_bf16(patch):
+    from rewriter.runtime import training
+
+    policy, summed = training.MixedPrecisionPolicy, training._summed
+    patch(training, "MixedPrecisionPolicy", lambda **k: policy(**(k | {"reduce_dtype": torch.bfloat16})))
+    patch(training, "_summed", lambda *a: lambda gradient: summed(*a)(gradient.bfloat16()).float())
+
+
+def shifted_within_the_shard(patch):
+    from rewriter.runtime import module
+
+    shard, shift = module.shard_tokens, module.next_tokens
+    patch(module, "next_tokens", lambda labels: labels)
+    patch(module, "shard_tokens", lambda x, ctx, fill: shift(shard(x, ctx, fill)))
+
+
+def averaged_over_the_sequence(patch):
+    from torch.distributed.fsdp import FSDPModule
+
+    from rewriter.runtime import training
+
+    divide, summed = FSDPModule.set_gradient_divide_factor, training._summed
+    patch(FSDPModule, "set_gradient_divide_factor", lambda self, _: divide(self, torch.distributed.get_world_size()))
+    patch(training, "_summed", lambda group, _: summed(group, group.size()))
+
+
+def not_summed(patch):
+    from rewriter.runtime import module
+
+    patch(module, "sum_gradients", lambda model: None)
+
+
+def multiplied_by_the_reduction_of_the_loss(patch):
+    from rewriter.runtime import module
+
+    loss = module.global_loss
+
+    def multiplied(logits, targets, replicas):
+        found = loss(logits, targets, replicas)
+        found.register_hook(lambda gradient: gradient * replicas.group.size())
+        return found
+
+    patch(module, "global_loss", multiplied)
+
+
+def positions_within_the_shard(patch):
+    from rewriter.runtime import RuntimeModel
+
+    patch(RuntimeModel, "_positions", lambda self, ids, ctx: torch.arange(ids.shape[1])[None] // self.sequence.ranks)
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        reduced_in_bf16,
+        shifted_within_the_shard,
+        averaged_over_the_sequence,
+        not_summed,
+        multiplied_by_the_reduction_of_the_loss,
+        positions_within_the_shard,
+    )
+}
+
+
+# --- the comparison ---
+
+
+def check(by_rank, tp=1):
+    """Gradients and losses of all ranks (tensor-parallel ranks are neighbours) are those of one device."""
+    gradients, losses = one_device()
+    for rank, (found, followed) in enumerate(by_rank):
+        for name, whole in gradients.items():
+            expected = reference.shard(name, whole, rank % tp, tp)
+            error = float((found[name] - expected).abs().max() / whole.abs().max())
+            assert error <= GRADIENT, f"{name} on rank {rank}: {error:.1e}"
+        for step, (loss, wanted) in enumerate(zip(followed, losses, strict=False)):
+            assert abs(loss - wanted) <= LOSS * wanted, f"step {step} on rank {rank}: {loss} instead of {wanted}"
+
+
+COLUMN, SQUARE = SequencePlan("attention2d", (1, 2, 1)), SequencePlan("attention2d", (1, 2, 2))
+REPLICATED = [((COLUMN, 2), True, STEPS, None)] + [
+    ((COLUMN, 2), True, 1, fault) for fault in FAULTS if fault != "not_summed"
+]
+PLAIN = [((SQUARE,), False, STEPS, None)] + [((SQUARE,), False, 1, fault) for fault in FAULTS]
+
+
+@functools.cache
+def of_four(which):
+    return run_ranks(trained, 4, {"replicated": REPLICATED, "plain": PLAIN}[which], timeout=120)
+
+
+def test_sequence_and_data_parallel_training_with_fsdp_follows_one_device():
+    check([rank[0] for rank in of_four("replicated")])
+
+
+def test_sequence_parallel_training_without_fsdp_follows_one_device():
+    check([rank[0] for rank in of_four("plain")])
+
+
+@pytest.mark.parametrize(
+    ("which", "fault"), [(w, c[-1]) for w, cases in (("replicated", REPLICATED), ("plain", PLAIN)) for c in cases[1:]]
+)
+def test_a_fault_is_found_by_the_same_comparison(which, fault):
+    index = [case[-1] for case in {"replicated": REPLICATED, "plain": PLAIN}[which]].index(fault)
+    with pytest.raises(AssertionError):
+        check([rank[index] for rank in of_four(which)])
