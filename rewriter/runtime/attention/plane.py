@@ -28,7 +28,7 @@ from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import Run
-from rewriter.runtime.attention.merge import Merger
+from rewriter.runtime.attention.merge import Merger, unseen
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
 from rewriter.runtime.attention.wire import Transfer, all_to_all_start, exchange_start, gather_start
 
@@ -44,12 +44,9 @@ def forward(
     k, v = interleaved(coming_kv.wait())
     (q,) = interleaved(coming_q.wait())
     part = tile_forward(q, k, v, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale)
-    del k, v, q
     if part is None:  # no query of this row sees a key of this column
-        batch, heads, tokens, _ = q_BHSD.shape
-        shape = batch, heads, tokens * grid.columns
-        o = q_BHSD.new_zeros(*shape, v_BKSE.shape[-1])
-        part = o, o.new_full(shape, -torch.inf, dtype=accumulation_dtype(q_BHSD.dtype))
+        part = unseen(q, v)
+    del k, v, q
     merger = Merger()
     dtypes = q_BHSD.dtype, part[1].dtype
     for o, lse in dealt_start(part, dtypes, grid.columns, grid.column, grid.in_row, "plane.o").wait():

@@ -9,7 +9,6 @@ moves them), and the sinks.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskKind, MaskSpec, SequencePlan
-from rewriter.runtime.attention import heads, layout, plane
+from rewriter.runtime.attention import heads, layout, overlapped, plane, ring
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
@@ -38,9 +37,9 @@ class Axis:
     @property
     def algorithm(self) -> ModuleType:
         if self.plan.kind == "ring":
-            return importlib.import_module("rewriter.runtime.attention.ring")
+            return ring
         if self.plan.overlap and self.grid.rows * self.grid.columns > 1:
-            return importlib.import_module("rewriter.runtime.attention.overlapped")
+            return overlapped
         return plane
 
     @property

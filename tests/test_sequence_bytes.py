@@ -1,0 +1,20 @@
+"""What distributed attention sends and receives is what the planner says, to the byte, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+from attention_cases import PLANS, chosen
+
+from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+
+
+@pytest.mark.parametrize("ranks", PLANS)
+def test_bytes_on_the_wire_are_the_planners(ranks):
+    for outcome in chosen(ranks):
+        case = outcome.case
+        shape = AttentionShape(
+            *case.heads, case.head_dim, case.value_dim, batch=case.batch, dtype_bytes=case.dtype.itemsize
+        )
+        planned = [wire_bytes(case.plan, shape, case.length, rank) for rank in range(ranks)]
+        assert outcome.forward == [(p.forward, p.forward) for p in planned], case.name
+        assert outcome.backward == [(p.backward, p.backward) for p in planned], case.name
