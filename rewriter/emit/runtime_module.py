@@ -94,7 +94,7 @@ class _Emitter:
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.printer.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
-        lines += ["", "    def __init__(self, mesh=None):", "        super().__init__()"]
+        lines += ["", "    def __init__(self, mesh=None):", "        super().__init__(mesh)"]
         lines.append('        tp = self.tp = None if mesh is None else mesh.get_group("tp")')
         if self.plan is not None:
             lines.append(f"        self.sequence = SequenceAxis(mesh, {_plan(self.plan)})")
