@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found, as JSON values: `data["blocks"]`, `["communication"]`, `["memory"]`, `["rules"]` and the header.
+    """What was found, as JSON values: `data["blocks"]`, `["communication"]`, `["sequence"]`, `["memory"]`, `["rules"]`
+    and the header.
 
     Printing it with rich gives tables.
     """
@@ -53,6 +54,7 @@ def inspect(
 ) -> Inspection:
     """What `model` reads, writes, communicates and holds on `tp` ranks, and what `recipe` changes. Reads no weights.
 
+    With `sp` ranks that share the tokens of a sequence, the plans for its attention, ranked for sequences of `tokens`.
     `model` is a directory, a bare config.json, a hub id or a config object. A recipe that cannot be applied because the
     model has no residual stream is reported with the reason. Raises RewriterError for what a user can cause otherwise:
     no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
@@ -71,11 +73,13 @@ def _inspect(
 ) -> Inspection:
     from rewriter.apply import apply_recipe, load_recipe
     from rewriter.report_rules import standard_layers, unfired, with_supposed_costs
+    from rewriter.report_sequence import sequence
     from rewriter.trace import trace_skeleton
     from rewriter.trace.model import build_skeleton, load_config
 
-    if tp < 1:
-        raise RewriterError(f"--tp {tp}: expected 1 or more ranks")
+    for option, ranks in (("--tp", tp), ("--sp", sp)):
+        if ranks < 1:
+            raise RewriterError(f"{option} {ranks}: expected 1 or more ranks")
     loaded = load_recipe(recipe) if recipe is not None else None
     config = load_config(model, trust_remote_code)
     original = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
@@ -115,6 +119,7 @@ def _inspect(
         ],
         "blocks": _blocks(after),
         "communication": _communication(standard, after if applied else None),
+        "sequence": sequence(after, sp, tokens),
         "memory": _memory(after),
         "rules": rules,
     }

@@ -15,7 +15,7 @@ from rewriter.report_rules import spans
 
 
 def tables(data: Mapping[str, Any]) -> Group:
-    """Header, blocks, communication, memory and rules that did not fire."""
+    """Header, blocks, communication, plans for sharded tokens, memory and rules that did not fire."""
     parts: list[RenderableType] = [_header(data)]
     if data["passes"]:
         parts.append(_passes(data["passes"]))
@@ -23,7 +23,10 @@ def tables(data: Mapping[str, Any]) -> Group:
         parts.append(_blocks(data["blocks"], bool(data["mesh"])))
     else:
         parts.append(Text("no residual stream: its blocks cannot be told apart (see the rules below)"))
-    parts += [_communication(data["communication"], data["recipe"]), _memory(data["memory"], data["mesh"])]
+    parts.append(_communication(data["communication"], data["recipe"]))
+    if data["sequence"]:
+        parts += _sequence(data["sequence"])
+    parts.append(_memory(data["memory"], data["mesh"]))
     if data["rules"]:
         parts.append(_rules(data["rules"]))
     return Group(*[item for part in parts for item in (part, Text())])
@@ -31,8 +34,9 @@ def tables(data: Mapping[str, Any]) -> Group:
 
 def _header(data: Mapping[str, Any]) -> Text:
     model = data["model"]
-    ranks = data["mesh"].get("tp", 1)
-    where = f"{ranks} ranks" if ranks > 1 else "one device"
+    ranks, sequence = data["mesh"].get("tp", 1), data["mesh"].get("sp", 1)
+    over_tokens = f"tokens over {sequence} × " if sequence > 1 else ""
+    where = f"{over_tokens}{ranks} rank{'s'[: ranks > 1]}" if ranks * sequence > 1 else "one device"
     recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
     return Text.from_markup(
         f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
@@ -162,6 +166,64 @@ def _place(traffic: Mapping[str, Any] | None) -> str:
     return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
 
 
+# --- plans for sharded tokens ----------------------------------------------------------------------------------------
+
+_PLANS_SHOWN = 8
+
+
+def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
+    """The best plans, the best of each kind and the chosen one, with what they cost; then what is to be said."""
+    heads = " + ".join(
+        f"{a['layers']} layers of {a['q_heads']}:{a['kv_heads']} heads{' with a window' if a['window'] else ''}"
+        for a in found["attention"]
+    )
+    right = ("", "bytes forward", "backward", "memory", "time forward", "backward ", "waiting", "× bound")
+    table = _table(
+        f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most",
+        *("", "plan", *right[1:], "what travels"),
+        right=right,
+    )
+    kinds: set[str] = set()
+    for place, plan in enumerate(found["plans"], 1):
+        if place <= _PLANS_SHOWN or plan["kind"] not in kinds or plan["chosen"]:
+            table.add_row(f"{place}", *_plan_cells(plan), style="bold" if plan["chosen"] else "")
+        kinds.add(plan["kind"])
+    bound, fabric = found["lower_bound"], found["fabric"]
+    table.caption_justify = "left"
+    table.caption = (
+        f"{heads}. Memory: kept for backward + needed at the peak of one layer. Time on {fabric['device']['name']}, "
+        f"{fabric['node']} per node, {fabric['inside']['bandwidth'] / 1e9:.0f} GB/s inside and "
+        f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
+        f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
+    )
+    said = [*found["notes"], *(_refused(entry) for entry in found["refused"])]
+    chosen = found["chosen"]["name"]
+    said.insert(0, f"Chosen: {chosen}." if found["applied"] else f"Best: {chosen}. No recipe applies it here.")
+    return [table, Text("\n".join(said))]
+
+
+def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
+    waiting = plan["seconds_forward"] + plan["seconds_backward"] - plan["seconds_compute"]
+    return [
+        escape(plan["name"]),
+        size(plan["bytes_forward"]),
+        size(plan["bytes_backward"]),
+        f"{size(plan['memory_saved'])} + {size(plan['memory_live'])}",
+        *(_seconds(t) for t in (plan["seconds_forward"], plan["seconds_backward"], waiting)),
+        f"{plan['times_lower_bound']:.2f}",
+        escape(plan["note"]),
+    ]
+
+
+def _refused(entry: Mapping[str, Any]) -> str:
+    grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
+    return f"Not possible: {entry['reason']} (grid {grids})."
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.3g} ms"
+
+
 def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     table = _table("Memory per rank" if mesh else "Memory", "", "bytes", right=("bytes",))
     if mesh:
@@ -176,6 +238,8 @@ def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     table.add_row("logits, per token computed", size(found["logits_per_token"]))
     table.add_row("values inside the widest block, per token computed", size(found["block_per_token"]))
     table.add_row("residual stream, per token computed", size(found["stream_per_token"]))
+    if mesh.get("sp", 1) > 1:
+        table.caption, table.caption_justify = f"A rank computes and caches one in {mesh['sp']} tokens.", "left"
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 import zoo
 from rich.console import Console
 
+from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
 from rewriter.errors import RewriterError
+from rewriter.ops import SequencePlan
 from rewriter.report import inspect
 
 
@@ -140,3 +143,76 @@ def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
     assert found["memory"]["parameters"] == 70_553_706_496 * 2
     assert seconds < 16
     assert kilobytes < 1.5e6
+
+
+# --- tokens over ranks -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def planned(family: str, recipe: str | None, tp: int, sp: int, tokens: int | None = None) -> dict[str, Any]:
+    return json.loads(inspect(zoo.config(family), recipe, tp, sp=sp, tokens=tokens).to_json())
+
+
+def test_one_rank_shares_no_tokens() -> None:
+    assert planned("llama", None, 1, 1)["sequence"] is None
+
+
+def test_plans_are_those_of_the_planner() -> None:
+    """8 query heads on 2 key/value heads in fp32, halved by two tensor-parallel ranks."""
+    found = planned("llama", None, 2, 4, 1000)["sequence"]
+    shape = AttentionShape(4, 1, 8, 8, layers=4, dtype_bytes=4)
+    assert found["attention"] == [
+        dict(layers=4, q_heads=4, kv_heads=1, head_dim=8, value_dim=8, causal=True, window=None)
+    ]
+    assert len(found["plans"]) == 2 + 2 * 5  # ring, Ulysses, and five grids that overlap or not
+    for row in found["plans"]:
+        plan = SequencePlan(row["kind"], tuple(row["grid"]), row["overlap"])
+        per_rank = [wire_bytes(plan, shape, 1000, rank) for rank in range(4)]
+        assert row["bytes_forward"] == 4 * max(wire.forward for wire in per_rank)
+        assert row["bytes_backward"] == 4 * max(wire.backward for wire in per_rank)
+        least = found["lower_bound"]["forward"] + found["lower_bound"]["backward"]
+        sent = row["bytes_forward"] + row["bytes_backward"]
+        assert row["times_lower_bound"] == pytest.approx(sent / least)
+    assert found["tokens"] == 1000
+    assert not found["applied"]
+    assert [row["chosen"] for row in found["plans"]] == [True] + [False] * 11
+    assert found["chosen"]["name"] == found["plans"][0]["name"]
+
+
+def test_the_plan_of_the_recipe_is_shown_and_a_faster_one_named() -> None:
+    found = planned("gemma3_text", "ring-attention", 1, 4)
+    sequence = found["sequence"]
+    assert found["mesh"] == {"sp": 4}
+    assert sequence["applied"]
+    assert sequence["chosen"]["kind"] == "ring"
+    assert [row["kind"] for row in sequence["plans"] if row["chosen"]] == ["ring"]
+    assert sequence["tokens"] == 131_072
+    # sliding layers have other arithmetic, and no fewer bytes
+    assert sorted((a["layers"], a["window"]) for a in sequence["attention"]) == [(2, None), (4, 9)]
+    assert any(note.startswith("Windows or chunks (4 of 9 tokens)") for note in sequence["notes"])
+    # logits are gathered over the tokens, once
+    assert found["communication"]["after"]["places"] == {
+        "head": dict(collectives=1, exposed=1, hidden=0, bytes_per_token=1024, exposed_bytes_per_token=1024)
+    }
+
+
+def test_plans_that_heads_forbid_are_named() -> None:
+    refused = planned("qwen3", None, 1, 3)["sequence"]["refused"]
+    assert refused == [{"reason": "heads=3 does not divide 4 query heads", "grids": [[3, 1, 1]]}]
+
+
+def test_the_table_says_what_the_json_says() -> None:
+    console = Console(width=220, file=io.StringIO(), force_terminal=False)
+    console.print(inspect(zoo.config("qwen3"), "ring-attention", 1, sp=3, tokens=500))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "tokens over 3 × 1 rank, recipe: ring-attention" in text
+    assert "Attention over 3 ranks, 500 tokens" in text
+    assert "Chosen: ring 1×3×1" in text
+    assert "Not possible: heads=3 does not divide 4 query heads (grid 3×1×1)." in text
+    assert "A rank computes and caches one in 3 tokens." in text
+
+
+@pytest.mark.parametrize(("options", "message"), [({"sp": 0}, "--sp 0"), ({"sp": 2}, "has no sequence_parallel")])
+def test_ranks_that_share_no_tokens_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(RewriterError, match=message):
+        inspect(zoo.config("llama"), "ladder", 2, **options)

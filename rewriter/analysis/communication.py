@@ -22,7 +22,7 @@ from rewriter.program import Body, Module, Program, args_of
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
 
-_GATHERS = (ops.all_gather,)
+_GATHERS = (ops.all_gather, ops.gather_tokens)
 _SUMS = (ops.all_reduce, ops.all_reduce_start)
 
 
