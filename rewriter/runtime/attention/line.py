@@ -56,14 +56,19 @@ class Line:
         each before it asks for the next. Each block comes straight from its owner: as many bytes as if blocks were
         passed on from neighbour to neighbour, and no delay adds up.
         """
-        message = pack(own) if self.size > 1 else own[0]
-        coming = self.shift(message, -1, name) if self.size > 1 else None
+        if self.size == 1:
+            yield self.place, own
+            return
+        message = pack(own)
+        coming = self.shift(message, -1, name)
         yield self.place, own
-        for step in range(1, self.size):
-            assert coming is not None
+        for step in range(2, self.size + 1):
             block = unpack(coming.wait()[0], own)
-            coming = self.shift(message, -(step + 1), name) if step + 1 < self.size else None
-            yield (self.place + step) % self.size, block
+            if step < self.size:
+                coming = self.shift(message, -step, name)
+            else:
+                del message, coming  # the last block is used without them
+            yield (self.place + step - 1) % self.size, block
             del block
 
     def distance(self, place: int) -> int:
@@ -74,7 +79,7 @@ class Line:
 class Returns:
     """Finished parts on their way to their owners, one at a time; `add(*tensors)` takes in each that arrives here."""
 
-    def __init__(self, line: Line, name: str, add: Callable[..., None]) -> None:
+    def __init__(self, line: Line, name: str, add: Callable[..., object]) -> None:
         self.line, self.name, self.add = line, name, add
         self.pending: tuple[Transfer, Tensors] | None = None
 

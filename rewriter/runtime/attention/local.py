@@ -175,7 +175,8 @@ def _width(q: Tensor, v: Tensor) -> int:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     """Contiguous, heads filled up with zeros, which add nothing to scores and give outputs that are cut off."""
-    return F.pad(x, [0, width - x.shape[-1]]).contiguous()
+    missing = width - x.shape[-1]
+    return (F.pad(x, [0, missing]) if missing else x).contiguous()  # a pad of nothing is a copy, too
 
 
 def _bias(seen: Tensor, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ paper's Alg. 2, line 8). A part whose row saw nothing has o_p = 0 and l_p = −i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def unseen(q_BHSD: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
     return o, o.new_full(o.shape[:-1], -torch.inf)
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """(o [..., E], lse [...]) from parts of these shapes, in the accumulation dtype. Rows unseen by all: 0 and −inf."""
     merger = Merger()
     for o, lse in parts:
