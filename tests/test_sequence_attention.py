@@ -62,7 +62,8 @@ def test_errors_of_the_whole_matrix(ranks):
     matrix = itertools.product(
         PLANS[ranks], HEADS, (DIVIDES, PADDED), (CAUSAL, FULL), (torch.float32, torch.bfloat16, torch.float64)
     )
-    assert not too_far(run_cases([Case(plan, heads, *rest) for plan, heads, *rest in matrix if possible(plan, heads)]))
+    cases = [Case(plan, heads, *rest) for plan, heads, *rest in matrix if possible(plan, heads)]
+    assert not too_far(run_cases(cases, timeout=900))
 
 
 SPECIAL = {
@@ -224,27 +225,29 @@ def attend(plan, q=(1, 9, 4, 8), k=(1, 3, 4, 8), v=(1, 3, 4, 8), dtypes=(torch.f
     return sequence_attention(*tensors, lonely(plan), **{"mask": CAUSAL, "scale": 1.0, "length": 15, **options})
 
 
-REFUSED = [
-    ({"plan": grid(2, 3, 1)}, "9 query heads do not divide by heads=2: choose a grid with heads 1 or 3"),
-    ({"plan": ulysses(4)}, "9 query heads do not divide by heads=4: choose .* heads 1$"),
-    ({"q": (1, 12, 4, 8)}, "3 key/value heads do not divide by heads=2: choose a grid with heads 1$"),
-    ({"q": (1, 8, 4, 8)}, "8 query heads do not divide by 3 key/value heads"),
-    ({"length": 17}, "17 tokens on 4 ranks are 5 on each, padding included, but q has 4"),
-    ({"q": (9, 4, 8)}, r"q \[9, 4, 8\].* expected \[batch, heads, tokens, head size\]"),
-    ({"k": (1, 3, 5, 8)}, "expected equal batches and local tokens"),
-    ({"v": (1, 9, 4, 8)}, "k and v of as many heads"),
-    ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "k torch.bfloat16.* expected one floating dtype"),
-    ({"first_valid": torch.zeros(2, dtype=torch.long)}, r"first_valid \[2\]; expected one position a row, \[1\]"),
-    ({"segment_ids": torch.zeros(1, 4, dtype=torch.long)}, r"segment_ids \[1, 4\]; expected .* \[1, 15\]"),
-    ({"sinks": torch.zeros(3)}, r"sinks \[3\]; expected one a query head, \[9\]"),
-]
+REFUSED = {
+    "query heads": ({"plan": grid(2, 3, 1)}, "9 query heads do not divide by heads=2: choose a grid with heads 1 or 3"),
+    "no heads but one": ({"plan": ulysses(4)}, "9 query heads do not divide by heads=4: choose a grid with heads 1$"),
+    "key heads": (
+        {"plan": grid(2, 2, 1), "q": (1, 12, 4, 8)},
+        "3 key/value heads do not divide by heads=2: choose a grid with heads 1$",
+    ),
+    "groups": ({"q": (1, 8, 4, 8)}, "8 query heads do not divide by 3 key/value heads"),
+    "length": ({"length": 17}, "17 tokens on 4 ranks are 5 on each, padding included, but q has 4"),
+    "dimensions": ({"q": (9, 4, 8)}, r"q \[9, 4, 8\].* expected \[batch, heads, tokens, head size\]"),
+    "tokens": ({"k": (1, 3, 5, 8)}, "expected equal batches and local tokens"),
+    "values": ({"v": (1, 9, 4, 8)}, "k and v of as many heads"),
+    "dtypes": ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "k torch.bfloat16.* one floating dtype"),
+    "first_valid": ({"first_valid": torch.zeros(2)}, r"first_valid \[2\]; expected one position a row, \[1\]"),
+    "segments": ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids \[1, 4\]; expected .* \[1, 15\]"),
+    "sinks": ({"sinks": torch.zeros(3)}, r"sinks \[3\]; expected one a query head, \[9\]"),
+}
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda x: x[:24] if isinstance(x, str) else "")
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_by_name_before_anything_is_sent(options, message):
-    plan = grid(1, 2, 2) if options.get("q") != (1, 12, 4, 8) else grid(2, 2, 1)
     with record_events() as events, pytest.raises(RewriterError, match=message):
-        attend(**{"plan": plan, **options})
+        attend(**{"plan": grid(1, 2, 2), **options})
     assert not events
 
 

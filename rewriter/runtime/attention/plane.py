@@ -40,16 +40,17 @@ def forward(
     grid = call.grid
     coming_q = gather_start([q_BHSD], grid.in_row, "plane.q")
     k_kept, v_kept = to_rows([k_BKSD, v_BKSE], grid)
-    coming_kv = gather_start([k_kept, v_kept], grid.in_column, "plane.kv")
-    k, v = interleaved(coming_kv.wait())
+    k, v = interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait())
     (q,) = interleaved(coming_q.wait())
+    del coming_q  # and with it what arrived, now copied in order
     part = tile_forward(q, k, v, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale)
     if part is None:  # no query of this row sees a key of this column
         part = unseen(q, v)
     del k, v, q
+    o, lse = part
+    coming = dealt_start([lse, o], [lse.dtype, q_BHSD.dtype], grid.columns, grid.column, grid.in_row, "plane.o")
     merger = Merger()
-    dtypes = q_BHSD.dtype, part[1].dtype
-    for o, lse in dealt_start(part, dtypes, grid.columns, grid.column, grid.in_row, "plane.o").wait():
+    for lse, o in coming.wait():
         merger.add(o, lse)
     o, lse = merger.result()
     if sinks_H is not None:
@@ -62,10 +63,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `rewriter.runtime.attention.call`. Alg. 3."""
     grid, dtype = call.grid, q_BHSD.dtype
-    coming_q = gather_start([q_BHSD, o_BHSE, do_BHSE, lse_BHS], grid.in_row, "plane.q")
-    coming_kv = gather_start([k_kept, v_kept], grid.in_column, "plane.kv")
-    k, v = interleaved(coming_kv.wait())
-    q, o, do, lse = interleaved(coming_q.wait())
+    coming_q = gather_start([lse_BHS, q_BHSD, o_BHSE, do_BHSE], grid.in_row, "plane.q")
+    k, v = interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait())
+    lse, q, o, do = interleaved(coming_q.wait())
+    del coming_q  # and with it what arrived, now copied in order
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))
     tile_backward(do, q, k, v, o, lse, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale, into)
     del k, v, q, o, do, lse
