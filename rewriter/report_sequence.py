@@ -84,7 +84,7 @@ def _what(plan: SequencePlan) -> str:
     if rows * columns == 1:
         return "heads exchanged"
     plane = "keys and values gathered" if columns == 1 else "queries gathered" if rows == 1 else f"{rows} × {columns}"
-    return plane if heads == 1 else f"heads exchanged, then {plane}"
+    return plane if heads == 1 else f"heads exchanged, {plane}"
 
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What distributed attention sends and receives is what the planner says, to the byte, on every rank."""
+"""What distributed attention sends, receives and keeps is what the planner says, to the byte, on every rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from attention_cases import PLANS, chosen
 
 from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.analysis.sequence_costs import memory
 
 
 @pytest.mark.parametrize("ranks", PLANS)
@@ -18,3 +19,4 @@ def test_bytes_on_the_wire_are_the_planners(ranks):
         planned = [wire_bytes(case.plan, shape, case.length, rank) for rank in range(ranks)]
         assert outcome.forward == [(p.forward, p.forward) for p in planned], case.name
         assert outcome.backward == [(p.backward, p.backward) for p in planned], case.name
+        assert [sum(kept) for kept in outcome.saved] == [memory(case.plan, shape, case.length).saved] * ranks, case.name
