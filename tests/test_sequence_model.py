@@ -84,7 +84,11 @@ def one_case(source, tensors, ties, plan, tp, dp, fsdp, ids, labels, prompts):
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    if rows:  # replicas may continue different prompts
+        prompts = prompts[::-1]
     tokens = [generate(model, some, NEW_TOKENS) for some in (prompts, *([prompt] for prompt in prompts))]
+    if rows:
+        tokens = [tokens[0][::-1], *tokens[:0:-1]]
     return whole, tuple(part), last, loss.detach(), gradients, tokens
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 
+from rewriter import RewriterError
 from rewriter.ops import SequencePlan
 
 LADDER_FROM = runtime_qwen.LADDER_FROM
@@ -202,3 +203,152 @@ def test_a_fault_is_found_by_the_same_comparison(which, fault):
     index = [case[-1] for case in {"replicated": REPLICATED, "plain": PLAIN}[which]].index(fault)
     with pytest.raises(AssertionError):
         check([rank[index] for rank in of_four(which)])
+
+
+# --- what else a training loop does: on two ranks, one after the other, against the same module on one device ---
+
+PAIR = SequencePlan("attention2d", (1, 1, 2))
+
+
+def pair_model(on_ranks):
+    from rewriter.runtime import sequence_mesh
+
+    model = runtime_qwen.Model(sequence_mesh("cpu", PAIR.grid) if on_ranks else None, plan=PAIR)
+    model.load_state_dict(reference.weights())
+    return model
+
+
+def accumulated(model, ids, labels):
+    """Two backward passes before a step."""
+    for rows in (slice(0, 1), slice(1, 4)):
+        (model(ids[rows], labels=labels[rows]).loss / 2).backward()
+
+
+def tied(model, ids, labels):
+    """One parameter, used twice."""
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model(ids, labels=labels).loss.backward()
+
+
+def partly_frozen(model, ids, labels):
+    """Frozen before the first call, and thawed after it."""
+    for name in ("norm", "embed_tokens"):
+        model.model.get_submodule(name).requires_grad_(False)
+    model(ids, labels=labels).loss.backward()
+    model.model.norm.requires_grad_(True)
+    model(ids, labels=labels).loss.backward()
+
+
+def on_whole_logits(model, ids, labels):
+    """A loss of one's own, on what forward gathers."""
+    logits = model(ids)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()).backward()
+
+
+def targets_on_one_rank(model, ids, labels):
+    """The other rank has none."""
+    labels = labels.clone()
+    labels[:, 0::2] = -100
+    model(ids, labels=labels).loss.backward()
+
+
+def no_targets(model, ids, labels):
+    loss = model(ids, labels=torch.full_like(labels, -100)).loss
+    assert loss == 0, loss
+    loss.backward()
+
+
+def own_positions(model, ids, labels):
+    places = torch.arange(ids.shape[1]).expand_as(ids) * 2 + 5
+    model(ids, places, labels=labels).loss.backward()
+
+
+def packed(model, ids, labels):
+    from rewriter.runtime import Context
+
+    segments = (torch.arange(ids.shape[1]) // torch.tensor([[9], [12], [40], [20]])).contiguous()
+    model(ids, ctx=Context(segment_ids=segments), labels=labels).loss.backward()
+
+
+def left_padded(model, ids, labels):
+    from rewriter.runtime import Context
+
+    padding = torch.tensor([0, 3, 20, 36])
+    labels = labels.masked_fill(torch.arange(ids.shape[1]) <= padding[:, None], -100)
+    model(ids, ctx=Context(first_valid=padding), labels=labels).loss.backward()
+
+
+LOOPS = {
+    loop.__name__: loop
+    for loop in (
+        accumulated,
+        tied,
+        partly_frozen,
+        on_whole_logits,
+        targets_on_one_rank,
+        no_targets,
+        own_positions,
+        packed,
+        left_padded,
+    )
+}
+
+
+def looped(loop, on_ranks):
+    model = pair_model(on_ranks)
+    LOOPS[loop](model, *batch())
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_a_pair(group):
+    """Gradients by loop; what is said about a loss on the last logits, and about fully_shard itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    results = {loop: looped(loop, True) for loop in LOOPS}
+    model = pair_model(True)
+    messages = [refusal(lambda: model(batch()[0], logits_to_keep=5).square().mean().backward())]
+    fully_shard(model, mesh=model.replicas.mesh)
+    return results, [*messages, refusal(lambda: model(batch()[0]))]
+
+
+def refusal(call):
+    try:
+        call()
+    except RewriterError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@functools.cache
+def of_a_pair():
+    return run_ranks(on_a_pair, 2, timeout=120)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_are_those_of_one_device_in_every_kind_of_loop(loop):
+    expected = looped(loop, False)
+    for found, _ in of_a_pair():
+        assert found[loop].keys() == expected.keys()
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert found[loop][name] is None, name
+            else:
+                torch.testing.assert_close(found[loop][name], gradient, rtol=0, atol=2e-5 * float(gradient.abs().max()))
+
+
+def test_what_would_scale_gradients_silently_is_refused():
+    for _, (last, sharded) in of_a_pair():
+        assert "the head's gradient would be counted once per rank" in last
+        assert "would average gradients over 2 sequence ranks" in sharded
+        assert "shard_parameters" in sharded
+
+
+def sum_of_bf16(group):
+    from rewriter.runtime.training import _summed
+
+    return _summed(group, 1)(torch.tensor([256.0 if group.rank() == 0 else 0.6]).bfloat16())
+
+
+def test_gradients_in_bf16_are_summed_in_fp32():
+    """One by one in bf16, 256 + 0.6 is 256 again."""
+    assert [float(total) for total in run_ranks(sum_of_bf16, 4)] == [258.0] * 4

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from rewriter.errors import RewriterError
 from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
+from rewriter.runtime.replicas import Replicas
 from rewriter.runtime.sequence import SequenceAxis
 from rewriter.runtime.sequence_cache import SequenceCache
 
@@ -52,17 +53,18 @@ def generate(
 
     Greedy at temperature 0, which equals transformers' `generate(do_sample=False)`; else sampled from softmax(logits
     / temperature) cut to the `top_k` likeliest and then to the likeliest whose probabilities reach `top_p`, as
-    transformers orders them. Every rank of `group` (default: all of them) calls this with the same arguments; the
-    first rank's choice is sent to the others, so that ranks cannot part ways over rounding. `use_cache=False`
-    recomputes everything for each token. Where the model deals tokens over ranks, prompts are computed so, and their
-    keys and values stay where they are: see `SequenceCache`.
+    transformers orders them. Every rank of `group` (default: those of this rank's replica of the model) calls this with
+    the same arguments; the first rank's choice is sent to the others, so that ranks cannot part ways over rounding.
+    `use_cache=False` recomputes everything for each token. Where the model deals tokens over ranks, prompts are
+    computed so, and their keys and values stay where they are: see `SequenceCache`.
     """
     if not prompts or not all(prompts):
         raise RewriterError("generate: a prompt has no tokens. Give each at least one")
     if max_new_tokens < 1:
         raise RewriterError(f"generate: max_new_tokens is {max_new_tokens}, expected at least 1")
     if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+        replicas: Replicas | None = getattr(model, "replicas", None)
+        group = dist.group.WORLD if replicas is None or replicas.data_parallel == 1 else replicas.own
     weight = next(model.parameters())
     device, batch = weight.device, len(prompts)
     ids, first_valid = left_pad(prompts, pad_token_id)

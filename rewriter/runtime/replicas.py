@@ -28,16 +28,22 @@ class Replicas:
     """The mesh dimensions "dp", "heads", "columns" and "rows" as one, or None for a single rank.
 
     data_parallel: how many replicas see different rows; the other ranks see different tokens of the same rows.
+    own: the ranks of this rank's replica, tensor-parallel ones included; None for a single rank.
     """
 
     mesh: DeviceMesh | None = None
     data_parallel: int = 1
+    own: ProcessGroup | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Replicas:
         """Those of this rank. Every rank of the mesh calls it."""
-        rows = flattened(mesh, ["dp"], "dp")
-        return cls(flattened(mesh, ["dp", *DIMENSIONS], "dp_sp"), 1 if rows is None else rows.size())
+        rows, own = flattened(mesh, ["dp"], "dp"), flattened(mesh, [*DIMENSIONS, "tp"], "sp_tp")
+        return cls(
+            flattened(mesh, ["dp", *DIMENSIONS], "dp_sp"),
+            1 if rows is None else rows.size(),
+            None if own is None else own.get_group(),
+        )
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -5,10 +5,11 @@ Users pass whole sequences. Inside a model every rank holds its own tokens, and 
     function        forward                                  gradient
     shard_tokens    a rank's own tokens of a whole tensor    its own tokens' (the whole one is input, equal everywhere)
     gather_tokens   the whole tensor from all ranks' tokens  the rank's own tokens'
-    last_tokens     the last tokens on every rank            the rank's own tokens'
+    last_tokens     the last tokens on every rank            none: refused
 
-The last two are right where what follows is replicated: every rank then holds the whole gradient already. What a
-parameter gets is the part of a rank's own tokens, to be summed over the ranks: see `rewriter.runtime.training`.
+That of gather_tokens is right where what follows is replicated and has no parameters: every rank then holds the whole
+gradient already. What a parameter gets is the part of a rank's own tokens, to be summed over the ranks: see
+`rewriter.runtime.training`.
 """
 
 from __future__ import annotations
@@ -150,25 +151,26 @@ def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
 
 
 class _FromOwners(torch.autograd.Function):
-    """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]; the gradient is that of a rank's own."""
+    """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, owner: Tensor, axis: SequenceAxis) -> Tensor:
-        ctx.mine = owner == axis.rank
         parts = torch.stack([part for (part,) in gather_start([x], axis.group, "last tokens").wait()])
         return parts[owner, :, torch.arange(len(owner), device=x.device)].transpose(0, 1).contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        mine = ctx.mine.view(-1, *[1] * (gradient.dim() - 2))
-        return gradient.masked_fill(~mine, 0), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        raise RewriterError(
+            "logits_to_keep: no gradient where tokens are dealt over ranks, since each computes the same last logits, "
+            "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
+        )
 
 
 def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
     """The last n tokens [B, n, ...] of every row on every rank, of the tokens `x` that a rank holds; 0 keeps `x`.
 
-    Padding is never among them. Fewer where the sequences have fewer.
+    Padding is never among them. Fewer where the sequences have fewer. A backward pass through it raises RewriterError.
     """
     shards = ctx.shards
     if n == 0 or shards is None:

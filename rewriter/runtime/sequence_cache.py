@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.attention.layout import padded
 from rewriter.runtime.cache import SlotSpec
 from rewriter.runtime.sequence import SequenceAxis, Shards
 
@@ -38,8 +37,9 @@ class SequenceCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        # a prompt's padding, less than `multiple` tokens, and what follows, one rank ahead of the others
-        room = padded(max_length, axis.plan.multiple) // axis.ranks + 1
+        # The most that a rank has, whatever part of max_length is the prompt: its share of up to multiple − 1 tokens of
+        # padding at the prompt, and of up to ranks − 1 where the ranks before it are one token ahead.
+        room = (max_length + axis.plan.multiple + axis.ranks - 2) // axis.ranks
 
         def empty(spec: SlotSpec, head_dim: int) -> Tensor:
             # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.

@@ -72,8 +72,9 @@ def shard_parameters(
 
     In place; returns the model. Gradients are reduced in fp32, summed over the ranks of a sequence and averaged over
     replicas. `param_dtype`: what layers compute in, where parameters are kept in a wider type. Each tensor-parallel
-    rank shards its own parameters. Call it after loading, and before the optimizer takes the parameters; a model on one
-    rank, or with tensor parallelism alone, is returned as it is.
+    rank shards its own parameters. Call it after loading, and before the optimizer takes the parameters; from then on
+    all these ranks call the model equally often. A model on one rank, or with tensor parallelism alone, is returned as
+    it is.
 
     Raises RewriterError if the model was sharded before.
     """
