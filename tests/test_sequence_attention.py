@@ -141,10 +141,21 @@ def call_functions(group):
         q, k, v = (t.requires_grad_() for t in own.values())
         o = function(q, k, v, meshes[mesh], **options)
         found[name] = o.detach(), torch.autograd.grad(o, q, do)[0]
+    x = torch.zeros(1, 4, 8, 8)
+    with record_events() as events:
+        for function, mesh, options, message in (
+            (ring_attention, "grid", {}, r"ring: grid \[1, 2, 2\]: a ring of 4 has the grid \[1, 4, 1\]"),
+            (ulysses_attention, "grid", {}, r"ulysses: grid \[1, 2, 2\]: Ulysses on 4 has the grid \[4, 1, 1\]"),
+            (attention2d, "grid", {"window": 3, "causal": False}, "attention2d: window=3 without causal"),
+            (ring_attention, "line", {"window": 0}, "ring_attention: window=0; expected at least 1"),
+        ):
+            with pytest.raises(RewriterError, match=message):
+                function(x, x, x, meshes[mesh], **options)
+    assert not events
     return found
 
 
-def test_the_functions_take_a_mesh_and_every_option():
+def test_the_functions_take_a_mesh_and_every_option_and_refuse_what_does_not_fit():
     masked = Case(grid(1, 1, 1), (8, 4), 30, dtype=torch.float64, padding=3, documents=(10, 20))
     found = run_ranks(call_functions, 4)
     for name in ("grid", "heads", "line", "overlap", "ring", "ulysses"):

@@ -114,7 +114,7 @@ def ulysses_attention(
 def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False) -> str:
     """The registered key; when compiling, found once while tracing."""
     grid = Grid.of(mesh)
-    if kind == "ulysses" and grid.heads == 1:  # a mesh of one dimension without a name is a column
+    if kind == "ulysses" and grid.heads == grid.columns == 1:  # a mesh of one dimension without a name is a column
         grid = dataclasses.replace(
             grid,
             heads=grid.rows,
