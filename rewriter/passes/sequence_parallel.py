@@ -11,6 +11,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, sequence_plan
 from rewriter.analysis.sequence_bytes import AttentionShape, impossible
+from rewriter.analysis.tokens import check_tokens
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
@@ -51,6 +52,7 @@ class SequenceParallel:
         if sequence_plan(program) is not None:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
         check_attention(program)
+        check_tokens(program)
         shapes = attention_shapes(program)
         plan = self._plan(shapes, ranks)
         check_plan(plan, shapes, ranks)
