@@ -13,9 +13,17 @@ import programs
 import pytest
 import transformers
 
+from rewriter.apply import apply_recipe
 from rewriter.program import Program
+from rewriter.recipes import Recipe
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+CASES = [
+    "llama-traced", "llama-ladder-upper-half-tp2", "gpt_neox-ladder-tp2", "llama-attention2d-sp4",
+    "llama-ladder-sp2-tp2",
+]  # fmt: skip
 
 
 def shown(case: str) -> Program:
@@ -23,7 +31,18 @@ def shown(case: str) -> Program:
         return programs.traced("llama")
     if case == "llama-ladder-upper-half-tp2":
         return programs.program("llama", {2, 3}, tp=2)
+    if case == "llama-attention2d-sp4":
+        return apply_recipe(programs.traced("llama"), _sharing([1, 2, 2]), sp=4)[0]
+    if case == "llama-ladder-sp2-tp2":
+        return apply_recipe(programs.traced("llama"), _sharing([1, 2, 1], {"pass": "ladder"}), tp=2, sp=2)[0]
     return programs.program("gpt_neox", range(4), tp=2)
+
+
+def _sharing(grid: list[int], *rewrites: dict[str, str]) -> Recipe:
+    """Tensor parallelism, `rewrites`, and tokens over a grid of ranks."""
+    tokens = {"pass": "sequence_parallel", "kind": "attention2d", "grid": grid}
+    passes = [{"pass": "tensor_parallel"}, *rewrites, tokens, {"pass": "overlap"}]
+    return Recipe.model_validate({"name": "shown", "summary": "one", "paper": "none", "passes": passes})
 
 
 # The files show what the pinned transformers computes; other versions write the same function differently.
@@ -31,7 +50,7 @@ PINNED = re.search(r"^transformers==(\S+)", (GOLDEN.parents[1] / "constraints.tx
 
 
 @pytest.mark.skipif(transformers.__version__ != PINNED, reason=f"golden texts are those of transformers {PINNED}")
-@pytest.mark.parametrize("case", ["llama-traced", "llama-ladder-upper-half-tp2", "gpt_neox-ladder-tp2"])
+@pytest.mark.parametrize("case", CASES)
 def test_printed_ir_is_the_golden_one(case: str) -> None:
     file = GOLDEN / f"{case}.txt"
     text = shown(case).text()

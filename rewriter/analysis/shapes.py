@@ -1,7 +1,7 @@
 """The shape of every value of a wiring, with "B" (batch), "S" (tokens) and "N" (batch · tokens) for dynamic sizes.
 
 Bodies carry the values that they were traced with; leaves say their widths; what stands between is glue. In a sharded
-program the shapes are a rank's own.
+program the shapes are a rank's own: "S/4" and "N/4" where 4 ranks share the tokens of a sequence, padding aside.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def wiring_shapes(program: Program) -> dict[fx.Node, Value]:
                 if key not in bodies:
                     bodies[key] = _body_shapes(module, inputs)
                 shapes[node] = bodies[key]
+        elif node.target in (ops.shard_tokens, ops.gather_tokens) and is_shape(inputs[0]):
+            shapes[node] = _tokens(inputs[0], args_of(node)[2].ranks if node.target is ops.shard_tokens else 1)
         elif node.target in (ops.all_gather, ops.repeat_shard) and is_shape(inputs[0]):
             shapes[node] = _gathered(inputs[0], int(args_of(node)[2]), ranks)
         elif getattr(node.target, "__name__", "") == "getitem" and isinstance(args_of(node)[1], int):
@@ -60,6 +62,12 @@ def is_shape(value: Value) -> TypeGuard[Shape]:
 def _gathered(shape: Shape, dim: int, ranks: int) -> Shape:
     dim %= len(shape)
     return tuple(s * ranks if i == dim and isinstance(s, int) else s for i, s in enumerate(shape))
+
+
+def _tokens(shape: Shape, ranks: int) -> Shape:
+    """A shape with the symbols of tokens of one of `ranks` ranks that share them."""
+    share = f"/{ranks}" if ranks > 1 else ""
+    return tuple(s[0] + share if isinstance(s, str) and s[0] in "SN" else s for s in shape)
 
 
 def is_tensor(value: Any) -> bool:
@@ -108,7 +116,8 @@ def _named(shape: Sequence[Any], names: Mapping[str, str]) -> Shape:
 
 def _symbol(size: torch.SymInt, names: Mapping[str, str]) -> str:
     text = str(size)
-    return names.get(text, "N" if "*" in text else "S")
+    share = next((name[1:] for name in names.values() if name[0] in "SN"), "")
+    return names.get(text, ("N" if "*" in text else "S") + share)
 
 
 __all__ = ["Value", "broadcast", "is_shape", "leaf_shape", "wiring_shapes"]

@@ -10,7 +10,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, sequence_plan
-from rewriter.analysis.sequence_bytes import AttentionShape, impossible
+from rewriter.analysis.sequence_plans import Setting, choose
 from rewriter.analysis.tokens import check_tokens
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Effect, Scope, record
@@ -53,28 +53,16 @@ class SequenceParallel:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
         check_attention(program)
         check_tokens(program)
-        shapes = attention_shapes(program)
-        plan = self._plan(shapes, ranks)
-        check_plan(plan, shapes, ranks)
+        plan = choose(
+            attention_shapes(program), ranks, kind=self.kind, grid=self.grid, overlap=self.overlap,
+            setting=Setting(tensor_parallel=program.mesh.get("tp", 1)),
+        )  # fmt: skip
         counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
         summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
         return record(
             program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
         )
-
-    def _plan(self, shapes: tuple[AttentionShape, ...], ranks: int) -> ops.SequencePlan:
-        fixed: dict[str, Grid] = {"ring": (1, ranks, 1), "ulysses": (ranks, 1, 1)}
-        grid = fixed.get(self.kind, self.grid)
-        if self.grid not in ("auto", grid):
-            raise RewriterError(f"{self.name}.grid {list(self.grid)}: {self.kind} on {ranks} ranks has {list(grid)}")
-        if self.kind == "auto" or grid == "auto":
-            raise RewriterError(f"{self.name}: give the kind and the grid, such as kind=attention2d grid=[1, 2, 2]")
-        overlap = self.kind == "ring" if self.overlap == "auto" else self.overlap
-        try:
-            return ops.SequencePlan(self.kind, grid, overlap)
-        except ValueError as error:
-            raise RewriterError(f"{self.name}: {error}") from None
 
 
 def check_attention(program: Program) -> None:
@@ -94,19 +82,6 @@ def check_attention(program: Program) -> None:
             "sequence_parallel: the model has no attention that is recognised, so nothing could find the keys of other "
             "ranks' tokens. Rewrite it without: --sp 1"
         )
-
-
-def check_plan(plan: ops.SequencePlan, shapes: tuple[AttentionShape, ...], ranks: int) -> None:
-    """Refuse a grid that does not multiply to the axis, or that does not fit the heads of a rank."""
-    if plan.ranks != ranks:
-        product = " · ".join(map(str, plan.grid))
-        raise RewriterError(
-            f"sequence_parallel.grid {list(plan.grid)}: {product} = {plan.ranks}, but --sp gives {ranks} ranks. The "
-            "grid is [heads, rows, columns]"
-        )
-    for shape in shapes:
-        if reason := impossible(plan, shape):
-            raise RewriterError(f"sequence_parallel: {plan}: {reason}. Choose another grid, or kind auto")
 
 
 def _mask(node: fx.Node) -> str:
