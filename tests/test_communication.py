@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 import zoo
 from programs import shards, traced, weights
 from ranks import run_ranks
-from test_emitted_runtime import build
+from test_emitted_runtime import build, import_source, load
 
 from rewriter.analysis.communication import by_place, collectives, summary
+from rewriter.analysis.sequence import attention_shapes, sequence_plan
+from rewriter.analysis.sequence_bytes import local_tokens, wire_bytes
 from rewriter.apply import apply_recipe, load_recipe
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.program import Program
@@ -20,6 +24,7 @@ from rewriter.recipes.catalogue import library
 from rewriter.report import inspect
 
 RANKS = 2
+TOKEN_RANKS = {"attention2d": 2, "ring-attention": 2, "ulysses": 2, "long-context": 2}  # --sp; 1 for the others
 BATCH, LENGTH = 2, 7
 # The same options for the report and for the program; what is measured on weights is fixed here.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,6 +47,7 @@ EXPECTED = {
     "ladder-then-desync": 2 * LAYERS - 2,  # the last quarter is two layers, whose attention reductions are dropped
     "drop-sync": 2 * LAYERS - 2,
     "upper-bound": 0,
+    **dict.fromkeys(TOKEN_RANKS, 2 * LAYERS),  # of a rank's own tokens
 }
 # Reductions that run behind another block.
 HIDDEN = {
@@ -56,7 +62,7 @@ HIDDEN = {
 @functools.cache
 def rewritten(family: str, recipe: str) -> Program:
     loaded = load_recipe(recipe, OPTIONS.get(recipe))
-    return apply_recipe(traced(family), loaded, RANKS)[0]
+    return apply_recipe(traced(family), loaded, RANKS, sp=TOKEN_RANKS.get(recipe, 1))[0]
 
 
 def counted(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
@@ -90,9 +96,46 @@ def at_run_time(family: str, recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     return [dict(zip(recipes, results, strict=True)) for results in by_rank]
 
 
+def counted_over_tokens(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
+    """Per case, the events of a prefill whose tokens are sharded: (kind, name, bytes, bytes from other ranks)."""
+    from rewriter.runtime import record_events, sequence_mesh
+
+    results = []
+    for source, tensors, ties, grid in cases:
+        mesh = sequence_mesh("cpu", grid, tensor_parallel=RANKS)
+        model = load(import_source(source).Model(mesh), tensors[mesh.get_local_rank("tp")], ties)
+        with torch.no_grad(), record_events() as events:
+            model(ids)
+        results.append([(e.kind, e.name, e.bytes, e.received) for e in events])
+    return results
+
+
+@functools.cache
+def over_tokens(family: str) -> list[dict[str, Any]]:
+    """By rank, the events of every recipe that shards tokens."""
+    cases = []
+    for recipe in TOKEN_RANKS:
+        program = rewritten(family, recipe)
+        tensors = shards(program, weights(family))
+        cases.append((emit_runtime_module(program), tensors, dict(program.ties), sequence_plan(program).grid))
+    ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
+    by_rank = run_ranks(counted_over_tokens, 2 * RANKS, cases, ids, timeout=240)
+    return [dict(zip(TOKEN_RANKS, results, strict=True)) for results in by_rank]
+
+
+def reported_collectives(family: str, recipe: str) -> list[Any]:
+    """Those of the analysis, which the report's sums are."""
+    found = collectives(rewritten(family, recipe))
+    loaded, sp = load_recipe(recipe, OPTIONS.get(recipe)), TOKEN_RANKS.get(recipe, 1)
+    reported = inspect(zoo.config(family), loaded, RANKS, sp=sp).data["communication"]["after"]
+    assert reported["total"]["collectives"] == len(found)
+    assert reported["total"]["bytes_per_token"] == sum(c.bytes_per_token for c in found)
+    return list(found)
+
+
 def compare(family: str, recipe: str, recipes: tuple[str, ...]) -> None:
     """Number and bytes of all-reduces and gathers on every rank, in prefill and decode, are those of the analysis."""
-    found = collectives(rewritten(family, recipe))
+    found = reported_collectives(family, recipe)
     sums = [c.bytes_per_token for c in found if c.kind == "all-reduce"]
     gathers = [c.bytes_per_token for c in found if c.kind == "all-gather"]
     for rank in at_run_time(family, recipes):
@@ -102,12 +145,28 @@ def compare(family: str, recipe: str, recipes: tuple[str, ...]) -> None:
             assert sum(started) == tokens * sum(sums)
             gathered = [size * RANKS for kind, size in events if kind == "all_gather"]  # an event is a rank's own part
             assert sorted(gathered) == sorted(tokens * size for size in gathers)
-    # and what the report says is that analysis
-    reported = inspect(zoo.config(family), load_recipe(recipe, OPTIONS.get(recipe)), RANKS).data["communication"][
-        "after"
-    ]
-    assert reported["total"]["collectives"] == len(found)
-    assert reported["total"]["bytes_per_token"] == sum(sums) + sum(gathers)
+
+
+def compare_over_tokens(family: str, recipe: str) -> None:
+    """The same of a prefill whose tokens are sharded, and the bytes that attention receives are the planner's."""
+    found, program = reported_collectives(family, recipe), rewritten(family, recipe)
+    sums = [c.bytes_per_token for c in found if c.kind == "all-reduce"]
+    vocabulary, logits = (c.bytes_per_token for c in found if c.kind == "all-gather")
+    plan, shapes = sequence_plan(program), attention_shapes(program)
+    assert plan is not None
+    own = BATCH * local_tokens(plan, LENGTH)
+    for rank, results in enumerate(over_tokens(family)):
+        events = results[recipe]
+        started = [size for kind, _, size, _ in events if kind == "start"]
+        assert len(started) == len([1 for kind, *_ in events if kind == "wait"]) == len(sums)
+        assert sum(started) == own * sum(sums)
+        assert [RANKS * size for kind, _, size, _ in events if kind == "all_gather"] == [own * vocabulary]
+        received: Counter[str] = Counter()
+        for kind, name, _, size in events:
+            received[name] += size if kind == "wire" else 0
+        assert received.pop("tokens") == (plan.ranks - 1) * own * logits
+        planned = [wire_bytes(plan, replace(s, batch=BATCH), LENGTH, rank // RANKS).forward for s in shapes]
+        assert sum(received.values()) == sum(s.layers * size for s, size in zip(shapes, planned, strict=True)) > 0
 
 
 def test_every_recipe_of_the_library_is_expected_here() -> None:
@@ -116,14 +175,18 @@ def test_every_recipe_of_the_library_is_expected_here() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(EXPECTED))
 def test_collectives_at_run_time_are_those_of_the_report(recipe: str) -> None:
-    compare("qwen3", recipe, tuple(sorted(EXPECTED)))
+    if recipe in TOKEN_RANKS:
+        compare_over_tokens("qwen3", recipe)
+    else:
+        compare("qwen3", recipe, tuple(sorted(EXPECTED.keys() - TOKEN_RANKS)))
     found = by_place(collectives(rewritten("qwen3", recipe)))
     blocks = found.pop("block", summary([]))
     assert (blocks.collectives, blocks.hidden) == (EXPECTED[recipe], HIDDEN.get(recipe, 0))
     assert blocks.bytes_per_token == EXPECTED[recipe] * zoo.HIDDEN * 4
-    # embedding and head apart, one collective each
+    # embedding and head apart: one collective each, and the logits of all tokens
+    head = 2 if recipe in TOKEN_RANKS else 1
     assert {place: t.collectives for place, t in found.items()} == (
-        {} if recipe == "upper-bound" else {"embedding": 1, "head": 1}
+        {} if recipe == "upper-bound" else {"embedding": 1, "head": head}
     )
 
 

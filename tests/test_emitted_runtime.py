@@ -40,7 +40,11 @@ def build(source, tensors, ties, group):
     mesh = None
     if group is not None and group.size() > 1:
         mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("tp",))
-    model = import_source(source).Model(mesh)
+    return load(import_source(source).Model(mesh), tensors, ties)
+
+
+def load(model, tensors, ties):
+    """`model` with a rank's own tensors."""
     parameters = {n: torch.nn.Parameter(t.clone()) for n, t in tensors.items()}
     tied = {alias: parameters[canonical] for alias, canonical in ties.items()}
     model.load_state_dict(parameters | tied, strict=True, assign=True)
