@@ -59,6 +59,11 @@ def load(
     mesh = _mesh(where, made, dp)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
     model = _build(root, made.entry, mesh)
+    axis = getattr(model, "sequence", None)
+    if (found := None if axis is None else axis.plan) != made.plan:
+        raise RewriterError(
+            f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
+        )
     fill(model, _inside(root, made.entry["ranks"][rank]), device=where, dtype=dtype)
     model.eval()
     if compile:
