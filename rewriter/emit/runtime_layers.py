@@ -148,8 +148,8 @@ class LayerPrinter:
         body += [f"        {line}" for line in containers(list(constructors))]
         body += [f"        self.{name} = {text}" for name, text in constructors.items()]
         head = ", ".join(["self", *(["previous"] if previous else []), *given])
-        body += ["", f"    def forward({head}):", *(f"        {line}" for line in lines)]
-        body += [f"        return {', '.join(names[n] for n in gives)}"]
+        results = ", ".join(names[n] for n in gives)
+        body += ["", f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
@@ -237,9 +237,7 @@ class LayerPrinter:
         printed.run()
         previous = ["previous"] if any("previous." in line for line in printed.text) else []
         results = ", ".join(printed.env[n] for n in piece.outputs)
-        body = [*printed.text, f"return {results}"]
-        if body[-2].startswith(f"{results} = ") and len(piece.outputs) == 1:
-            body[-2:] = [f"return {body[-2].removeprefix(f'{results} = ')}"]
+        body = returning(printed.text, results)
         methods.append([f"def {name}({', '.join(['self', *previous, *head])}):", *(f"    {line}" for line in body)])
         return f"self.{name}({', '.join([*previous, *head])})"
 
@@ -258,6 +256,14 @@ def _place(layers: Sequence[int], families: Sequence[str]) -> str:
     if all(i + 1 == len(families) or families[i] != families[i + 1] for i in layers):
         return "Last"
     return ""
+
+
+def returning(lines: Sequence[str], results: str) -> list[str]:
+    """`lines` and the return of `results`, which are not named first where the last line computes just them."""
+    last = lines[-1] if lines else ""
+    if last.startswith(f"{results} = "):
+        return [*lines[:-1], f"return {last.removeprefix(f'{results} = ')}"]
+    return [*lines, f"return {results}"]
 
 
 def is_glue(node: fx.Node) -> bool:

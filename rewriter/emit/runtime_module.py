@@ -95,13 +95,15 @@ class _Emitter:
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
         lines += ["", "    def __init__(self, mesh=None):", "        super().__init__(mesh)"]
-        lines.append('        tp = self.tp = None if mesh is None else mesh.get_group("tp")')
+        made = [f"        {line}" for line in containers([*paths.values(), self.source_info.layers])]
+        for path, module in outside.items():
+            made.append(f"        self.{paths[path]} = {self.table.construct(module)}")
+        made += [f"        self.{self.source_info.layers} = nn.ModuleList(", *self._list(layers), "        )"]
+        named = "tp = " if any(re.search(r"(?<![\w.])tp\b", line) for line in made) else ""
+        lines.append(f'        {named}self.tp = None if mesh is None else mesh.get_group("tp")')
         if self.plan is not None:
             lines.append(f"        self.sequence = SequenceAxis(mesh, {_plan(self.plan)})")
-        lines += [f"        {line}" for line in containers([*paths.values(), self.source_info.layers])]
-        for path, module in outside.items():
-            lines.append(f"        self.{paths[path]} = {self.table.construct(module)}")
-        lines += [f"        self.{self.source_info.layers} = nn.ModuleList(", *self._list(layers), "        )"]
+        lines += made
         for alias, canonical in self.program.ties.items():
             lines.append(f"        self.{alias} = self.{canonical}")
         lines += ["", "    def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):"]
@@ -118,7 +120,7 @@ class _Emitter:
                 j += 1
             if j - i > 1 and step is not None:
                 text = re.sub(r"slot=\d+", "slot=i" if step == 1 else f"slot=i * {step}", layers[i].construct)
-                lines.append(f"                *[{text} for i in range({i}, {j})],")
+                lines.append(f"                *[{text} for i in range({_span(i, j)})],")
             else:
                 lines.append(f"                {layers[i].construct},")
             i = j
@@ -211,6 +213,10 @@ class _Emitter:
 def _plan(plan: ops.SequencePlan) -> str:
     overlap = ", overlap=True" if plan.overlap else ""
     return f'SequencePlan("{plan.kind}", {plan.grid}{overlap})'
+
+
+def _span(first: int, end: int) -> str:
+    return f"{first}, {end}" if first else str(end)
 
 
 def _folded(items: list[str]) -> str:
