@@ -1,9 +1,4 @@
-"""Attention over a set of keys from attention over its parts: partial outputs weighted by their share of the
-log-sum-exp.
-
-With partial outputs o_p and log-sum-exps l_p over disjoint keys, l = log Σ exp l_p and o = Σ exp(l_p − l) · o_p (the
-paper's Alg. 2, line 8). A part whose row saw nothing has o_p = 0 and l_p = −inf, and weighs nothing.
-"""
+"""Partial outputs of attention merged as they arrive; `rewriter.kernels.merge` merges those that are all there."""
 
 from __future__ import annotations
 
@@ -12,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype, merge
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results of `dtype` are summed in: fp32, and fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["Merger", "accumulation_dtype", "add_part", "merge", "merge_in_turn", "merged", "unseen"]
 
 
 def unseen(q_BHSD: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,8 +18,8 @@ def unseen(q_BHSD: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
     return o, o.new_full(o.shape[:-1], -torch.inf)
 
 
-def merge(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(o [..., E], lse [...]) from parts of these shapes, in the accumulation dtype. Rows unseen by all: 0 and −inf."""
+def merge_in_turn(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(o, lse) in the accumulation dtype of parts of which each is made when the one before is merged."""
     merger = Merger()
     for o, lse in parts:
         merger.add(o, lse)

@@ -25,7 +25,7 @@ from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import Run
 from rewriter.runtime.attention.line import Line, Returns
-from rewriter.runtime.attention.merge import Merger, merge, unseen
+from rewriter.runtime.attention.merge import Merger, merge_in_turn, unseen
 from rewriter.runtime.attention.plane import to_columns, to_rows
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
 from rewriter.runtime.attention.wire import Tensors
@@ -116,7 +116,7 @@ def _output(q_BHSD: Tensor, kv: Tensors, j: int, i: int, call: Call) -> tuple[Te
 def _partial_output(q_BHSD: Tensor, gathered: list[tuple[int, Tensors]], j: int, call: Call) -> Tensors:
     """(lse, o) of the queries of column j over the keys of this column, as they travel."""
     parts = (_output(q_BHSD, kv, j, i, call) for i, kv in gathered)
-    o, lse = merge(parts) if len(gathered) > 1 else next(parts)
+    o, lse = merge_in_turn(parts) if len(gathered) > 1 else next(parts)
     return lse, o.to(q_BHSD.dtype)
 
 

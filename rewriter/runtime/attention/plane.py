@@ -28,7 +28,7 @@ from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import Run
-from rewriter.runtime.attention.merge import Merger, unseen
+from rewriter.runtime.attention.merge import merge, unseen
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
 from rewriter.runtime.attention.wire import Transfer, all_to_all_start, exchange_start, gather_start
 
@@ -49,10 +49,9 @@ def forward(
     del k, v, q
     o, lse = part
     coming = dealt_start([lse, o], [lse.dtype, q_BHSD.dtype], grid.columns, grid.column, grid.in_row, "plane.o")
-    merger = Merger()
-    for lse, o in coming.wait():
-        merger.add(o, lse)
-    o, lse = merger.result()
+    parts = [(o, lse) for lse, o in coming.wait()]
+    # rounded to q's dtype as it is written, unless something is still to be done with it in fp32
+    o, lse = merge(parts, dtype=q_BHSD.dtype if sinks_H is None else None)
     if sinks_H is not None:
         o, lse = sink_logits.fold(o, lse, sinks_H)
     return o.to(q_BHSD.dtype), lse, k_kept, v_kept

@@ -1,0 +1,76 @@
+"""Attention over a set of keys from attention over its parts: partial outputs weighted by their share of the
+log-sum-exp (arXiv 2503.15758, Alg. 2, line 8).
+
+With outputs o_p and log-sum-exps l_p over disjoint keys, l = log Σ exp l_p and o = Σ exp(l_p − l) · o_p. A part whose
+row saw nothing has o_p = 0 and l_p = −inf, and weighs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Parts = Sequence[tuple[Tensor, Tensor]]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results of `dtype` are summed in: fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(parts: Parts, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(o_BHSE, lse_BHS) from partial ones of these shapes; rows that no part saw are 0 and −inf.
+
+    o is in `dtype`, the accumulation dtype where none is given, or is written to `out`, whose strides and dtype may be
+    any: the buffer that is sent next. lse is in the accumulation dtype. Sums are made in it and rounded once. Parts may
+    differ in dtype and strides. On CUDA one Triton kernel reads each part once; elsewhere, and for fp64, plain PyTorch.
+    Raises ValueError for no parts, or for shapes that differ.
+    """
+    if not parts:
+        raise ValueError("merge: no parts were given")
+    first, wide = parts[0][0], accumulation_dtype(parts[0][0].dtype)
+    for o, lse in parts:
+        if o.shape != first.shape or lse.shape != first.shape[:-1]:
+            raise ValueError(
+                f"merge: a part of shapes {list(o.shape)} and {list(lse.shape)}, but expected {list(first.shape)} and "
+                f"{list(first.shape[:-1])} as of the first part"
+            )
+    if out is None:
+        out = first.new_empty(first.shape, dtype=dtype or wide)
+    elif out.shape != first.shape or dtype not in (None, out.dtype):
+        raise ValueError(
+            f"merge: out of shape {list(out.shape)} and {out.dtype}, but expected {list(first.shape)} and "
+            f"{dtype or out.dtype}"
+        )
+    lse = first.new_empty(first.shape[:-1], dtype=wide)
+    if first.is_cuda and wide == torch.float32 and _triton():
+        from rewriter.kernels.merge_triton import launch
+
+        launch(parts, out, lse)
+    else:
+        o, total = merge_reference(parts)
+        out.copy_(o)
+        lse.copy_(total)
+    return out, lse
+
+
+def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
+    """The specification: (o, lse) in the accumulation dtype, for any leading dimensions."""
+    dtype = accumulation_dtype(parts[0][0].dtype)
+    lse_P = torch.stack([lse.to(dtype) for _, lse in parts])
+    top = lse_P.amax(0)
+    # where a row saw nothing, −inf − −inf would be NaN: weigh with exp(−inf − 0) = 0 instead
+    weight_P = torch.exp(lse_P - top.masked_fill(top == -torch.inf, 0))
+    # the largest part weighs 1, so that a sum of weights is at least 1, or 0 if nothing saw a key
+    total = weight_P.sum(0).clamp(min=1)
+    o = torch.zeros_like(parts[0][0], dtype=dtype)
+    for (part, _), weight in zip(parts, weight_P, strict=True):
+        o.addcmul_(part.to(dtype), weight.unsqueeze(-1))
+    return o / total.unsqueeze(-1), top + total.log()
+
+
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

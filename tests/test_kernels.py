@@ -1,0 +1,127 @@
+"""Triton kernels against their specifications: in the interpreter, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rewriter.kernels import merge
+
+ROOT = Path(__file__).parents[1]
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
+
+
+@cache
+def interpreted() -> dict[str, float]:
+    """Errors of the kernel by case; see tests/merge_interpreted.py."""
+    settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    script = str(ROOT / "tests" / "merge_interpreted.py")
+    ran = subprocess.run([sys.executable, script], env=settings, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, float] = json.loads(ran.stdout)
+    return found
+
+
+@on_linux
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_kernel_is_exact_in_any_shape(dtype: str) -> None:
+    """Odd sizes, up to five parts, rows that some or all parts saw nothing of: only the last rounding is left."""
+    cases = {case: error for case, error in interpreted().items() if case.startswith(dtype)}
+    assert len(cases) == 20
+    assert {case: error for case, error in cases.items() if not error < 1e-6} == {}
+
+
+@on_linux
+@pytest.mark.parametrize(
+    "case",
+    ["strided, mixed, into a message", "a part whose rows are not contiguous", "padding of rows untouched"],
+)
+def test_the_kernel_reads_and_writes_any_layout(case: str) -> None:
+    assert interpreted()[case] < 1e-6
+
+
+@on_linux
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("parts", "size"), [(2, 64), (8, 128)])
+def test_compiled_code_moves_whole_vectors_and_spills_nothing(
+    capability: int, parts: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a GPU: 16 bytes per load and store, bf16 rounded to nearest, all in registers."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rewriter.kernels import merge_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names = merge_triton.merge_kernel.arg_names
+    constants = {"E": size, "PARTS": parts, "ROWS": merge_triton.BLOCK // size, "WIDTH": size}
+    types: dict[str, object] = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    types |= {"o_parts": ("*bf16",) * parts, "lse_parts": ("*fp32",) * parts, "out": "*bf16", "lse_out": "*fp32"}
+    types |= {"o_strides": ("i32",) * 3 * parts, "lse_strides": ("i32",) * 3 * parts}
+    # what a launch finds of PyTorch's tensors: addresses and strides are multiples of 16
+    aligned = [(names.index("o_parts"), p) for p in range(parts)]
+    aligned += [(names.index("o_strides"), p) for p in range(3 * parts)]
+    aligned += [(names.index(name),) for name in ("out", "out_b", "out_h", "out_s")]
+    source = ASTSource(
+        fn=merge_triton.merge_kernel,
+        signature=types,
+        constexprs=constants,
+        attrs={at: [["tt.divisibility", 16]] for at in aligned},
+    )
+    options = {"num_warps": merge_triton.WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = compiled.asm["ptx"]
+    assert f".target sm_{capability}" in code
+    each = merge_triton.BLOCK // (32 * merge_triton.WARPS) // 8  # vectors of 8 bf16 per thread
+    assert code.count("ld.global.v4.b32") == each * parts
+    assert code.count("st.global.v4.b32") == each
+    assert code.count("cvt.rn.bf16x2.f32") == each * 4
+    binary = tmp_path / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    assert "STACK:0 " in usage
+    assert "LOCAL:0 " in usage
+
+
+def test_merging_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on CUDA it is not even imported: there is none for macOS and Windows."""
+    script = "import sys; sys.modules['triton'] = None; import rewriter.kernels, rewriter.runtime; print('fine')"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "fine\n", ran.stderr
+
+
+def test_merged_parts_land_where_they_are_sent_from() -> None:
+    """`out` may be any view of any dtype; the rest of its buffer stays."""
+    made = [(torch.randn(2, 3, 5, 4).bfloat16(), torch.randn(2, 3, 5)) for _ in range(3)]
+    buffer = torch.full((5, 2, 3, 6), 7.0, dtype=torch.bfloat16)
+    view = buffer.permute(1, 2, 0, 3)[..., :4]
+    o, lse = merge(made, out=view)
+    exact, sums = merge([(o.double(), lse.double()) for o, lse in made])
+    assert o.data_ptr() == buffer.data_ptr()
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(view.double(), exact, rtol=2**-8, atol=0)
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-6)
+    assert (buffer[..., 4:] == 7).all()
+    assert merge(made, dtype=torch.float16)[0].dtype == torch.float16
+    assert merge(made)[0].dtype == torch.float32
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    o, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match="no parts"):
+        merge([])
+    with pytest.raises(ValueError, match=r"\[1, 2, 3, 5\].*expected \[1, 2, 3, 4\]"):
+        merge([(o, lse), (torch.zeros(1, 2, 3, 5), lse)])
+    with pytest.raises(ValueError, match=r"out of shape \[1, 2, 3, 4\] and torch.float32"):
+        merge([(o, lse)], out=torch.zeros(1, 2, 3, 4), dtype=torch.bfloat16)
