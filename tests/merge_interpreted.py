@@ -49,19 +49,24 @@ def main() -> None:
             for count in COUNTS:
                 key = f"{name} {'x'.join(map(str, shape))} of {count}"
                 found[key] = error(parts(shape, count, dtype), torch.empty(shape, dtype=dtype))
-    # what happens in a rank: its own part in fp32 and a strided view, others in bf16, written into a message
+    # what happens in a rank: its own part in fp32 and a strided view, others in bf16, in the message they came in
     own, *others = parts((2, 4, 22, 16), 3, torch.bfloat16)
-    own = own[0].float(), own[1]
     wide = torch.randn(2, 4, 44, 16), torch.randn(2, 4, 44)
-    wide[0][:, :, 1::2], wide[1][:, :, 1::2] = own
-    message = torch.full((22, 2, 4, 16), torch.nan, dtype=torch.bfloat16)
-    made = [(wide[0][:, :, 1::2], wide[1][:, :, 1::2]), *others]
-    found["strided, mixed, into a message"] = error(made, message.permute(1, 2, 0, 3))
+    wide[0][:, :, 1::2], wide[1][:, :, 1::2] = own[0].float(), own[1]
+    message = torch.cat([x.flatten().view(torch.uint8) for lse_o in others for x in reversed(lse_o)])
+    sizes = [others[0][1].nbytes, others[0][0].nbytes] * 2
+    sums_0, o_0, sums_1, o_1 = message.split(sizes)
+    arrived = [
+        (o.view(torch.bfloat16).view(2, 4, 22, 16), sums.view(torch.float32).view(2, 4, 22))
+        for o, sums in ((o_0, sums_0), (o_1, sums_1))
+    ]
+    made = [(wide[0][:, :, 1::2], wide[1][:, :, 1::2]), *arrived]
+    found["mixed dtypes, a stride, parts in a message"] = error(made, torch.empty(2, 4, 22, 16, dtype=torch.bfloat16))
     transposed = [(o.transpose(-1, -2).contiguous().transpose(-1, -2), lse) for o, lse in others]
     found["a part whose rows are not contiguous"] = error(transposed, torch.empty(2, 4, 22, 16))
-    guarded = torch.full((1, 1, 3, 12), 7.0)
-    found["padding of rows untouched"] = error(parts((1, 1, 3, 8), 2, torch.float32), guarded[..., :8])
-    found["padding of rows untouched"] += float((guarded[..., 8:] != 7).sum())
+    guarded = torch.full((1, 1, 5, 12), 7.0)
+    found["nothing beyond the end"] = error(parts((1, 1, 3, 12), 2, torch.float32), guarded[:, :, 1:4])
+    found["nothing beyond the end"] += float((guarded[:, :, ::4] != 7).sum())
     print(json.dumps(found))
 
 

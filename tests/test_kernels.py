@@ -42,9 +42,9 @@ def test_the_kernel_is_exact_in_any_shape(dtype: str) -> None:
 @on_linux
 @pytest.mark.parametrize(
     "case",
-    ["strided, mixed, into a message", "a part whose rows are not contiguous", "padding of rows untouched"],
+    ["mixed dtypes, a stride, parts in a message", "a part whose rows are not contiguous", "nothing beyond the end"],
 )
-def test_the_kernel_reads_and_writes_any_layout(case: str) -> None:
+def test_the_kernel_reads_any_layout(case: str) -> None:
     assert interpreted()[case] < 1e-6
 
 
@@ -71,7 +71,7 @@ def test_compiled_code_moves_whole_vectors_and_spills_nothing(
     # what a launch finds of PyTorch's tensors: addresses and strides are multiples of 16
     aligned = [(names.index("o_parts"), p) for p in range(parts)]
     aligned += [(names.index("o_strides"), p) for p in range(3 * parts)]
-    aligned += [(names.index(name),) for name in ("out", "out_b", "out_h", "out_s")]
+    aligned += [(names.index("out"),)]
     source = ASTSource(
         fn=merge_triton.merge_kernel,
         signature=types,
@@ -94,26 +94,22 @@ def test_compiled_code_moves_whole_vectors_and_spills_nothing(
     assert "LOCAL:0 " in usage
 
 
-def test_merging_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_needs_no_triton() -> None:
     """Elsewhere than on CUDA it is not even imported: there is none for macOS and Windows."""
     script = "import sys; sys.modules['triton'] = None; import rewriter.kernels, rewriter.runtime; print('fine')"
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.stdout == "fine\n", ran.stderr
 
 
-def test_merged_parts_land_where_they_are_sent_from() -> None:
-    """`out` may be any view of any dtype; the rest of its buffer stays."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_parts_are_rounded_once(dtype: torch.dtype) -> None:
+    """To the dtype that is asked for; log-sum-exps stay in the accumulation dtype."""
     made = [(torch.randn(2, 3, 5, 4).bfloat16(), torch.randn(2, 3, 5)) for _ in range(3)]
-    buffer = torch.full((5, 2, 3, 6), 7.0, dtype=torch.bfloat16)
-    view = buffer.permute(1, 2, 0, 3)[..., :4]
-    o, lse = merge(made, out=view)
+    o, lse = merge(made, dtype=dtype)
     exact, sums = merge([(o.double(), lse.double()) for o, lse in made])
-    assert o.data_ptr() == buffer.data_ptr()
-    assert lse.dtype == torch.float32
-    torch.testing.assert_close(view.double(), exact, rtol=2**-8, atol=0)
+    assert (o.dtype, lse.dtype, exact.dtype) == (dtype, torch.float32, torch.float64)
+    torch.testing.assert_close(o.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-6, atol=1e-6)
-    assert (buffer[..., 4:] == 7).all()
-    assert merge(made, dtype=torch.float16)[0].dtype == torch.float16
     assert merge(made)[0].dtype == torch.float32
 
 
@@ -123,5 +119,3 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         merge([])
     with pytest.raises(ValueError, match=r"\[1, 2, 3, 5\].*expected \[1, 2, 3, 4\]"):
         merge([(o, lse), (torch.zeros(1, 2, 3, 5), lse)])
-    with pytest.raises(ValueError, match=r"out of shape \[1, 2, 3, 4\] and torch.float32"):
-        merge([(o, lse)], out=torch.zeros(1, 2, 3, 4), dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ from rewriter.analysis.sequence_bytes import AttentionShape, impossible
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
+from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention, wire
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention
@@ -281,3 +281,20 @@ def test_the_planner_plans_what_runs(heads):
         except RewriterError:
             refused = True
         assert refused == (impossible(plan, AttentionShape(*heads, 8, 8)) is not None), plan
+
+
+def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
+    """Also where a tensor begins at a byte at which its elements could not be read in place."""
+    o, lse = torch.randn(1, 3, 10, 5), torch.randn(1, 3, 10)
+    dealt = [o[:, :, 1::2], lse[:, :, 1::2], o.transpose(2, 3)]  # 75 elements of 2 bytes, then of 4
+    dtypes = [torch.bfloat16, torch.float32, torch.float32]
+    rounded = [x.to(dtype).contiguous() for x, dtype in zip(dealt, dtypes, strict=True)]
+    message = wire.pack(dealt, dtypes)
+    assert torch.equal(message, torch.cat([x.view(-1).view(torch.uint8) for x in rounded]))
+    found = wire.unpack(message, rounded)
+    assert all(torch.equal(x, y) for x, y in zip(found, rounded, strict=True))
+    assert wire.pack([lse]).data_ptr() == lse.data_ptr()
+    assert wire.pack([lse], [torch.float64]).data_ptr() != lse.data_ptr()
+    row = torch.empty(2, message.numel() + 1, dtype=torch.uint8)[1]  # of a gather's buffer, at an odd byte
+    assert wire.pack(dealt, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
+    assert torch.equal(row[1:], message)

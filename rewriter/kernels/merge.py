@@ -21,13 +21,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(parts: Parts, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merge(parts: Parts, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """(o_BHSE, lse_BHS) from partial ones of these shapes; rows that no part saw are 0 and −inf.
 
-    o is in `dtype`, the accumulation dtype where none is given, or is written to `out`, whose strides and dtype may be
-    any: the buffer that is sent next. lse is in the accumulation dtype. Sums are made in it and rounded once. Parts may
-    differ in dtype and strides. On CUDA one Triton kernel reads each part once; elsewhere, and for fp64, plain PyTorch.
-    Raises ValueError for no parts, or for shapes that differ.
+    o is in `dtype`, lse and, where none is given, o in the accumulation dtype: sums are made in it and rounded once.
+    Parts may differ in dtype and have any strides, so that they are read from the messages in which they came. On CUDA
+    one Triton kernel reads each part once; elsewhere, and for fp64, plain PyTorch. Raises ValueError for no parts, or
+    for shapes that differ.
     """
     if not parts:
         raise ValueError("merge: no parts were given")
@@ -38,23 +38,15 @@ def merge(parts: Parts, *, dtype: torch.dtype | None = None, out: Tensor | None 
                 f"merge: a part of shapes {list(o.shape)} and {list(lse.shape)}, but expected {list(first.shape)} and "
                 f"{list(first.shape[:-1])} as of the first part"
             )
-    if out is None:
-        out = first.new_empty(first.shape, dtype=dtype or wide)
-    elif out.shape != first.shape or dtype not in (None, out.dtype):
-        raise ValueError(
-            f"merge: out of shape {list(out.shape)} and {out.dtype}, but expected {list(first.shape)} and "
-            f"{dtype or out.dtype}"
-        )
-    lse = first.new_empty(first.shape[:-1], dtype=wide)
+    dtype = dtype or wide
     if first.is_cuda and wide == torch.float32 and _triton():
         from rewriter.kernels.merge_triton import launch
 
+        out, lse = first.new_empty(first.shape, dtype=dtype), first.new_empty(first.shape[:-1], dtype=wide)
         launch(parts, out, lse)
-    else:
-        o, total = merge_reference(parts)
-        out.copy_(o)
-        lse.copy_(total)
-    return out, lse
+        return out, lse
+    o, lse = merge_reference(parts)
+    return o.to(dtype), lse
 
 
 def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
@@ -69,7 +61,7 @@ def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
     o = torch.zeros_like(parts[0][0], dtype=dtype)
     for (part, _), weight in zip(parts, weight_P, strict=True):
         o.addcmul_(part.to(dtype), weight.unsqueeze(-1))
-    return o / total.unsqueeze(-1), top + total.log()
+    return o.div_(total.unsqueeze(-1)), top + total.log()
 
 
 def _triton() -> bool:

@@ -1,5 +1,5 @@
-"""The kernel of `rewriter.kernels.merge`: reads every part once, writes o where it is needed next, in the dtype in
-which it is sent.
+"""The kernel of `rewriter.kernels.merge`: reads every part once, from where it arrived, and writes o once, in the dtype
+in which it is used next.
 
 Limited by memory: c parts of n rows cost n · (c · (E · e + 4) + E · e' + 4) bytes, e and e' bytes of the dtypes in and
 out. PyTorch's operators, each of which reads and writes fp32, move several times that.
@@ -25,14 +25,8 @@ def merge_kernel(
     lse_parts,  # tuple of pointers [B, H, S]
     o_strides,  # tuple of (batch, head, token) of each part, one after the other
     lse_strides,
-    out,
-    lse_out,
-    out_b,
-    out_h,
-    out_s,
-    lse_b,
-    lse_h,
-    lse_s,
+    out,  # [B, H, S, E], contiguous
+    lse_out,  # [B, H, S], contiguous
     heads,
     tokens,
     rows,
@@ -66,25 +60,22 @@ def merge_kernel(
         o += part * weight[:, None]
     total = tl.maximum(total, 1.0)  # the largest part weighs 1; 0 only where nothing saw a key
 
-    at = b * out_b + h * out_h + s * out_s
     o = o / total[:, None]
-    tl.store(out + at[:, None] + e[None, :], o.to(out.dtype.element_ty), mask=cells)
-    tl.store(lse_out + b * lse_b + h * lse_h + s * lse_s, top + tl.log(total), mask=real)
+    tl.store(out + row[:, None] * E + e[None, :], o.to(out.dtype.element_ty), mask=cells)
+    tl.store(lse_out + row, top + tl.log(total), mask=real)
 
 
 def launch(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
-    """Write the merged parts to out [B, H, S, E] and lse [B, H, S] fp32.
+    """Write the merged parts to out [B, H, S, E] and lse [B, H, S] fp32, both contiguous.
 
-    The last dimensions of o and out must be contiguous; parts whose is not are copied.
+    Parts whose last dimension is not contiguous are copied first; other strides may be any.
     """
-    if out.stride(-1) != 1:
-        raise ValueError(f"merge: out has strides {out.stride()}, but its last dimension must be contiguous")
+    if out.numel() == 0:
+        return
     outputs = tuple(o if o.stride(-1) == 1 else o.contiguous() for o, _ in parts)
     sums = tuple(part_lse for _, part_lse in parts)
     _, heads, tokens, size = out.shape
     rows = lse.numel()
-    if out.numel() == 0:
-        return
     width = triton.next_power_of_2(size)
     per_program = max(1, BLOCK // width)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
@@ -95,8 +86,6 @@ def launch(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> 
             tuple(stride for part_lse in sums for stride in part_lse.stride()),
             out,
             lse,
-            *out.stride()[:3],
-            *lse.stride(),
             heads,
             tokens,
             rows,

@@ -7,7 +7,7 @@ those of one group in their order, can mix them up, whatever the ranks' delays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +83,15 @@ class Returns:
         self.line, self.name, self.add = line, name, add
         self.pending: tuple[Transfer, Tensors] | None = None
 
-    def send(self, parts: Tensors, places: int) -> None:
-        """Begin to send `parts` to the rank `places` on, after the message before has arrived."""
+    def send(self, parts: Tensors, dtypes: Sequence[torch.dtype], places: int) -> None:
+        """Begin to send `parts`, rounded to `dtypes`, to the rank `places` on, after the message before has arrived."""
+        like = tuple(
+            torch.empty_like(part, dtype=dtype, device="meta") for part, dtype in zip(parts, dtypes, strict=True)
+        )
+        message = pack(parts, dtypes)
+        del parts  # wider sums are let go before what arrives is added
         self.finish()
-        like = tuple(torch.empty_like(part, device="meta") for part in parts)  # only what is packed stays in memory
-        self.pending = self.line.shift(pack(parts), places, self.name), like
+        self.pending = self.line.shift(message, places, self.name), like
 
     def finish(self) -> None:
         """Wait for the message under way, if there is one, and take it in."""

@@ -50,9 +50,9 @@ def forward(
     def add(lse_part: Tensor, o_part: Tensor) -> None:
         merger.add(o_part, lse_part)
 
-    outputs = Returns(row, "overlapped.o", add)
+    outputs, dtypes = Returns(row, "overlapped.o", add), (accumulation_dtype(q_BHSD.dtype), q_BHSD.dtype)
     for j, (q,) in blocks:  # Alg. 6
-        outputs.send(_partial_output(q, gathered, j, call), row.distance(j))
+        outputs.send(_partial_output(q, gathered, j, call), dtypes, row.distance(j))
         del q
     outputs.finish()
     o, lse = merger.result()
@@ -83,7 +83,7 @@ def backward(
         if row.size > 1:
             gathered.append((i, kv, dk, dv))
         elif i != grid.row:
-            keys.send((dk.to(dtype), dv.to(dtype)), column.distance(i))
+            keys.send((dk, dv), (dtype, dtype), column.distance(i))
         del kv, dk, dv  # before the next but one sets out
     gathered = gathered[1:] + gathered[:1]  # the own keys last: others wait for the gradients of theirs
     for j, block in blocks:  # Alg. 10
@@ -91,8 +91,8 @@ def backward(
         for i, kv, dk, dv in gathered:
             _add_gradients(block, kv, Gradients(dq, dk, dv), j, i, call)
             if i != grid.row and row.distance(j) == row.size - 1:  # Alg. 11
-                keys.send((dk.to(dtype), dv.to(dtype)), column.distance(i))
-        queries.send((dq.to(dtype),), row.distance(j))
+                keys.send((dk, dv), (dtype, dtype), column.distance(i))
+        queries.send((dq,), (dtype,), row.distance(j))
         del block, dq
     keys.finish()
     dk, dv = to_columns([own_dk.to(dtype), own_dv.to(dtype)], grid)
@@ -114,10 +114,10 @@ def _output(q_BHSD: Tensor, kv: Tensors, j: int, i: int, call: Call) -> tuple[Te
 
 
 def _partial_output(q_BHSD: Tensor, gathered: list[tuple[int, Tensors]], j: int, call: Call) -> Tensors:
-    """(lse, o) of the queries of column j over the keys of this column, as they travel."""
+    """(lse, o) of the queries of column j over the keys of this column."""
     parts = (_output(q_BHSD, kv, j, i, call) for i, kv in gathered)
     o, lse = merge_in_turn(parts) if len(gathered) > 1 else next(parts)
-    return lse, o.to(q_BHSD.dtype)
+    return lse, o
 
 
 def _add_gradients(block: Tensors, kv: Tensors, into: Gradients, j: int, i: int, call: Call) -> None:

@@ -48,7 +48,7 @@ def forward(
         part = unseen(q, v)
     del k, v, q
     o, lse = part
-    coming = dealt_start([lse, o], [lse.dtype, q_BHSD.dtype], grid.columns, grid.column, grid.in_row, "plane.o")
+    coming = dealt_start([lse, o], [lse.dtype, q_BHSD.dtype], grid.columns, grid.in_row, "plane.o")
     parts = [(o, lse) for lse, o in coming.wait()]
     # rounded to q's dtype as it is written, unless something is still to be done with it in fp32
     o, lse = merge(parts, dtype=q_BHSD.dtype if sinks_H is None else None)
@@ -69,9 +69,9 @@ def backward(
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))
     tile_backward(do, q, k, v, o, lse, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale, into)
     del k, v, q, o, do, lse
-    coming_dq = dealt_start([into.dq], [dtype], grid.columns, grid.column, grid.in_row, "plane.dq")
+    coming_dq = dealt_start([into.dq], [dtype], grid.columns, grid.in_row, "plane.dq")
     dkv = [into.dk, into.dv]
-    coming_dkv = dealt_start(dkv, [dtype, dtype], grid.rows, grid.row, grid.in_column, "plane.dkv")
+    coming_dkv = dealt_start(dkv, [dtype, dtype], grid.rows, grid.in_column, "plane.dkv")
     dk, dv = (summed(parts, dtype) for parts in zip(*coming_dkv.wait(), strict=True))
     dk, dv = to_columns([dk, dv], grid)
     dq = summed([part for (part,) in coming_dq.wait()], dtype)
@@ -119,18 +119,13 @@ def dealt_start(
     tensors: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
     ranks: int,
-    own: int,
     group: ProcessGroup | None,
     name: str,
 ) -> Transfer:
     """To each rank of `group` its tokens r, r + ranks, … of sorted ones, in `dtypes`; the own ones stay as exact as
     they are."""
-
-    def part(rank: int) -> list[Tensor]:
-        mine = [t[:, :, rank::ranks] for t in tensors]
-        return mine if rank == own else [t.to(dtype) for t, dtype in zip(mine, dtypes, strict=True)]
-
-    return all_to_all_start([part(rank) for rank in range(ranks)], group, name)
+    parts = [[t[:, :, rank::ranks] for t in tensors] for rank in range(ranks)]
+    return all_to_all_start(parts, group, name, dtypes)
 
 
 def summed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

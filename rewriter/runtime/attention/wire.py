@@ -42,13 +42,25 @@ class Transfer:
         return self.result
 
 
-def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """One uint8 vector of the bytes of `tensors`, one after the other; written to `out` where that is given.
+def pack(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, out: Tensor | None = None) -> Tensor:
+    """One uint8 vector of the bytes of `tensors`, one after the other, rounded to `dtypes`; in `out` where it is given.
 
-    Else a single contiguous tensor is not copied: it must not change while it is on its way.
+    Each is read once, whatever its strides, and written once, in its place. Without `out`, a single contiguous tensor
+    of its dtype is not copied: it must not change while it is on its way.
     """
-    parts = [_bytes(t) for t in tensors]
-    return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, out=out)
+    dtypes = [t.dtype for t in tensors] if dtypes is None else dtypes
+    if out is None:
+        if len(tensors) == 1 and tensors[0].dtype == dtypes[0] and tensors[0].is_contiguous():
+            return _bytes(tensors[0])
+        size = sum(t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True))
+        out = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+    places = out.split([t.numel() * dtype.itemsize for t, dtype in zip(tensors, dtypes, strict=True)])
+    for place, t, dtype in zip(places, tensors, dtypes, strict=True):
+        if place.storage_offset() % dtype.itemsize == 0:
+            place.view(dtype).view(t.shape).copy_(t)
+        else:  # it follows a tensor of smaller elements
+            place.copy_(_bytes(t.to(dtype)))
+    return out
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -87,21 +99,28 @@ def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: st
     return Transfer([work], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
 
 
-def all_to_all_start(parts: Sequence[Sequence[Tensor]], group: ProcessGroup | None, name: str) -> Transfer:
+def all_to_all_start(
+    parts: Sequence[Sequence[Tensor]],
+    group: ProcessGroup | None,
+    name: str,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
-    The parts for others are alike in shapes and dtypes. The own part does not travel and is given back as it is: it may
-    have another dtype, such as that of a sum which only others need rounded.
+    The parts for others are alike in shapes and dtypes, and travel in `dtypes` where these are given. The own part does
+    not travel and is given back as it is: it may be a sum that only others need rounded.
     """
     if group is None:
         return Transfer([], lambda: [tuple(parts[0])])
     own, ranks = group.rank(), group.size()
-    sent = pack([t for r, part in enumerate(parts) if r != own for t in part])
+    given = parts[(own + 1) % ranks]
+    dtypes = [t.dtype for t in given] if dtypes is None else dtypes
+    sent = pack([t for r, part in enumerate(parts) if r != own for t in part], [*dtypes] * (ranks - 1))
     received = torch.empty_like(sent)
     splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
     observe("wire", name, sent, group, sent.nbytes, sent.nbytes)
     work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
-    like = parts[(own + 1) % ranks]
+    like = [torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(given, dtypes, strict=True)]
 
     def finish() -> list[Tensors]:
         rows = received.split(splits)
