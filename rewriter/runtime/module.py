@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.errors import RewriterError
+from rewriter.runtime.agreement import check_agreement
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.context import Context, segment_positions
 from rewriter.runtime.generate import positions
@@ -75,7 +76,8 @@ class RuntimeModel(nn.Module):
         rank the gradient of this mean: see `rewriter.runtime.training`.
 
         Raises RewriterError for tokens behind a cache without their positions, for labels, positions or segments of
-        another shape than the tokens, and for arguments that exclude each other.
+        another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are
+        given different ones.
         """
         ctx = self._context(input_ids_BS, ctx or Context())
         if position_ids_BS is None:
@@ -88,6 +90,16 @@ class RuntimeModel(nn.Module):
             raise RewriterError(
                 f"logits_to_keep={logits_to_keep} leaves logits of the last tokens on every rank. Leave out "
                 f"{'gather=False' if labels is None else 'labels'}, or logits_to_keep"
+            )
+        if ctx.shards is not None:
+            check_agreement(
+                self.replicas.own,
+                input_ids_BS.device,
+                input_ids=input_ids_BS,
+                labels=labels,
+                segment_ids=ctx.segment_ids,
+                first_valid=ctx.first_valid,
+                position_ids=position_ids_BS,
             )
         if torch.is_grad_enabled():
             sum_gradients(self)

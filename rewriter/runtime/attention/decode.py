@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
 from rewriter.runtime.attention import sinks as sink_logits
+from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.local import kernel_forward
 from rewriter.runtime.attention.merge import merge
 from rewriter.runtime.attention.wire import gather_start
@@ -45,7 +46,8 @@ def decode_attention(
     """
     if key not in _groups:
         raise RewriterError(f"sequence axis {key!r} is not registered in this process: make its SequenceAxis first")
-    o: Tensor = _decode(q_BHSD, k_BKTD, v_BKTE, visible, sinks, key, scale)
+    q, k, v = in_autocast_dtype(q_BHSD, k_BKTD, v_BKTE)
+    o: Tensor = _decode(q, k, v, visible, sinks, key, scale)
     return o
 
 

@@ -9,6 +9,8 @@ moves them), and the sinks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,7 @@ from rewriter.errors import RewriterError
 from rewriter.ops import MaskKind, MaskSpec, SequencePlan
 from rewriter.runtime.attention import heads, layout, overlapped, plane, ring
 from rewriter.runtime.attention import sinks as sink_logits
+from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.tiles import accumulation_dtype
@@ -143,6 +146,24 @@ def check_heads(plan: SequencePlan, query: int, kv: int) -> None:
     )
 
 
+_interrupted: list[str] = []  # the error that ended a call of this process
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Messages are under way within it. After an error, a later call would take what has yet to arrive for its own."""
+    if _interrupted:
+        raise RewriterError(
+            f"sequence attention: an earlier call in this process ended in {_interrupted[0]} with messages under way, "
+            "which later calls would take for theirs. Start all processes again"
+        )
+    try:
+        yield
+    except BaseException as error:
+        _interrupted.append(f"{type(error).__name__}({error})")
+        raise
+
+
 # --- the operator ---
 
 
@@ -164,9 +185,8 @@ def sequence_attention(
     q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for; see
     `attention2d` for the other arguments, the gradients and the errors.
     """
-    found: Tensor = _forward(
-        q_BHSD, k_BKSD, v_BKSE, first_valid, segment_ids, sinks, key, mask.kind, mask.size, scale, length
-    )[0]
+    q, k, v = in_autocast_dtype(q_BHSD, k_BKSD, v_BKSE)
+    found: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, mask.kind, mask.size, scale, length)[0]
     return found
 
 
@@ -189,20 +209,21 @@ def _forward(
     check(where, q, k, v, length, first_valid, segments, sinks)
     call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
     nothing = q.new_empty(0)
-    if not where.exchanges_heads:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
-        if not where.moves_keys:
-            return o, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
-        if k_kept is k:  # results must not share memory with arguments
-            k_kept, v_kept = k.clone(), v.clone()
-        return o, lse, nothing, k_kept, v_kept, nothing.clone()
-    grid = where.grid
-    q, k, v = heads.to_heads([q, k, v], grid, "heads.qkv")
-    own_sinks = None if sinks is None else _own_sinks(sinks, grid)
-    o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, own_sinks)
-    (o,) = heads.to_tokens([o_kept], grid, "heads.o")
-    return o, lse, q, k_kept, v_kept, o_kept
+    with _messages():
+        if not where.exchanges_heads:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
+            if not where.moves_keys:
+                return o, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
+            if k_kept is k:  # results must not share memory with arguments
+                k_kept, v_kept = k.clone(), v.clone()
+            return o, lse, nothing, k_kept, v_kept, nothing.clone()
+        grid = where.grid
+        q, k, v = heads.to_heads([q, k, v], grid, "heads.qkv")
+        own_sinks = None if sinks is None else _own_sinks(sinks, grid)
+        o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, own_sinks)
+        (o,) = heads.to_tokens([o_kept], grid, "heads.o")
+        return o, lse, q, k_kept, v_kept, o_kept
 
 
 @_forward.register_fake
@@ -256,17 +277,18 @@ def _backward(
     """(dq, dk, dv, dsinks); dsinks is empty without sinks, else this rank's part of the sum."""
     where = axis(key)
     call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
-    (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
-    dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
-    dsinks = q.new_empty(0)
-    if sinks is not None:
-        dsinks = torch.zeros_like(sinks)
-        own = _own_sinks(sinks, where.grid)
-        _own_sinks(dsinks, where.grid).copy_(sink_logits.gradient(do, o, lse, own))
-    if where.exchanges_heads:
-        dq, dk, dv = heads.to_tokens([dq, dk, dv], where.grid, "heads.dqkv")
-        dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
-    return dq, dk, dv, dsinks
+    with _messages():
+        (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
+        dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
+        dsinks = q.new_empty(0)
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks)
+            own = _own_sinks(sinks, where.grid)
+            _own_sinks(dsinks, where.grid).copy_(sink_logits.gradient(do, o, lse, own))
+        if where.exchanges_heads:
+            dq, dk, dv = heads.to_tokens([dq, dk, dv], where.grid, "heads.dqkv")
+            dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
+        return dq, dk, dv, dsinks
 
 
 @_backward.register_fake
@@ -310,12 +332,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradient(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 11
-    dq, dk, dv, dsinks = _backward(do, *ctx.saved_tensors, *ctx.options, ctx.kv_heads)
-    sinks = ctx.saved_tensors[-1]
+    saved = ctx.saved_tensors  # once: activation checkpointing gives each only once
+    dq, dk, dv, dsinks = _backward(do, *saved, *ctx.options, ctx.kv_heads)
+    sinks = saved[-1]
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _second_gradient(ctx: Any, *_: Any) -> tuple[None, ...]:
+    raise RewriterError(
+        "sequence attention: its gradient has no gradient of its own. Leave out create_graph, or rewrite without --sp"
+    )
+
+
+_backward.register_autograd(_second_gradient)
 
 
 def _seen(
