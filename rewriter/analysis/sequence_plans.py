@@ -120,8 +120,9 @@ def choose(
         pool.append(SequencePlan("attention2d", wanted))
     fixed = [p for p in pool if kind in ("auto", p.kind) and wanted in (None, p.grid)]
     if not fixed:
+        only = [1, ranks, 1] if kind == "ring" else [ranks, 1, 1]
         raise RewriterError(
-            f"sequence_parallel: a grid {list(wanted or ())} is no {kind}. {_nearest(wanted, ranks, shape)}"
+            f"sequence_parallel: grid {list(wanted or only)} is no {kind}. On {ranks} ranks its grid is {only}"
         )
     fitting = [p for p in fixed if overlap in ("auto", p.overlap)]
     if not fitting:

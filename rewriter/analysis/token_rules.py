@@ -124,8 +124,12 @@ _MADE = frozenset({aten.zeros.default, aten.ones.default, aten.full.default, ate
 _MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default})
 _ARANGE = frozenset(getattr(aten.arange, name) for name in aten.arange.overloads())
 _SIZED = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int})
-_MOVEMENT = MOVEMENT | {aten.flip.default, aten.repeat.default, aten.narrow.default, aten.swapaxes.default}
+_MOVEMENT = MOVEMENT | {
+    aten.flip.default, aten.repeat.default, aten.narrow.default, aten.swapaxes.default, aten.concat.default,
+}  # fmt: skip
+# operators that compute element by element, without torch's tag of those that do
 _PLAIN = (
+    aten.polar.default, aten.complex.default,
     operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv, operator.neg,
     operator.pow, torch.add, torch.mul, torch.tanh, ops.dropout,
 )  # fmt: skip

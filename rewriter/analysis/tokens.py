@@ -115,7 +115,8 @@ class _Follower:
         args: list[Any] = list(fx.map_arg(args_of(node), env.__getitem__))
         kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, env.__getitem__))
         if target is ops.additive_mask:
-            raise Mixed("is the mask as a tensor, of all queries and keys of a call")
+            reader = next((f", for {u.target}" for u in node.users if u.op == "call_module"), "")
+            raise Mixed(f"is the mask as a tensor, of all queries and keys of a call{reader}")
         if target is ops.attention:
             others = [kwargs.get(name) for name in ("bias", "sinks")]
             if any(isinstance(o, torch.Tensor) and owned(o) for o in others):

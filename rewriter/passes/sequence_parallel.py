@@ -53,8 +53,11 @@ class SequenceParallel:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
         check_attention(program)
         check_tokens(program)
+        shapes = attention_shapes(program)
+        if not shapes:
+            raise RewriterError(f"{self.name}: the model has no attention, so there is nothing to plan. {_NEXT}")
         plan = choose(
-            attention_shapes(program), ranks, kind=self.kind, grid=self.grid, overlap=self.overlap,
+            shapes, ranks, kind=self.kind, grid=self.grid, overlap=self.overlap,
             setting=Setting(tensor_parallel=program.mesh.get("tp", 1)),
         )  # fmt: skip
         counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
@@ -67,21 +70,17 @@ class SequenceParallel:
 
 def check_attention(program: Program) -> None:
     """Refuse attention that is not exact over sharded keys."""
-    found = False
     for path, node in attentions(program):
-        found = True
         if node.kwargs.get("bias") is not None:
             reason = "adds a bias per query and key to its scores (ALiBi or the like)"
         elif node.kwargs.get("softcap") is not None:
             reason = f"caps its scores by {node.kwargs['softcap']} · tanh, which kernels for parts of a sequence lack"
         else:
             continue
-        raise RewriterError(f"sequence_parallel: {path} {reason}. Rewrite this model without it: --sp 1")
-    if not found:
-        raise RewriterError(
-            "sequence_parallel: the model has no attention that is recognised, so nothing could find the keys of other "
-            "ranks' tokens. Rewrite it without: --sp 1"
-        )
+        raise RewriterError(f"sequence_parallel: {path} {reason}. {_NEXT}")
+
+
+_NEXT = "Rewrite this model without it: --sp 1"
 
 
 def _mask(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from rewriter.errors import RewriterError
 from rewriter.program import Body, LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.trace.assemble import ModelTracer
 from rewriter.trace.lifting import lifted_interfaces
-from rewriter.trace.model import build_skeleton, layer_source_hash, load_config
+from rewriter.trace.model import build_skeleton, layer_source_hash, load_config, require_fixed_rotary
 from rewriter.trace.parameters import checkpoint_expressions, tied_parameters
 from rewriter.trace.stream import wire
 from rewriter.trace.wiring import layer_signature
@@ -48,6 +48,7 @@ def trace_skeleton(
 ) -> Program:
     """The Program of a model that is already built on meta."""
     expressions = expressions or {}
+    require_fixed_rotary(skeleton.model)
     try:
         with lifted_interfaces(skeleton.model):
             tracer = ModelTracer(skeleton)

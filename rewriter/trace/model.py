@@ -126,6 +126,18 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     return Skeleton(model, model.config, path, layers, buffers, stored)
 
 
+def require_fixed_rotary(model: PreTrainedModel) -> None:
+    """Refuse rotary scaling that transformers recomputes for the length of every call, which a program cannot hold."""
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise RewriterError(
+                    f"{path}: rotary scaling {kind!r} depends on the length of a call, which a program cannot "
+                    "represent. Models that scale every length alike (default, linear, yarn, llama3) can be traced"
+                )
+
+
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
     """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
