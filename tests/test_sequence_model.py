@@ -28,6 +28,9 @@ TOLERANCE = 1e-5  # relative to the largest entry
 CASES: Mapping[str, tuple[str, SequencePlan, int, int, bool]] = {
     "attention2d": ("llama", SequencePlan("attention2d", (1, 2, 2)), 1, 1, False),
     "attention2d-windows": ("gemma3_text", SequencePlan("attention2d", (1, 2, 2), overlap=True), 1, 1, False),
+    "attention2d-sinks-tp": ("gpt_oss", SequencePlan("attention2d", (1, 1, 2)), 2, 1, False),
+    "attention2d-chunks": ("llama4_text", SequencePlan("attention2d", (1, 2, 2)), 1, 1, False),
+    "ring-latent": ("deepseek_v3", SequencePlan("ring", (1, 4, 1), overlap=True), 1, 1, False),
     "ring": ("llama_tied", SequencePlan("ring", (1, 4, 1), overlap=True), 1, 1, False),
     "ulysses-tp": ("llama", SequencePlan("ulysses", (2, 1, 1)), 2, 1, False),
     "attention2d-dp-fsdp": ("llama_tied", SequencePlan("attention2d", (1, 1, 2)), 1, 2, True),

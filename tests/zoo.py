@@ -103,14 +103,59 @@ _CONFIGS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 
+# Beside the families, types with one thing that none of them has, for the tests of that thing.
+_VARIANTS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        # A logit per head that takes probability from every key (attention sinks), in windows and without.
+        "gpt_oss": _GATED
+        | {
+            "model_type": "gpt_oss",
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": _WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        # Multi-head latent attention: values narrower than queries and keys. All layers dense.
+        "deepseek_v3": _COMMON
+        | {
+            "model_type": "deepseek_v3",
+            "intermediate_size": 112,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 4,
+        },
+        # Attention within chunks of positions; rotation by complex numbers.
+        "llama4_text": _GATED
+        | {
+            "model_type": "llama4_text",
+            "head_dim": 16,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": _WINDOW,
+            "attn_temperature_tuning": False,
+        },
+    }
+)
+
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+VARIANTS: tuple[str, ...] = tuple(_VARIANTS)
 
 
 def config(name: str) -> PretrainedConfig:
-    """A fresh config of family `name` (one of FAMILIES)."""
-    if name not in _CONFIGS:
-        raise KeyError(f"no family {name!r} in the zoo; there are {', '.join(FAMILIES)}")
-    return AutoConfig.for_model(**_CONFIGS[name])
+    """A fresh config of `name`, one of FAMILIES or VARIANTS."""
+    found = {**_CONFIGS, **_VARIANTS}
+    if name not in found:
+        raise KeyError(f"no family {name!r} in the zoo; there are {', '.join(found)}")
+    return AutoConfig.for_model(**found[name])
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
