@@ -15,10 +15,12 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.sequence import sequence_plan
 from rewriter.apply import apply_recipe
+from rewriter.coverage.configs import small_config
 from rewriter.errors import RewriterError
 from rewriter.passes.base import single_device
 from rewriter.program import Program
 from rewriter.recipes import Recipe
+from rewriter.trace import trace
 from rewriter.verify.simulate import simulate
 
 TENSORS = {"pass": "tensor_parallel"}
@@ -75,6 +77,34 @@ def test_every_family_keeps_its_function(name):
 def test_caps_on_scores_are_refused_by_name():
     with pytest.raises(RewriterError, match=r"model.layers.0.self_attn caps its scores by 5.0 · tanh.*--sp 1"):
         sharded("gemma2")
+
+
+# type: changes of its small config, and the refusal
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "bloom": ({}, r"transformer.h.0.self_attention adds a bias per query and key to its scores \(ALiBi"),
+    "roberta": ({}, "the wiring: aten.cumsum sums over the tokens of a call"),  # to count positions
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv", "conv"]},
+        r"model.layers.0.conv stays the source's own module \(Lfm2ShortConv\), since it combines tokens",
+    ),
+    "mamba": ({}, r"backbone.layers.0.mixer stays the source's own module \(MambaMixer\), since it combines tokens"),
+    "jetmoe": ({}, "additive_mask is the mask as a tensor, .*, for model.layers.0.self_attention"),
+    "trocr": ({}, "model.decoder.embed_positions: aten.arange.start numbers the tokens of a call from 0"),
+    "qwen3_next": ({}, r"model.layers.0.linear_attn stays .* \(Qwen3NextGatedDeltaNet\), since it combines tokens"),
+    "dbrx": ({}, r"transformer.blocks.0.ffn stays the source's own module \(DbrxFFN\)"),
+    "llama4_text": ({}, "model.layers.3.self_attn: aten.arange numbers the tokens of a call from 0"),  # temperatures
+}
+SLOW = ("qwen3_next", "dbrx", "llama4_text")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REFUSED])
+def test_models_that_read_other_tokens_elsewhere_are_refused_by_name(name):
+    changes, message = REFUSED[name]
+    config = small_config(name)
+    for setting, value in changes.items():
+        setattr(config, setting, value)
+    with pytest.raises(RewriterError, match=f"sequence_parallel: .*{message}.*--sp 1"):
+        apply_recipe(trace(config), recipe(TENSORS, sequence("ring", (1, 2, 1))), sp=2)
 
 
 # A router computes in fp32 whatever the model's dtype, and its products are of other shapes on a rank.

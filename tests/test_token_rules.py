@@ -17,18 +17,28 @@ from rewriter.program import Body, Opaque, copy_graph
 
 aten = torch.ops.aten
 MLP = "model.layers.2.mlp"
+ATTENTION = "model.layers.2.self_attn"
+
+
+def edited(name, path, edit):
+    """A program of the zoo with `edit(graph)` made in the body at `path`."""
+    program = traced(name)
+    body = program.modules[path]
+    assert isinstance(body, Body)
+    graph, _ = copy_graph(body.graph)
+    edit(graph)
+    return program.with_(modules={**program.modules, path: replace(body, graph=graph)})
 
 
 def with_mlp(build):
     """The zoo's Llama, in one layer of which `build(graph, x)` stands behind the MLP. Its value has x's shape."""
-    program = traced("llama")
-    body = program.modules[MLP]
-    assert isinstance(body, Body)
-    graph, _ = copy_graph(body.graph)
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        output.args = (build(graph, output.args[0]),)
-    return program.with_(modules={**program.modules, MLP: replace(body, graph=graph)})
+
+    def edit(graph):
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            output.args = (build(graph, output.args[0]),)
+
+    return edited("llama", MLP, edit)
 
 
 def call(graph: fx.Graph, target, *args, **kwargs) -> fx.Node:
@@ -76,6 +86,13 @@ REFUSED = {
     "sum of all": (lambda g, x: call(g, aten.mul.Tensor, x, call(g, aten.sum.default, x)), "aten.sum sums over"),
     "softmax": (lambda g, x: call(g, aten.softmax.int, x, 1), "aten.softmax.int computes over"),
     "cumsum": (lambda g, x: call(g, aten.cumsum.default, x, 1), "aten.cumsum sums over"),
+    "experts that choose tokens": (
+        lambda g, x: call(g, operator.getitem, call(g, aten.topk.default, x, 2, 1), 0), "aten.topk computes over",
+    ),
+    "linear over tokens": (
+        lambda g, x: g.call_module("gate_proj", (call(g, aten.transpose.int, x, 1, 2),)),
+        "(Linear) computes over the tokens of a call",
+    ),
     "sort": (lambda g, x: call(g, aten.argsort.default, x, 1), "aten.argsort computes over"),
     "flip": (rolled, "aten.add.Tensor combines values of different tokens"),
     "shift": (shifted, "aten.add.Tensor combines values of different tokens"),
@@ -106,7 +123,7 @@ def test_what_reads_other_tokens_is_refused_by_name(case):
     build, message = REFUSED[case]
     with pytest.raises(RewriterError) as caught:
         check_tokens(with_mlp(build))
-    assert f"{MLP}: " in str(caught.value)
+    assert str(caught.value).startswith(f"sequence_parallel: {MLP}")
     assert message in str(caught.value)
     assert "--sp 1" in str(caught.value)
 
@@ -137,21 +154,65 @@ def test_what_treats_tokens_alike_passes(case):
     check_tokens(with_mlp(ALIKE[case]))
 
 
+def flipped(position):
+    def change(graph, attention):
+        attention.update_arg(position, call(graph, aten.flip.default, attention.args[position], [2]))
+
+    return change
+
+
+def fewer_keys(graph, attention):
+    for position in (1, 2):
+        attention.update_arg(position, call(graph, aten.slice.Tensor, attention.args[position], 2, 0, 2))
+
+
+def sinks_of_the_first(graph, attention):
+    first = call(graph, aten.select.int, call(graph, aten.select.int, attention.args[0], 2, 0), 0, 0)
+    attention.update_kwarg("sinks", call(graph, aten.select.int, first, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flipped(0), "has queries that are not the call's tokens in their order"),
+        (flipped(1), "has keys that are not the call's tokens in their order"),
+        (flipped(2), "has values that are not the call's tokens in their order"),
+        (fewer_keys, "has keys that are not the call's tokens in their order"),
+        (sinks_of_the_first, "has sinks that depend on tokens"),
+    ],
+)
+def test_attention_over_anything_but_the_tokens_in_order_is_refused(change, message):
+    def edit(graph):
+        attention = next(n for n in graph.nodes if n.target is ops.attention)
+        with graph.inserting_before(attention):
+            change(graph, attention)
+
+    with pytest.raises(RewriterError, match=f"{ATTENTION}: attention {message}"):
+        check_tokens(edited("llama", ATTENTION, edit))
+
+
+def test_experts_that_are_given_other_tokens_choices_are_refused():
+    def edit(graph):
+        experts = next(n for n in graph.nodes if n.target is ops.experts)
+        with graph.inserting_before(experts):
+            experts.update_arg(1, call(graph, aten.flip.default, experts.args[1], [0]))
+
+    with pytest.raises(RewriterError, match=f"{MLP}: experts combines values of different tokens"):
+        check_tokens(edited("mixtral", MLP, edit))
+
+
 def test_the_largest_position_is_named_with_its_reason():
-    program = traced("llama")
-    body = program.modules["model.rotary_emb"]
-    graph, _ = copy_graph(body.graph)
-    positions = next(n for n in graph.nodes if n.name == "position_ids")
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        longest = graph.call_function(aten.max.default, (positions,))
-        cos = graph.call_function(aten.mul.Tensor, (output.args[0][0], longest))
-        output.args = ((cos, output.args[0][1]),)
-    bad = program.with_(modules={**program.modules, "model.rotary_emb": replace(body, graph=graph)})
+    def edit(graph):
+        positions = next(n for n in graph.nodes if n.name == "position_ids")
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            scaled = call(graph, aten.mul.Tensor, output.args[0][0], call(graph, aten.max.default, positions))
+            output.args = ((scaled, output.args[0][1]),)
+
     with pytest.raises(
         RewriterError, match=r"model.rotary_emb: aten.max takes the largest of all tokens' positions, as ro"
     ):
-        check_tokens(bad)
+        check_tokens(edited("llama", "model.rotary_emb", edit))
 
 
 def test_an_opaque_module_is_refused_by_name():

@@ -118,9 +118,8 @@ class _Follower:
             reader = next((f", for {u.target}" for u in node.users if u.op == "call_module"), "")
             raise Mixed(f"is the mask as a tensor, of all queries and keys of a call{reader}")
         if target is ops.attention:
-            others = [kwargs.get(name) for name in ("bias", "sinks")]
-            if any(isinstance(o, torch.Tensor) and owned(o) for o in others):
-                raise Mixed("has a bias or sinks that depend on tokens")
+            if kwargs.get("sinks") is not None and owned(kwargs["sinks"]):
+                raise Mixed("has sinks that depend on tokens")
             return attended(*args[:3])
         if target is ops.experts:
             return chosen_experts(*args[:3])
