@@ -4,6 +4,7 @@ merged, and the result is held against a softmax over all scores in fp64."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import local, tiles
 from rewriter.runtime.attention.layout import Run, padded, zigzag
-from rewriter.runtime.attention.merge import Merger, merge
+from rewriter.runtime.attention.merge import Merger, merge, merge_in_turn
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 
@@ -273,7 +274,8 @@ def test_rows_whose_first_keys_are_all_hidden() -> None:
     check(case(length, mask, heads=(1, 1)), seen, (1, 1), most=1e-13)
 
 
-def test_merging_ignores_parts_that_saw_nothing() -> None:
+@pytest.mark.parametrize("merging", [merge, merge_in_turn])
+def test_merging_ignores_parts_that_saw_nothing(merging: Callable[..., tuple[Tensor, Tensor]]) -> None:
     o, lse = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0.5, -torch.inf, -torch.inf], dtype=torch.float64)
     other, other_lse = (
         torch.randn(3, 4, dtype=torch.float64),
@@ -281,18 +283,19 @@ def test_merging_ignores_parts_that_saw_nothing() -> None:
     )
     o[1:], other[2] = 0, 0
     for parts in ([(o, lse), (other, other_lse)], [(other, other_lse), (o, lse)]):
-        merged, total = merge(parts)
+        merged, total = merging(parts)
         assert torch.equal(merged, torch.stack([o[0], other[1], torch.zeros(4, dtype=torch.float64)]))
         assert torch.equal(total, torch.tensor([0.5, 3.0, -torch.inf], dtype=torch.float64))
     with pytest.raises(ValueError, match="no part"):
         Merger().result()
 
 
-def test_merging_is_exact_where_exponentials_overflow() -> None:
+@pytest.mark.parametrize("merging", [merge, merge_in_turn])
+def test_merging_is_exact_where_exponentials_overflow(merging: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Log-sum-exps far beyond exp's range, in fp32 and from bf16 outputs."""
     o = torch.randn(5, 3, 4).bfloat16()
     lse = torch.tensor([[900.0, 901.0, -900.0], [-5e3, -5e3, -5e3], [88.0, 89.0, 90.0], [0, -200, 200], [1e4, 1, 2]])
-    merged, total = merge([(o[:, p], lse[:, p]) for p in range(3)])
+    merged, total = merging([(o[:, p], lse[:, p]) for p in range(3)])
     weights = lse.double().softmax(-1)
     assert merged.dtype == total.dtype == torch.float32
     torch.testing.assert_close(merged.double(), (weights[..., None] * o.double()).sum(1), rtol=1e-6, atol=1e-6)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
@@ -11,6 +14,20 @@ from rewriter.runtime.attention import heads, layout, merge, plane, tiles
 
 def merge_in_bf16():
     """Partial outputs are added up in the dtype that they travel in."""
+    module = importlib.import_module("rewriter.kernels.merge")
+    exact = module.merge_reference
+
+    def rounded(parts):
+        (o, lse), *others = parts
+        for part in others:
+            o, lse = exact([(o, lse), part])
+            o = o.bfloat16()
+        return o.float(), lse
+
+    module.merge_reference = rounded
+
+
+def merge_in_bf16_as_parts_arrive():
     add = merge.add_part
 
     def rounded(numerator, top, denominator, o, lse):
@@ -59,6 +76,7 @@ ROW, SQUARE = attention2d(1, 1, 16), attention2d(1, 2, 2)
 LONG = Case(ROW, (16, 4), 1000, FULL, torch.bfloat16, batch=1)
 FAULTS = {
     merge_in_bf16: LONG,
+    merge_in_bf16_as_parts_arrive: dataclasses.replace(LONG, plan=attention2d(1, 1, 16, overlap=True)),
     sum_gradients_in_bf16: LONG,
     leave_keys_where_they_are: Case(SQUARE, (16, 4), PADDED, CAUSAL),
     forget_strictness: Case(SQUARE, (16, 4), PADDED, CAUSAL),

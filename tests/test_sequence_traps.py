@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rewriter.runtime import Context, generate, sequence_mesh
 from rewriter.runtime.attention import attention2d, overlapped, ring_attention
+from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 
 # --- attention by itself, on four ranks. Every comparison is bitwise: with what a plain call gives ---
 
@@ -157,6 +158,24 @@ def test_an_error_with_messages_under_way_is_not_forgotten():
     """The next call would take them for its own."""
     for *_, said in of_four():
         assert "an earlier call in this process ended in MemoryError(no room) with messages under way" in said
+
+
+def test_a_row_that_sees_no_key_weighs_nothing():
+    """Kernels answer 0 for it, as output and as log-sum-exp: a weight of 1 among those of other keys."""
+    q, k, v, do = own_tensors(0)
+    seen = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    seen[..., 2, :] = False
+    o, lse = kernel_forward(q, k, v, seen, False, 1.0)
+    assert torch.equal(lse[:, :, 2], torch.full((2, 4), -torch.inf))
+    assert not o[:, :, 2].any()
+    assert lse[:, :, 3].isfinite().all()
+    dq, *dkv = kernel_backward(do, q, k, v, o, lse, seen, False, 1.0)
+    without = [x.index_select(2, torch.tensor([0, 1, 3, 4, 5])) for x in (do, q, o)]
+    rows = lse[:, :, [0, 1, 3, 4, 5]].contiguous()
+    _, *expected = kernel_backward(*without[:2], k, v, without[2], rows, None, False, 1.0)
+    assert not dq[:, :, 2].any()
+    for found, wanted in zip(dkv, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 # --- a model on two ranks ---
