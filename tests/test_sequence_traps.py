@@ -4,18 +4,27 @@ that no other test holds. docs/ATTENTION.md lists all of them with their tests."
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from ranks import run_ranks
 from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
 
-from rewriter.runtime import Context, generate, sequence_mesh
+from rewriter.apply import apply_recipe
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.recipes import Recipe
+from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
 from rewriter.runtime.attention import attention2d, overlapped, ring_attention
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
+from rewriter.trace import trace
+
+TESTS = Path(__file__).parent
 
 # --- attention by itself, on four ranks. Every comparison is bitwise: with what a plain call gives ---
 
@@ -244,6 +253,8 @@ def on_two(group):
         continued = generate(model, prompt, 5)
     refused = {name: refusal(call) for name, call in disagreements(model, group.rank()).items()}
     refused["second order"] = refusal(lambda: second_order(model))
+    cache = StaticCache(model.slots, *ids.shape, torch.float32)
+    refused["cache"] = refusal(lambda: model(ids, ctx=Context(cache)))
     return found, continued, refused
 
 
@@ -284,7 +295,7 @@ def test_ranks_that_are_given_different_inputs_say_so():
     """As a sampler gives them that deals rows to all processes."""
     for *_, refused in of_two():
         for name, message in refused.items():
-            if name != "second order":
+            if name not in ("second order", "cache"):
                 assert message.startswith(f"{name.partition(',')[0]} differ between ranks 0 and 1 of 2"), name
         assert "None and shape [4, 37]" in refused["labels, missing"]
         assert "shape [4, 30] with check sum" in refused["input_ids, of other lengths"]
@@ -293,3 +304,40 @@ def test_ranks_that_are_given_different_inputs_say_so():
 def test_gradients_of_gradients_are_refused():
     for *_, refused in of_two():
         assert refused["second order"].startswith("sequence attention: its gradient has no gradient of its own")
+
+
+def test_a_cache_of_all_keys_is_refused_where_a_rank_has_its_own():
+    for *_, refused in of_two():
+        assert refused["cache"].startswith("StaticCache: it holds all keys on each rank, but tokens are dealt over 2")
+
+
+def test_dropout_of_attention_is_known_to_the_runtime_module():
+    """Ranks would draw other numbers than one device; it refuses to train, as tests of the runtime say."""
+    config = zoo.config("llama")
+    config.attention_dropout = 0.1
+    passes = [{"pass": "sequence_parallel", "kind": "ring"}]
+    recipe = Recipe.model_validate({"name": "ring", "summary": "one", "paper": "none", "passes": passes})
+    assert "dropout_probability = 0.1" in emit_runtime_module(apply_recipe(trace(config), recipe, sp=2)[0])
+
+
+# --- the list of them ---
+
+
+def test_the_page_names_tests_that_exist():
+    """Each row of the table names one at least, with an id in brackets only where that is written in the same file."""
+    page = (TESTS.parent / "docs" / "ATTENTION.md").read_text()
+    table = page.partition("## Silent failures, and what catches them")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
+    rows = [line.strip("| ").split(" | ") for line in lines[1:]]
+    assert len(rows) >= 40
+    files = {path: path.read_text() for path in TESTS.glob("test_*.py")}
+    defined: dict[str, list[str]] = {}
+    for text in files.values():
+        for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
+            defined.setdefault(name, []).append(text)
+    for _, _, tests in rows:
+        names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
+        assert names, tests
+        for name, case in names:
+            assert name in defined, name
+            assert not case or any(re.search(rf"\b{case}\b", text) for text in defined[name]), (name, case)
