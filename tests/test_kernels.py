@@ -55,43 +55,19 @@ def test_compiled_code_moves_whole_vectors_and_spills_nothing(
     capability: int, parts: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without a GPU: 16 bytes per load and store, bf16 rounded to nearest, all in registers."""
-    import triton
-    from triton.backends import nvidia
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from rewriter.kernels import merge_triton
-
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = merge_triton.merge_kernel.arg_names
-    constants = {"E": size, "PARTS": parts, "ROWS": merge_triton.BLOCK // size, "WIDTH": size}
-    types: dict[str, object] = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= {"o_parts": ("*bf16",) * parts, "lse_parts": ("*fp32",) * parts, "out": "*bf16", "lse_out": "*fp32"}
-    types |= {"o_strides": ("i32",) * 3 * parts, "lse_strides": ("i32",) * 3 * parts}
-    # what a launch finds of PyTorch's tensors: addresses and strides are multiples of 16
-    aligned = [(names.index("o_parts"), p) for p in range(parts)]
-    aligned += [(names.index("o_strides"), p) for p in range(3 * parts)]
-    aligned += [(names.index("out"),)]
-    source = ASTSource(
-        fn=merge_triton.merge_kernel,
-        signature=types,
-        constexprs=constants,
-        attrs={at: [["tt.divisibility", 16]] for at in aligned},
-    )
-    options = {"num_warps": merge_triton.WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    code = compiled.asm["ptx"]
-    assert f".target sm_{capability}" in code
-    each = merge_triton.BLOCK // (32 * merge_triton.WARPS) // 8  # vectors of 8 bf16 per thread
-    assert code.count("ld.global.v4.b32") == each * parts
-    assert code.count("st.global.v4.b32") == each
-    assert code.count("cvt.rn.bf16x2.f32") == each * 4
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    assert "STACK:0 " in usage
-    assert "LOCAL:0 " in usage
+    from kernel_code import compiled
+
+    from rewriter.kernels.merge_triton import BLOCK, WARPS
+
+    code = compiled(parts, size, capability)
+    assert f".target sm_{capability}" in code.ptx
+    each = BLOCK // (32 * WARPS) // 8  # vectors of 8 bf16 per thread
+    assert (code.loads, code.stores) == (each * parts, each)
+    assert code.ptx.count("cvt.rn.bf16x2.f32") == each * 4
+    assert (code.stack, code.local) == (0, 0)
+    assert 16 <= code.registers <= 128
 
 
 def test_merging_needs_no_triton() -> None:

@@ -1,0 +1,61 @@
+"""Section merge of `gpu.py`: the Triton kernel that merges partial outputs, beside PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from gpu_report import Row, Scale, Table, copy_rate
+from torch import Tensor
+
+from rewriter.kernels.merge import Parts, merge_reference
+
+Merge = Callable[[Parts], tuple[Tensor, Tensor]]
+
+
+def merging(scale: Scale) -> Table:
+    rate = copy_rate(scale)
+    table = Table(
+        f"Merging bf16 parts into bf16: the Triton kernel beside PyTorch; a copy moves {rate / 1e9:.0f} GB/s",
+        ("parts", "× rounding", "µs", "GB/s", "of a copy", "eager µs", "torch.compile µs", "result"),
+    )
+    shape = scale.pick((1, 32, 16384, 128), (1, 2, 9, 16))
+    eager = functools.partial(rounded, merge_reference)
+    compiled = torch.compile(eager, backend=scale.pick("inductor", "eager"), dynamic=False)
+    for count in (2, 4, 8):
+        table.attempt(str(count), functools.partial(merge_row, scale, shape, count, rate, eager, compiled))
+    return table
+
+
+def rounded(merged: Merge, parts: Parts) -> tuple[Tensor, Tensor]:
+    """(o in the dtype of the parts, lse): what is used next."""
+    o, lse = merged(parts)
+    return o.to(parts[0][0].dtype), lse
+
+
+def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eager: Merge, compiled: Merge) -> Row:
+    """Errors of `count` parts, of which some rows saw nothing, and times; `rate` is a copy's."""
+    from rewriter.kernels.merge_triton import launch
+
+    torch.manual_seed(count)
+    parts = []
+    for p in range(count):
+        o = torch.randn(shape, device=scale.device).bfloat16()
+        lse = torch.randn(shape[:-1], device=scale.device) * 4 + 10
+        o[:, :, p :: count + 1], lse[:, :, p :: count + 1] = 0, -torch.inf
+        parts.append((o, lse))
+    out, sums = torch.full_like(parts[0][0], torch.nan), torch.full_like(parts[0][1], torch.nan)
+    launch(parts, out, sums)
+    exact, exact_sums = merge_reference([(o.double(), lse.double()) for o, lse in parts])
+    # half a step of bf16 is the least that rounding leaves; the interpreter cuts off instead
+    step = torch.finfo(torch.bfloat16).eps * scale.pick(0.5, 1)
+    off = float(((out.double() - exact).abs() / (step * exact.abs() + 1e-6)).max())
+    away = float((sums.double() - exact_sums).abs().max())
+    right = off <= 1.01 and away < 1e-5  # no NaN passes
+    del exact, exact_sums
+    seconds = scale.seconds(lambda: launch(parts, out, sums))
+    moved = sum(o.nbytes + lse.nbytes for o, lse in parts) + out.nbytes + sums.nbytes
+    others = [f"{scale.seconds(lambda how=how: how(parts)) * 1e6:.0f}" for how in (eager, compiled)]
+    times = f"{seconds * 1e6:.0f}", f"{moved / seconds / 1e9:.0f}", f"{moved / seconds / rate:.0%}"
+    return (f"{off:.2f}", *times, *others), "" if right else f"o is {off:.2f} roundings off, lse {away:.1e}"

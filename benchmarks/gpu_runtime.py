@@ -1,0 +1,158 @@
+"""Sections runtime and ranks of `gpu.py`: distributed attention and an emitted model on the device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_rank
+import torch
+import torch.distributed as dist
+from gpu_report import Row, Scale, Table, short
+from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, reference
+from torch import Tensor
+
+from rewriter.ops import SequencePlan
+from rewriter.runtime import generate
+from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention, wire
+from rewriter.runtime.attention.visibility import Visibility
+
+MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
+
+
+def runtime(scale: Scale) -> Table:
+    table = Table(
+        "The runtime in one process", ("what", "dtype", "greatest errors", "× greatest", "× typical", "result")
+    )
+    cuda = scale.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as scratch:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=dist.FileStore(os.path.join(scratch, "store"), 1), rank=0, world_size=1
+        )
+        try:
+            mesh = torch.distributed.device_mesh.init_device_mesh(scale.device.type, (1,))
+            for attend in (attention2d, ring_attention, ulysses_attention):
+                table.attempt(attend.__name__, functools.partial(alone, scale, attend, mesh))
+            table.attempt("messages of a group of one", functools.partial(messages, scale))
+            for dtype in (torch.float32, torch.bfloat16):
+                table.attempt("emitted model, loss and gradients", functools.partial(trained, scale, dtype))
+            table.attempt("emitted model, greedy tokens", functools.partial(continued, scale))
+        finally:
+            dist.destroy_process_group()
+    return table
+
+
+def alone(scale: Scale, attend: Callable[..., Tensor], mesh: Any) -> Row:
+    case = Case("", Visibility(CAUSAL, scale.pick(1000, 40)), (1, 1))
+    given = [x.bfloat16() for x in inputs(case, scale.device)]
+    q, k, v, do = (x.clone().requires_grad_() for x in given)
+    o = attend(q, k, v, mesh)
+    found = [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+    factor = case.sizes[0] ** -0.5
+    exact = reference(*(x.double() for x in given), everything(case.seen, scale.device), factor)
+    cells, wrong = factors(found, library(*given, case.seen, factor), exact)
+    return ("bf16", *cells), wrong
+
+
+def messages(scale: Scale) -> Row:
+    """A gather and an all-to-all of packed tensors through the backend itself; those of attention need no messages."""
+    given = torch.randn(3, 5, device=scale.device).bfloat16(), torch.randn(3, device=scale.device)
+    message = wire.pack(given)
+    exchanged = torch.empty_like(message)
+    coming = wire.gather_start(given, dist.group.WORLD, "alone")
+    dist.all_to_all_single(exchanged, message)
+    back = [coming.wait()[0], wire.unpack(exchanged, given)]
+    same = all(torch.equal(a, b) for found in back for a, b in zip(found, given, strict=True))
+    return ("bytes", "–", "–", "–"), "" if same else "other bytes came back"
+
+
+def models(scale: Scale, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(transformers' model on the CPU, the emitted one on the device) with parameters of `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    from rewriter.emit.runtime_module import emit_runtime_module
+    from rewriter.trace import trace
+
+    source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
+    program = trace(MODEL)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "module.py")
+        path.write_text(emit_runtime_module(program), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("emitted", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["emitted"] = module
+        spec.loader.exec_module(module)
+    model = module.Model()
+    tensors = {name: torch.nn.Parameter(p.detach().clone()) for name, p in source.named_parameters()}
+    tensors |= {alias: tensors[name] for alias, name in dict(program.ties).items()}
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return source, model.to(scale.device).eval()
+
+
+def tokens(source: Any, rows: int, length: int) -> Tensor:
+    return torch.randint(source.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def trained(scale: Scale, dtype: torch.dtype) -> Row:
+    """Loss and gradients of the emitted model and of transformers on the device, against transformers' in fp64."""
+    source, emitted = models(scale, dtype)
+    ids = tokens(source, 2, scale.pick(256, 16))
+
+    def gradients(model: Any) -> list[Tensor]:
+        here = ids.to(next(model.parameters()).device)
+        loss = model(here, labels=here).loss
+        loss.backward()
+        return [loss.detach().view(1), *(p.grad for _, p in sorted(model.named_parameters()))]
+
+    found, beside, exact = (
+        [x.to(scale.device) for x in gradients(model)]
+        for model in (emitted, copy.deepcopy(source).to(scale.device), copy.deepcopy(source).double())
+    )
+    # over all parameters: of one small tensor the greatest error says little
+    flat = [[x[0].double(), torch.cat([g.double().flatten() for g in x[1:]])] for x in (found, beside, exact)]
+    (_, greatest, typical), wrong = factors([flat[0][1]], [flat[1][1]], [flat[2][1]])
+    loss = [float((x[0] - flat[2][0]).abs()) for x in flat[:2]]
+    return (short(dtype), f"loss {loss[0]:.1e}, transformers {loss[1]:.1e}", greatest, typical), wrong
+
+
+def continued(scale: Scale) -> Row:
+    """Greedy tokens of prompts of different lengths with the cache, as transformers continues each by itself."""
+    source, emitted = models(scale, torch.float32)
+    count = scale.pick(32, 4)
+    prompts = [tokens(source, 1, length)[0].tolist() for length in (3, 17)]
+    found = generate(emitted, prompts, count)
+    wanted = [
+        source.generate(torch.tensor([p]), max_new_tokens=count, do_sample=False, eos_token_id=None)[
+            0, len(p) :
+        ].tolist()
+        for p in prompts
+    ]
+    return ("fp32", f"{sum(map(len, found))} tokens", "–", "–"), "" if found == wanted else "other tokens"
+
+
+def on_ranks(scale: Scale) -> Table:
+    ranks = scale.pick(4, 2)
+    table = Table(
+        f"{ranks} ranks that share the device, gloo, causal, bf16",
+        ("plan", "greatest error of o dq dk dv", "× greatest", "× typical", "result"),
+    )
+    for plan in gpu_rank.plans(ranks):
+        table.attempt(str(plan), functools.partial(rank_row, scale, plan))
+    return table
+
+
+def rank_row(scale: Scale, plan: SequencePlan) -> Row:
+    case = Case("", Visibility(CAUSAL, scale.pick(1021, 37)), (1, 1), (8, 4))
+    given, factor = [x.bfloat16() for x in inputs(case, scale.device)], case.sizes[0] ** -0.5
+    exact = reference(*(x.double() for x in given), everything(case.seen, scale.device), factor)
+    found = gpu_rank.launch(plan, [x.cpu() for x in given], scale.device.type)
+    return factors([x.to(scale.device) for x in found], library(*given, case.seen, factor), exact)

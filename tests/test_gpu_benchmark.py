@@ -1,0 +1,96 @@
+"""benchmarks/gpu.py runs as a whole without a GPU, says what failed, and would notice a wrong tile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch):
+    """The module of the tiles' section."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_tiles
+
+    return gpu_tiles
+
+
+@pytest.fixture
+def scale(tiles):
+    from gpu_report import Scale
+
+    return Scale(torch.device("cpu"), True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_device_it_says_so() -> None:
+    ran = run()
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "no CUDA device" in ran.stderr
+
+
+def test_the_kernel_and_tiles_run_dry(tmp_path: Path) -> None:
+    ran = run("--cpu", "--only", "merge", "split", "--out", str(tmp_path / "page.md"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert page == ran.stdout.removesuffix("\n")
+    assert [line.split(" | ")[0] for line in page.splitlines() if line.endswith("| ok |")] == [
+        *("| 2", "| 4", "| 8"),
+        *("| 2 × 2", "| 2 × 3", "| 3 × 2", "| 4 × 2", "| 1 × 4"),
+    ]
+
+
+@pytest.mark.slow
+def test_everything_runs_dry() -> None:
+    ran = run("--cpu")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
+    assert len(rows) == 30 + 3 + 5 + 7 + 4
+
+
+def test_a_wrong_tile_fails_and_an_exception_is_a_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_report import Table
+
+    case = next(case for case in tiles.cases(scale) if case.name == "causal, 2 × 3, offset")
+    given, mask = tiles.inputs(case, scale.device), tiles.everything(case.seen, scale.device)
+    table = Table("tiles", ("case", "dtype", "errors", "greatest", "typical", "result"))
+
+    def attempt() -> None:
+        table.attempt(case.name, lambda: tiles.tile_row(case, given, mask, torch.bfloat16))
+
+    attempt()
+    assert (table.failed, table.rows[-1][-1]) == (0, "ok")
+    forward = tiles.tile_forward
+    for rows in (3, 4):  # one query's output is another's; a kernel that does not run
+
+        def wrong(*arguments: object, rows: int = rows) -> object:
+            if rows == 4:
+                raise RuntimeError("no kernel | for this")
+            o, lse = forward(*arguments)
+            return torch.cat([o[:, :, :rows], o[:, :, rows - 1 : rows], o[:, :, rows + 1 :]], 2), lse
+
+        monkeypatch.setattr(tiles, "tile_forward", wrong)
+        attempt()
+    assert table.failed == 2
+    assert table.rows[-2][-1] == "**above 2.0 or 1.5**"
+    assert table.rows[-1] == (case.name, "–", "–", "–", "–", "**RuntimeError: no kernel | for this**")
+    assert "no kernel \\| for this" in table.markdown()
+
+
+def test_how_many_scores_are_visible(tiles) -> None:
+    for queries, keys in ((tiles.Run(1, 2, 9), tiles.Run(0, 3, 6)), (tiles.Run(0, 1, 5), tiles.Run(3, 4, 7))):
+        seen = queries.positions()[:, None] >= keys.positions()[None]
+        assert tiles.count_visible(queries, keys) == int(seen.sum())
