@@ -79,7 +79,7 @@ class Case:
             return "KV gather"
         if heads == 1:
             return f"2D {rows}×{columns}{late}"
-        return f"heads {heads}, then " + (f"2D {rows}×{columns}{late}" if columns > 1 else f"KV gather {rows}")
+        return f"heads {heads}, " + (f"2D {rows}×{columns}{late}" if columns > 1 else f"KV gather {rows}")
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -380,7 +380,7 @@ def goals(found: Sequence[Result]) -> dict[str, bool]:
 
 def tables(found: Sequence[Result], tokens: int) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """(title, header, rows) for each number of ranks and heads."""
-    header = ["plan", "MB received", "counted", "on the wire", "peak MB"]
+    header = ["plan", "MB", "counted", "on wire", "peak MB"]
     for rate in RATES:
         header += [f"{rate}, s", "of ring's"]
     for ranks in sorted({r.case.ranks for r in found}):
@@ -456,7 +456,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to FILE too")
     options = parser.parse_args()
     tokens, rounds = (128, 1) if options.quick else (options.tokens, options.rounds)
-    console = Console(stderr=options.json, highlight=False)
+    console = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 120)
     # So that the namespaces go away when the benchmark is told to stop.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
