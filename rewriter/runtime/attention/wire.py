@@ -95,8 +95,12 @@ def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: st
     pack(mine, out=rows[own])
     others = size * (group.size() - 1)
     observe("wire", name, rows[own], group, others, others)
-    work = _all_gather(found, rows[own], group=group, async_op=True)
-    return Transfer([work], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
+    if found.is_cuda:
+        works = [_all_gather(found, rows[own], group=group, async_op=True)]
+    else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
+        peers = _peers(group)
+        works = _start(dict.fromkeys(peers, rows[own]), {p: rows[r] for p, r in peers.items()}, group)
+    return Transfer(works, lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
 
 
 def all_to_all_start(
@@ -118,15 +122,16 @@ def all_to_all_start(
     sent = pack([t for r, part in enumerate(parts) if r != own for t in part], [*dtypes] * (ranks - 1))
     received = torch.empty_like(sent)
     splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
+    leaving, arriving = sent.split(splits), received.split(splits)
     observe("wire", name, sent, group, sent.nbytes, sent.nbytes)
-    work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+    peers = _peers(group)
+    works = _start({p: leaving[r] for p, r in peers.items()}, {p: arriving[r] for p, r in peers.items()}, group)
     like = [torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(given, dtypes, strict=True)]
 
     def finish() -> list[Tensors]:
-        rows = received.split(splits)
-        return [tuple(parts[own]) if r == own else unpack(row, like) for r, row in enumerate(rows)]
+        return [tuple(parts[own]) if r == own else unpack(row, like) for r, row in enumerate(arriving)]
 
-    return Transfer([work], finish, (sent,))
+    return Transfer(works, finish, (sent,))
 
 
 def exchange_start(
@@ -141,21 +146,32 @@ def exchange_start(
 
     `wait` gives what arrived, or an empty tuple. All ranks that exchange at one time call this together.
     """
-    operations: list[dist.P2POp] = []
-    sent: Tensor | None = None
-    arriving: Tensor | None = None
-    if to is not None:
-        sent = pack(tensors)
-        operations.append(dist.P2POp(dist.isend, sent, to, group))
+    sends = {} if to is None else {to: pack(tensors)}
+    receives: dict[int, Tensor] = {}
     if source is not None:
         size = sum(math.prod(t.shape) * t.element_size() for t in like)
-        arriving = torch.empty(size, dtype=torch.uint8, device=like[0].device)
-        operations.append(dist.P2POp(dist.irecv, arriving, source, group))
-    there, here = 0 if sent is None else sent.nbytes, 0 if arriving is None else arriving.nbytes
-    if operations:
-        buffer = sent if sent is not None else arriving
-        assert buffer is not None
-        observe("wire", name, buffer, None, there, here)
-    works = dist.batch_isend_irecv(operations) if operations else []
-    like = tuple(like)
-    return Transfer(works, lambda: () if arriving is None else unpack(arriving, like), (sent, arriving))
+        receives[source] = torch.empty(size, dtype=torch.uint8, device=like[0].device)
+    buffers = [*sends.values(), *receives.values()]
+    if buffers:
+        observe("wire", name, buffers[0], None, *(sum(b.nbytes for b in way.values()) for way in (sends, receives)))
+    works, like = _start(sends, receives, group), tuple(like)
+    return Transfer(works, lambda: () if source is None else unpack(receives[source], like), (buffers,))
+
+
+def _peers(group: ProcessGroup) -> dict[int, int]:
+    """{global rank: rank in `group`} of the others, the next one first, so that each is some rank's first."""
+    members, own = dist.get_process_group_ranks(group), group.rank()
+    ranks = [(own + step) % len(members) for step in range(1, len(members))]
+    return {members[r]: r for r in ranks}
+
+
+def _start(sends: dict[int, Tensor], receives: dict[int, Tensor], group: ProcessGroup | None) -> list[Any]:
+    """Begin messages to and from global ranks: receives first.
+
+    Gloo tells the sender of a receive on the connection on which it sends. Said after a send has begun, that waits
+    until all of its bytes are out, and only then the other direction begins: two ranks that exchange messages would
+    take twice as long as their link does. (Its own all-to-all sends first.)
+    """
+    operations = [dist.P2POp(dist.irecv, buffer, rank, group) for rank, buffer in receives.items()]
+    operations += [dist.P2POp(dist.isend, buffer, rank, group) for rank, buffer in sends.items()]
+    return dist.batch_isend_irecv(operations) if operations else []
