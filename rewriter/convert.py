@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rewriter.analysis.sequence import sequence_plan
+from rewriter.analysis.sequence import bytes_per_token, sequence_plan
 from rewriter.apply import apply_recipe, check_bound, load_recipe
 from rewriter.calibrate import calibrate
 from rewriter.collector import collector_paused
@@ -232,7 +232,11 @@ def check_free(out: Path) -> None:
 
 
 def communication(program: Program) -> dict[str, Any]:
-    """Collectives of a forward pass as `rewrite inspect` counts them; empty where nothing is communicated."""
+    """Collectives of a forward pass as `rewrite inspect` counts them; empty where nothing is communicated.
+
+    Where tokens are sharded also what attention sends, forward and backward: bytes of a rank for each token that it
+    holds, in all layers together.
+    """
     from rewriter.analysis.communication import by_place, collectives, summary
 
     found = collectives(program)
@@ -245,6 +249,10 @@ def communication(program: Program) -> dict[str, Any]:
         "hidden behind computation": blocks.hidden if blocks else 0,
         "other collectives": total.collectives - (blocks.collectives if blocks else 0),
         "bytes per token": total.bytes_per_token,
+        **{
+            f"attention {when}": {"bytes per token of a rank": sum(sizes.values()), **sizes}
+            for when, sizes in bytes_per_token(program).items()
+        },
     }
 
 

@@ -61,6 +61,8 @@ def _plan(plan: SequencePlan) -> dict[str, Any]:
 
 
 def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
+    from rewriter.analysis.sequence_bytes import travels
+
     return {
         **_plan(cost.plan),
         "chosen": cost.plan == chosen,
@@ -73,18 +75,8 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
         "seconds_backward": cost.times.backward,
         "seconds_compute": cost.times.compute,
         "times_lower_bound": cost.distance,
-        "note": _what(cost.plan) + ("" if cost.fits else "; does not fit the device's memory"),
+        "note": travels(cost.plan) + ("" if cost.fits else "; does not fit the device's memory"),
     }
-
-
-def _what(plan: SequencePlan) -> str:
-    heads, rows, columns = plan.grid
-    if plan.kind == "ring":
-        return "keys and values go round"
-    if rows * columns == 1:
-        return "heads exchanged"
-    plane = "keys and values gathered" if columns == 1 else "queries gathered" if rows == 1 else f"{rows} × {columns}"
-    return plane if heads == 1 else f"heads exchanged, {plane}"
 
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:

@@ -183,6 +183,7 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
         *("", "plan", *right[1:], "what travels"),
         right=right,
     )
+    table.columns[1].no_wrap = True  # narrow terminals break the other columns
     kinds: set[str] = set()
     for place, plan in enumerate(found["plans"], 1):
         if place <= _PLANS_SHOWN or plan["kind"] not in kinds or plan["chosen"]:

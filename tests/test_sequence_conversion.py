@@ -77,8 +77,8 @@ def test_the_output_says_how_tokens_lie_on_ranks(grid: Path) -> None:
     assert {p.name: p.options for p in manifest.passes}["sequence_parallel"]["grid"] == [1, 2, 2]
     card = (grid / "README.md").read_text()
     assert "Sharded, on 4 ranks" in card
-    assert "q in the row 2,304, kv in the column 2,304" in card
-    assert "(attention2d,\nheads × rows × columns 1×2×2)" in card
+    assert "q in rows of 2, kv in columns of 2" in card
+    assert "attention2d 1×2×2" in card
     assert "torchrun --nproc-per-node 4" in card
 
 
@@ -136,8 +136,8 @@ def on_ranks(group: Any, directory: str, batches: list[torch.Tensor]) -> list[di
 
 def test_the_ranks_of_a_grid_compute_what_the_source_does(grid: Path, original: PreTrainedModel) -> None:
     batches = [batch(length) for length in LENGTHS]
-    note = next(p for p in read_manifest(grid).passes if p.name == "sequence_parallel").notes[0]
-    told = int(re.match(r"forward, .* sends up to ([\d,]+) bytes", note)[1].replace(",", ""))
+    report = api.convert(TINY, "attention2d", sp=4, set=GRID, dry_run=True, out="nowhere")
+    told = report.communication["attention forward"]["bytes per token of a rank"]
     ranks = run_ranks(on_ranks, 4, str(grid), batches)
     for case, ids in enumerate(batches):
         with torch.no_grad():

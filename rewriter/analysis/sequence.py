@@ -11,7 +11,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
-from rewriter.analysis.sequence_bytes import AttentionShape
+from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
 from rewriter.program import Body, Module, Program, args_of
 
 AXIS = "sp"
@@ -67,6 +67,23 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
 
 
+def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
+    """{"forward" | "backward": {message: bytes}}: what attention of all layers sends per token that a rank holds.
+
+    Of a rank that sends most, in the model's dtype. Empty where every rank has all tokens.
+    """
+    plan = sequence_plan(program)
+    if plan is None:
+        return {}
+    local = local_tokens(plan, plan.multiple)
+    found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for shape in attention_shapes(program):
+        for message in messages(plan, shape, plan.multiple, slowest(plan)):
+            when = "backward" if message.backward else "forward"
+            found[when][message.name] += shape.layers * message.nbytes // local
+    return {when: dict(sizes) for when, sizes in found.items()}
+
+
 def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     """(query heads, key/value heads) that a rank of `ranks` holds: of the latter, those that its query heads read."""
     own, groups = q_heads // ranks, q_heads // kv_heads
@@ -78,4 +95,4 @@ def _sizes(node: fx.Node) -> Mapping[int, int]:
     return {1: int(value.shape[1]), 3: int(value.shape[3])}
 
 
-__all__ = ["AXIS", "attention_shapes", "attentions", "local_heads", "sequence_plan"]
+__all__ = ["AXIS", "attention_shapes", "attentions", "bytes_per_token", "local_heads", "sequence_plan"]

@@ -84,6 +84,19 @@ class Message:
     results: bool = False
 
 
+def travels(plan: SequencePlan) -> str:
+    """What the ranks of a plan send each other, in words."""
+    heads, rows, columns = plan.grid
+    if plan.kind == "ring":
+        return "kv go round"
+    sent = ["heads exchanged"] if heads > 1 else []
+    if columns > 1:
+        sent.append(f"q in rows of {columns}")
+    if rows > 1:
+        sent.append(f"kv in columns of {rows}")
+    return ", ".join(sent)
+
+
 def local_tokens(plan: SequencePlan, tokens: int) -> int:
     """n: the tokens that each rank holds of a sequence of `tokens`, with padding."""
     return max(1, -(-tokens // plan.multiple)) * plan.multiple // plan.ranks

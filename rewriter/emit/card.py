@@ -8,7 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from rewriter.analysis.sequence_bytes import travels
 from rewriter.emit.manifest import Lanes, Manifest, mesh_name, ranks_of
+from rewriter.ops import SequencePlan
 
 
 def model_card(manifest: Manifest, source: Path | None = None) -> str:
@@ -95,11 +97,12 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     plan = manifest.runtime[mesh_name(manifest.mesh)].sequence
     if plan is None:
         return []
-    grid = "×".join(map(str, plan.grid))
+    used = SequencePlan(**plan.model_dump())
     return [
         "",
-        f"Each of {manifest.mesh['sp']} ranks holds part of the tokens of a sequence, and attention ({plan.kind},",
-        f"heads × rows × columns {grid}) is exact over all of them. Every rank passes whole sequences:",
+        f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention is exact over all of them,",
+        f"as {used} (heads × rows × columns): {travels(used)}.",
+        "Every rank passes whole sequences:",
         "",
         "```python",
         "# torchrun --nproc-per-node " + f"{ranks} train.py",

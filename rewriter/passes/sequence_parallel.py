@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +10,6 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, sequence_plan
-from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
 from rewriter.analysis.sequence_plans import Setting, choose
 from rewriter.analysis.tokens import check_tokens
 from rewriter.errors import RewriterError
@@ -66,9 +64,8 @@ class SequenceParallel:
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
         summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
         return record(
-            program, self, summary, _traffic(plan, shapes),
-            graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan)),
-        )  # fmt: skip
+            program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
+        )
 
 
 def check_attention(program: Program) -> None:
@@ -89,23 +86,6 @@ _NEXT = "Rewrite this model without it: --sp 1"
 def _mask(node: fx.Node) -> str:
     mask: Any = node.kwargs["mask"]
     return str(mask.kind)
-
-
-def _traffic(plan: ops.SequencePlan, shapes: Sequence[AttentionShape]) -> tuple[str, ...]:
-    """What attention sends in all layers together, forward and backward, per token that a rank holds."""
-    local, notes = local_tokens(plan, plan.multiple), []
-    for backward in (False, True):
-        sizes: Counter[str] = Counter()
-        for shape in shapes:
-            for message in messages(plan, shape, plan.multiple, slowest(plan)):
-                if message.backward == backward:
-                    sizes[message.name] += shape.layers * message.nbytes // local
-        when, parts = ("backward" if backward else "forward"), ", ".join(f"{name} {n:,}" for name, n in sizes.items())
-        notes.append(
-            f"{when}, with {8 * shapes[0].dtype_bytes}-bit elements, attention on a rank sends up to "
-            f"{sizes.total():,} bytes for each of its tokens: {parts}"
-        )
-    return tuple(notes)
 
 
 def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
