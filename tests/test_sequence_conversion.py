@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from emitted import assert_clean
 from ranks import RankError, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -188,6 +190,41 @@ def test_loading_names_what_does_not_fit(ring: Path, tmp_path: Path) -> None:
         run_ranks(load_here, 4, str(tmp_path / "out"))
     with pytest.raises(RewriterError, match="Start this program with torchrun"):
         api.load(ring, dp=2)
+
+
+def on_lines(group: Any, blocks: list[str], directory: str, ids: torch.Tensor) -> dict[str, Any]:
+    """What the README's lines for ranks compute."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    os.environ |= {"RANK": str(group.rank()), "WORLD_SIZE": str(group.size())}  # as torchrun does
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 21, 16, generator=random) for heads in (4, 2, 2))
+    names: dict[str, Any] = {"input_ids": ids, "q_BHSD": q, "k_BHSD": k, "v_BHSD": v}
+    exec(blocks[0].replace('"out"', repr(directory)), names)
+    loss = names["loss"].detach()
+    trained = names["model"](ids, labels=ids).loss.detach()
+    exec(blocks[1], names)
+    with sdpa_kernel(SDPBackend.MATH):
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    own = whole[:, :, group.rank() :: 4]
+    error = (names["o"][:, :, : own.shape[2]] - own).abs().max()
+    logits = names["logits"].detach()
+    return {"loss": loss, "trained": trained, "logits": logits, "local": names["own"].shape[1], "attention": error}
+
+
+def test_the_lines_of_the_readme_for_ranks(grid: Path, original: PreTrainedModel) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.partition("## Long sequences")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    ids = batch(21)
+    with torch.no_grad():
+        expected = original(ids, labels=ids)
+    for rank in run_ranks(on_lines, 4, blocks, str(grid), ids):
+        assert relative_error(rank["logits"].float(), expected.logits) <= 0.02  # bf16
+        assert relative_error(rank["loss"], expected.loss) <= 0.005
+        assert rank["trained"] < 0.9 * rank["loss"]
+        assert rank["local"] in (5, 6)
+        assert rank["attention"] <= 1e-6
 
 
 # What is refused
