@@ -43,6 +43,7 @@ def functions():
     return {
         "square": functools.partial(attention2d, mesh=square),
         "overlapped": functools.partial(attention2d, mesh=square, overlap=True),
+        "row": functools.partial(attention2d, mesh=sequence_mesh("cpu", (1, 1, 4))),
         "heads-first": functools.partial(attention2d, mesh=heads_first),
         "ring": functools.partial(ring_attention, mesh=line),
     }
