@@ -74,7 +74,9 @@ def strided(function, tensors, expected, rank):
         return torch.stack([x, torch.full_like(x, torch.nan)], dim).select(dim, 0)
 
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    return all(same(attended(function, *x), expected) for x in (turned, [view(x, 4) for x in tensors]))
+    views = [view(x, 4) for x in tensors]
+    held = [same(attended(function, *x), expected) for x in (turned, views)]  # both, or ranks fall out of step
+    return all(held)
 
 
 def expanded_gradient(function, tensors, expected, rank):
@@ -86,11 +88,11 @@ def expanded_gradient(function, tensors, expected, rank):
 
 def few_gradients(function, tensors, expected, rank):
     """Where only some of q, k, v need one, the others' messages still arrive."""
+    held = []
     for needing in ("q", "k", "v", "qv"):
         wanted = [x if name in needing else None for name, x in zip("qkv", expected[1:], strict=True)]
-        if not same(attended(function, *tensors, needing)[1:], wanted):
-            return False
-    return True
+        held.append(same(attended(function, *tensors, needing)[1:], wanted))
+    return all(held)
 
 
 def without_gradients(function, tensors, expected, rank):
@@ -98,7 +100,7 @@ def without_gradients(function, tensors, expected, rank):
     with torch.no_grad():
         plain = function(*qkv)
     with torch.inference_mode():
-        return torch.equal(plain, expected[0]) and torch.equal(function(*qkv), expected[0])
+        return all(torch.equal(o, expected[0]) for o in (plain, function(*qkv)))
 
 
 def after_an_error(function, tensors):
