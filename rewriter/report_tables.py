@@ -169,6 +169,8 @@ def _place(traffic: Mapping[str, Any] | None) -> str:
 # --- plans for sharded tokens ----------------------------------------------------------------------------------------
 
 _PLANS_SHOWN = 8
+_BYTES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
 def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
@@ -177,52 +179,69 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
         f"{a['layers']} layers of {a['q_heads']}:{a['kv_heads']} heads{' with a window' if a['window'] else ''}"
         for a in found["attention"]
     )
-    right = ("", "bytes forward", "backward", "memory", "time forward", "backward ", "waiting", "× bound")
-    table = _table(
-        f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most",
-        *("", "plan", *right[1:], "what travels"),
-        right=right,
-    )
-    table.columns[1].no_wrap = True  # narrow terminals break the other columns
     kinds: set[str] = set()
+    shown: list[tuple[int, Mapping[str, Any]]] = []
     for place, plan in enumerate(found["plans"], 1):
         if place <= _PLANS_SHOWN or plan["kind"] not in kinds or plan["chosen"]:
-            table.add_row(f"{place}", *_plan_cells(plan), style="bold" if plan["chosen"] else "")
+            shown.append((place, plan))
         kinds.add(plan["kind"])
+    # one unit a column, so that rows can be compared and a narrow terminal breaks cells at the sign
+    traffic = _unit(min(min(p["bytes_forward"], p["bytes_backward"]) for _, p in shown), _BYTES)
+    memory = _unit(min(p["memory_saved"] for _, p in shown), _BYTES)
+    time = _unit(min(min(p["seconds_forward"], p["seconds_backward"]) for _, p in shown), _SECONDS)
+    right = ("", f"sent, {traffic[1]}", f"memory, {memory[1]}", f"time, {time[1]}", "waiting", "× bound")
+    table = _table(
+        f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most",
+        *("", "plan", *right[1:]),
+        right=right,
+    )
+    table.columns[1].no_wrap = True
+    for place, plan in shown:
+        forward, backward = plan["seconds_forward"], plan["seconds_backward"]
+        table.add_row(
+            f"{place}",
+            escape(plan["name"]),
+            _sum(traffic, plan["bytes_forward"], plan["bytes_backward"]),
+            _sum(memory, plan["memory_saved"], plan["memory_live"]) + ("" if plan["fits"] else " !"),
+            _sum(time, forward, backward),
+            _sum(time, forward + backward - plan["seconds_compute"]),
+            f"{plan['times_lower_bound']:.2f}",
+            style="bold" if plan["chosen"] else "",
+        )
     bound, fabric = found["lower_bound"], found["fabric"]
     table.caption_justify = "left"
     table.caption = (
-        f"{heads}. Memory: kept for backward + needed at the peak of one layer. Time on {fabric['device']['name']}, "
+        f"{heads}. A grid is heads × rows × columns: heads are exchanged, then queries travel in rows, keys and values "
+        f"in columns. Sent and time: forward + backward. Memory: kept for backward + needed at the peak of one layer. "
+        f"Waiting: time beyond arithmetic. Time on {fabric['device']['name']}, "
         f"{fabric['node']} per node, {fabric['inside']['bandwidth'] / 1e9:.0f} GB/s inside and "
         f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
         f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
     )
     said = [*found["notes"], *(_refused(entry) for entry in found["refused"])]
     chosen = found["chosen"]["name"]
+    if not all(plan["fits"] for _, plan in shown):
+        said.insert(0, "! More than the device's memory.")
     said.insert(0, f"Chosen: {chosen}." if found["applied"] else f"Best: {chosen}. No recipe applies it here.")
     return [table, Text("\n".join(said))]
 
 
-def _plan_cells(plan: Mapping[str, Any]) -> list[str]:
-    waiting = plan["seconds_forward"] + plan["seconds_backward"] - plan["seconds_compute"]
-    return [
-        escape(plan["name"]),
-        size(plan["bytes_forward"]),
-        size(plan["bytes_backward"]),
-        f"{size(plan['memory_saved'])} + {size(plan['memory_live'])}",
-        *(_seconds(t) for t in (plan["seconds_forward"], plan["seconds_backward"], waiting)),
-        f"{plan['times_lower_bound']:.2f}",
-        escape(plan["note"]),
-    ]
+def _unit(least: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """(factor, name) of the largest of `units`, which are in falling order, that `least` reaches; else the smallest."""
+    *_, smallest = units
+    name = next((n for n, factor in units.items() if least >= factor), smallest)
+    return units[name], name
+
+
+def _sum(unit: tuple[float, str], *terms: float) -> str:
+    """Terms in a unit, with three digits at least."""
+    numbers = [term / unit[0] for term in terms]
+    return " + ".join(f"{n:,.{0 if n >= 99.5 else 1 if n >= 9.95 else 2}f}" for n in numbers)
 
 
 def _refused(entry: Mapping[str, Any]) -> str:
     grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
     return f"Not possible: {entry['reason']} (grid {grids})."
-
-
-def _seconds(time: float) -> str:
-    return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.3g} ms"
 
 
 def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
@@ -261,7 +280,7 @@ def amount(number: int) -> str:
 
 def size(number: int) -> str:
     """Bytes with a decimal unit."""
-    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= 10 * unit or (number >= unit and number % unit):
+    for name, unit in _BYTES.items():
+        if unit > 1 and (number >= 10 * unit or (number >= unit and number % unit)):
             return f"{number / unit:,.2f} {name}"
     return f"{number:,} B"

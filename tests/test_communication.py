@@ -164,6 +164,8 @@ def compare_over_tokens(family: str, recipe: str) -> None:
         received: Counter[str] = Counter()
         for kind, name, _, size in events:
             received[name] += size if kind == "wire" else 0
+        # whether ranks were given the same: four numbers of each of five inputs, whatever their size
+        assert received.pop("agreement") == (plan.ranks * RANKS - 1) * 5 * 4 * 8
         assert received.pop("tokens") == (plan.ranks - 1) * own * logits
         planned = [wire_bytes(plan, replace(s, batch=BATCH), LENGTH, rank // RANKS).forward for s in shapes]
         assert sum(received.values()) == sum(s.layers * size for s, size in zip(shapes, planned, strict=True)) > 0

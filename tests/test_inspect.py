@@ -203,11 +203,17 @@ def test_plans_that_heads_forbid_are_named() -> None:
 
 def test_the_table_says_what_the_json_says() -> None:
     console = Console(width=220, file=io.StringIO(), force_terminal=False)
-    console.print(inspect(zoo.config("qwen3"), "ring-attention", 1, sp=3, tokens=500))
+    inspection = inspect(zoo.config("qwen3"), "ring-attention", 1, sp=3, tokens=500)
+    console.print(inspection)
+    found = inspection.data["sequence"]
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tokens over 3 × 1 rank, recipe: ring-attention" in text
     assert "Attention over 3 ranks, 500 tokens" in text
     assert "Chosen: ring 1×3×1" in text
+    ring = " ".join(next(line for line in text.splitlines() if line.startswith("5  ring 1×3×1 overlapped")).split())
+    (row,) = (plan for plan in found["plans"] if plan["chosen"])
+    assert f"{row['bytes_forward'] / 1e3:,.0f} + {row['bytes_backward'] / 1e3:,.0f}" in ring
+    assert f"{row['seconds_forward'] * 1e6:.3g} + {row['seconds_backward'] * 1e6:.3g}" in ring
     assert "Not possible: heads=3 does not divide 4 query heads (grid 3×1×1)." in text
     assert "A rank computes and caches one in 3 tokens." in text
 
