@@ -2,8 +2,8 @@
 
     results = run_ranks(function, 4, argument)      # function(group, argument) on each; results by rank
 
-Processes come from a fork server that has imported torch once, so a call costs a fraction of a second and starts
-clean.
+Processes come from a fork server that has imported torch and what else modules of tests import, once, so a call costs
+a fraction of a second and starts clean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "rewriter.runtime"])
+_context.set_forkserver_preload(["rewriter.runtime", "transformers.modeling_utils", "hypothesis", "pytest"])
 
 
 class RankError(AssertionError):
