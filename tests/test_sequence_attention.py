@@ -298,3 +298,8 @@ def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
     row = torch.empty(2, message.numel() + 1, dtype=torch.uint8)[1]  # of a gather's buffer, at an odd byte
     assert wire.pack(dealt, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
     assert torch.equal(row[1:], message)
+
+
+def test_a_mesh_without_a_process_group_says_what_to_call():
+    with pytest.raises(RewriterError, match=r"no process group.*torchrun.*init_process_group\("):
+        sequence_mesh("cpu", (1, 2, 2))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from emitted import assert_clean
 from ranks import RankError, run_ranks
@@ -192,6 +193,17 @@ def test_loading_names_what_does_not_fit(ring: Path, tmp_path: Path) -> None:
         api.load(ring, dp=2)
 
 
+def as_torchrun(group: Any) -> dist.Store | None:
+    """Leave the process group: what follows finds what torchrun gives it, and has to make its own."""
+    store = None if group.rank() else dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = [None if store is None else store.port]
+    dist.broadcast_object_list(port, 0)
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port[0]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store
+
+
 def on_lines(group: Any, blocks: list[str], directory: str, ids: torch.Tensor) -> dict[str, Any]:
     """What the README's lines for ranks compute."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -203,10 +215,12 @@ def on_lines(group: Any, blocks: list[str], directory: str, ids: torch.Tensor) -
     exec(blocks[0].replace('"out"', repr(directory)), names)
     loss = names["loss"].detach()
     trained = names["model"](ids, labels=ids).loss.detach()
+    rank = group.rank()
+    store = as_torchrun(group)  # noqa: F841 the ranks meet there
     exec(blocks[1], names)
     with sdpa_kernel(SDPBackend.MATH):
         whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    own = whole[:, :, group.rank() :: 4]
+    own = whole[:, :, rank::4]
     error = (names["o"][:, :, : own.shape[2]] - own).abs().max()
     logits = names["logits"].detach()
     return {"loss": loss, "trained": trained, "logits": logits, "local": names["own"].shape[1], "attention": error}

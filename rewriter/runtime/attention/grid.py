@@ -25,9 +25,14 @@ def sequence_mesh(
     """The mesh over all processes for a grid of (heads, rows, columns): dimensions "dp", "heads", "columns", "rows",
     "tp".
 
-    Tensor-parallel ranks are neighbours, then the ranks of a column of the grid. Raises RewriterError if the number of
-    processes is not the product.
+    Tensor-parallel ranks are neighbours, then the ranks of a column of the grid. Raises RewriterError if there is no
+    process group yet, or if the number of processes is not the product.
     """
+    if not dist.is_initialized():
+        raise RewriterError(
+            "sequence_mesh: there is no process group. Start the program with torchrun, and first call "
+            'torch.distributed.init_process_group("gloo"), or on GPUs ("nccl", device_id=…)'
+        )
     heads, rows, columns = grid
     shape = (data_parallel, heads, columns, rows, tensor_parallel)
     needed, world = int(torch.tensor(shape).prod()), dist.get_world_size()
