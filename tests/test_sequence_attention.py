@@ -16,6 +16,7 @@ from attention_cases import (
     PLANS,
     Case,
     chosen,
+    on_rank,
     possible,
     reference,
     relative,
@@ -31,7 +32,7 @@ from rewriter.analysis.sequence_bytes import AttentionShape, impossible
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention, wire
+from rewriter.runtime.attention import attention2d, ring_attention, tiles, ulysses_attention, wire
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention
@@ -303,3 +304,32 @@ def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
 def test_a_mesh_without_a_process_group_says_what_to_call():
     with pytest.raises(RewriterError, match=r"no process group.*torchrun.*init_process_group\("):
         sequence_mesh("cpu", (1, 2, 2))
+
+
+# --- what kernels on other devices need, seen on this one ---
+
+
+def addresses(group):
+    """Where the q, k, v, o and do that kernels read in place lie, modulo the 16 bytes that CUDA reads at a time."""
+    found = []
+
+    def watched(kernel):
+        def call(*given):
+            whole = [x for x in given if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point()]
+            found.extend(x.data_ptr() % 16 for x in whole if x.is_contiguous())
+            return kernel(*given)
+
+        return call
+
+    for name in ("kernel_forward", "kernel_backward"):
+        setattr(tiles, name, watched(getattr(tiles, name)))
+    plans = [grid(1, 2, 2), grid(1, 2, 2, overlap=True), grid(1, 1, 4, overlap=True), grid(1, 4, 1), ring(4)]
+    on_rank(group, [Case(plan, (9, 3), 28, dtype=torch.bfloat16, head_dim=8, batch=1) for plan in plans])
+    return found
+
+
+def test_kernels_read_at_multiples_of_16_bytes():
+    """Nine heads of seven tokens on a rank: what follows their log-sum-exps in a message begins elsewhere."""
+    for found in run_ranks(addresses, 4):
+        assert found
+        assert not any(found)

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rewriter.runtime.attention.grid import DIMENSIONS
-
-
-def flattened(mesh: DeviceMesh | None, names: Sequence[str], name: str) -> DeviceMesh | None:
-    """Those dimensions `names` that `mesh` has as one called `name`, the first slowest; None where that is one rank.
-
-    It exists because a reduction over several dimensions wants one group, for which DeviceMesh has no public method
-    yet. Every rank of the mesh calls it.
-    """
-    present = tuple(n for n in names if mesh is not None and n in (mesh.mesh_dim_names or ()) and mesh[n].size() > 1)
-    if mesh is None or not present:
-        return None
-    return mesh[present[0]] if len(present) == 1 else mesh[present]._flatten(name)
+from rewriter.runtime.attention.grid import DIMENSIONS, flattened
 
 
 @dataclass(frozen=True)

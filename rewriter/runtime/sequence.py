@@ -26,10 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.errors import RewriterError
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention import decode, layout, sequence_op
-from rewriter.runtime.attention.grid import DIMENSIONS, Grid
+from rewriter.runtime.attention.grid import DIMENSIONS, Grid, flattened
 from rewriter.runtime.attention.layout import Run
 from rewriter.runtime.attention.wire import gather_start
-from rewriter.runtime.replicas import flattened
 
 if TYPE_CHECKING:
     from rewriter.runtime.context import Context

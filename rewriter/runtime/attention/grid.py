@@ -7,6 +7,7 @@ of the paper (arXiv 2503.15758, section 3.2). `sequence_mesh` makes one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,18 @@ def sequence_mesh(
     return init_device_mesh(device_type, shape, mesh_dim_names=("dp", *DIMENSIONS, "tp"))
 
 
+def flattened(mesh: DeviceMesh | None, names: Sequence[str], name: str) -> DeviceMesh | None:
+    """Those dimensions `names` that `mesh` has as one called `name`, the first slowest; None where that is one rank.
+
+    It exists because a reduction over several dimensions wants one group, for which DeviceMesh has no public method
+    yet. Every rank of the mesh calls it.
+    """
+    present = tuple(n for n in names if mesh is not None and n in (mesh.mesh_dim_names or ()) and mesh[n].size() > 1)
+    if mesh is None or not present:
+        return None
+    return mesh[present[0]] if len(present) == 1 else mesh[present]._flatten(name)
+
+
 @dataclass(frozen=True)
 class Grid:
     """This rank's place in the grid, and its groups.
@@ -51,7 +64,8 @@ class Grid:
     rank: its place a · r · c + j · r + i in the flattened sequence axis.
     plane: global ranks of the r × c ranks with the same heads, in the order of their cyclic class i + r · j.
     by_heads: the ranks with the same (i, j), which exchange heads. in_row: the same (a, i), which gather queries.
-    in_column: the same (a, j), which gather keys and values. None for a group of one rank.
+    in_column: the same (a, j), which gather keys and values. None for a group of one rank. in_plane: the same a, among
+    which keys and values change places; None where there is one row or one column, and nothing moves.
     """
 
     heads: int
@@ -64,6 +78,7 @@ class Grid:
     by_heads: ProcessGroup | None
     in_row: ProcessGroup | None
     in_column: ProcessGroup | None
+    in_plane: ProcessGroup | None = None
 
     @property
     def ranks(self) -> int:
@@ -93,6 +108,8 @@ class Grid:
         where = {name: mesh.get_local_rank(name) if name in names else 0 for name in DIMENSIONS}
         sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
         groups = {name: mesh.get_group(name) if sizes[name] > 1 else None for name in DIMENSIONS}
+        moves = sizes["rows"] > 1 and sizes["columns"] > 1
+        plane = flattened(mesh, [n for n in names if n in ("columns", "rows")], "plane") if moves else None
         return cls(
             sizes["heads"],
             sizes["rows"],
@@ -104,6 +121,7 @@ class Grid:
             groups["heads"],
             groups["columns"],
             groups["rows"],
+            None if plane is None else plane.get_group(),
         )
 
 

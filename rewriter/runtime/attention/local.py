@@ -6,7 +6,7 @@ PyTorch has no public function that takes and returns the log-sum-exp on every d
 | device | dtype | mask | operator |
 |---|---|---|---|
 | CPU | all | any | `_scaled_dot_product_flash_attention_for_cpu` |
-| CUDA | fp16, bf16 | causal, full | `_scaled_dot_product_flash_attention` |
+| CUDA, from sm_80 on | fp16, bf16 | causal, full | `_scaled_dot_product_flash_attention` |
 | CUDA | fp32, and what the above does not take | any | `_scaled_dot_product_efficient_attention` |
 
 They disagree where queries and keys differ in number under a causal mask (top-left on CPU, bottom-right in
@@ -28,6 +28,7 @@ from rewriter.runtime.attention.merge import accumulation_dtype
 aten = torch.ops.aten
 
 _FLASH_HEAD_SIZE = 256  # the widest head of FlashAttention on CUDA
+_FLASH_DEVICE = (8, 0)  # the least compute capability that it runs on
 _ALIGNED = 8  # elements: CUDA kernels read rows of heads in vectors of 16 bytes
 _ALIGNED_LSE = 32  # the memory-efficient kernel's backward wants rows of log-sum-exps of a multiple of this
 _ALIGNED_BIAS = 16  # elements: the distance of rows of a mask, as scaled_dot_product_attention pads it
@@ -158,13 +159,18 @@ def _kernel(q: Tensor, bias: Tensor | None) -> str:
     """cpu | flash | efficient."""
     if q.device.type == "cpu":
         return "cpu"
-    if q.device.type != "cuda" or q.dtype == torch.float64:
+    check_kernels(q)
+    half = q.dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(q.device) >= _FLASH_DEVICE
+    return "flash" if half and bias is None and q.shape[-1] <= _FLASH_HEAD_SIZE else "efficient"
+
+
+def check_kernels(q: Tensor) -> None:
+    """Raises RewriterError where q's device has no kernel for its dtype."""
+    if q.device.type not in ("cpu", "cuda") or (q.device.type == "cuda" and q.dtype == torch.float64):
         raise RewriterError(
             f"attention over several ranks: no kernel returns log-sum-exps for {q.dtype} on {q.device.type}. Use fp32, "
             "bf16 or fp16 on CUDA, or any of them and fp64 on CPU"
         )
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return "flash" if half and bias is None and q.shape[-1] <= _FLASH_HEAD_SIZE else "efficient"
 
 
 def _width(q: Tensor, v: Tensor) -> int:

@@ -66,7 +66,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); see `rewriter.runtime.attention.call`. Alg. 8."""
     grid, dtype, row, column = call.grid, q_BHSD.dtype, Line.row(call.grid), Line.column(call.grid)
-    own = lse_BHS, do_BHSE, q_BHSD, o_BHSE
+    own = do_BHSE, q_BHSD, o_BHSE, lse_BHS
     blocks = row.blocks(own, "overlapped.q")
     next(blocks)
     own_dq, own_dk, own_dv = (_zeros(x) for x in (q_BHSD, k_kept, v_kept))
@@ -121,8 +121,8 @@ def _partial_output(q_BHSD: Tensor, gathered: list[tuple[int, Tensors]], j: int,
 
 
 def _add_gradients(block: Tensors, kv: Tensors, into: Gradients, j: int, i: int, call: Call) -> None:
-    """Add what the queries (lse, do, q, o) of column j give with the keys of row i."""
-    lse, do, q, o = block
+    """Add what the queries (do, q, o, lse) of column j give with the keys of row i."""
+    do, q, o, lse = block
     k, v = kv
     tile_backward(do, q, k, v, o, lse, *_runs(call.grid, j, i, q.shape[2]), call.seen, call.scale, into)
 

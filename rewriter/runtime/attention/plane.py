@@ -106,7 +106,7 @@ def _exchanged(tensors: Sequence[Tensor], grid: Grid, to: int, source: int, name
     """`to` and `source` are places in the plane."""
     if not moves(grid):
         return tuple(tensors)
-    arrived = exchange_start(tensors, grid.plane[to], tensors, grid.plane[source], name).wait()
+    arrived = exchange_start(tensors, grid.plane[to], tensors, grid.plane[source], name, grid.in_plane).wait()
     return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
 
 

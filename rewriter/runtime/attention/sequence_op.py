@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskKind, MaskSpec, SequencePlan
@@ -26,6 +27,7 @@ from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
+from rewriter.runtime.attention.local import check_kernels
 from rewriter.runtime.attention.tiles import accumulation_dtype
 from rewriter.runtime.attention.visibility import Visibility
 
@@ -73,8 +75,17 @@ def register(plan: SequencePlan, grid: Grid) -> str:
     by_heads = (grid.rank,) if grid.by_heads is None else tuple(dist.get_process_group_ranks(grid.by_heads))
     place = f"{grid.head_index} {grid.row} {grid.column} {by_heads} {grid.plane}"
     key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
+    if grid.in_plane is not None and key not in _axes:
+        _connect(grid.in_plane)
     _axes[key] = Axis(grid, plan)
     return key
+
+
+def _connect(group: ProcessGroup) -> None:
+    """NCCL connects a group in its first call, in which all ranks must take part: where keys and values change places,
+    those whose own stay send nothing."""
+    if dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
 def axis(key: str) -> Axis:
@@ -108,6 +119,7 @@ def check(
         raise RewriterError(f"{name}: {shapes}; expected q and k of one head size, k and v of as many heads")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):
         raise RewriterError(f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one floating dtype")
+    check_kernels(q)
     check_heads(axis.plan, q.shape[1], k.shape[1])
     local = layout.padded(length, axis.plan.multiple) // axis.plan.ranks
     if q.shape[2] != local:

@@ -22,5 +22,5 @@ def fold(o_BHSE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tens
 def gradient(do_BHSE: Tensor, o_BHSE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """dsink [H] in the dtype of the sinks, from these queries; `o` and `lse` are what `fold` gave."""
     weight = torch.exp(sinks_H.to(lse_BHS.dtype)[:, None] - lse_BHS)
-    delta = torch.einsum("bhse,bhse->bhs", do_BHSE.to(lse_BHS.dtype), o_BHSE.to(lse_BHS.dtype))
+    delta = (do_BHSE.to(lse_BHS.dtype) * o_BHSE.to(lse_BHS.dtype)).sum(-1)  # a product of matrices would be autocast
     return -(weight * delta).sum((0, 2)).to(sinks_H.dtype)

@@ -20,6 +20,8 @@ from rewriter.runtime.collectives import observe
 
 Tensors = tuple[Tensor, ...]
 
+_VECTOR = 16  # bytes that CUDA's attention kernels read at a time
+
 # into one buffer: gathering into a list of tensors makes NCCL copy twice. Renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -73,12 +75,12 @@ def _bytes(x: Tensor) -> Tensor:
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> Tensors:
     """Tensors of the shapes and dtypes of `like` from their bytes: contiguous, views of `buffer` where it can be."""
     parts = buffer.split([t.nbytes for t in like])
-    return tuple(_aligned(p, t).view(t.dtype).view(t.shape) for p, t in zip(parts, like, strict=True))
+    return tuple(_aligned(p).view(t.dtype).view(t.shape) for p, t in zip(parts, like, strict=True))
 
 
-def _aligned(part: Tensor, like: Tensor) -> Tensor:
-    """What follows a tensor of smaller elements may begin where its own dtype cannot be read."""
-    return part if part.storage_offset() % like.element_size() == 0 else part.clone()
+def _aligned(part: Tensor) -> Tensor:
+    """What follows another tensor may begin where its own dtype cannot be read, or kernels' vectors of 16 bytes."""
+    return part if part.storage_offset() % _VECTOR == 0 else part.clone()
 
 
 def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: str) -> Transfer:
