@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from rewriter import RewriterError
 from rewriter.runtime import Context, load
 from rewriter.runtime.launch import launch
+from rewriter.runtime.load import _device
 
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
 
@@ -220,6 +221,58 @@ def alive(directory):
         except OSError:
             continue
     return found
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that a process of this local rank sees so many; the list of those made current."""
+
+    def pretend(count, local_rank, visible=None):
+        current = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(str(device)))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return current
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "visible", "device", "expected"),
+    [
+        (4, 2, None, None, "cuda:2"),
+        (4, 2, "4,5,6,7", "cuda", "cuda:2"),
+        (1, 3, "3", None, "cuda:0"),  # SLURM's --gpus-per-task=1
+        (1, 3, None, "cuda:0", "cuda:0"),
+        (4, 0, None, "cuda:3", "cuda:3"),
+        (4, 2, None, "cpu", None),
+        (0, 2, None, None, None),
+    ],
+)
+def test_a_rank_takes_its_gpu_and_makes_it_current(gpus, count, local_rank, visible, device, expected):
+    current = gpus(count, local_rank, visible)
+    assert str(_device(device)) == (expected or "cpu")
+    assert current == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "visible", "device", "message"),
+    [
+        (1, 1, None, None, r"local rank 1: this process sees 1 GPU\. Use .*device='cuda:0' if each process sees a GPU"),
+        (2, 2, "0,1", None, r"local rank 2: this process sees 2 GPUs\. Use fewer ranks, or device='cpu'$"),
+        (0, 0, None, "cuda", r"local rank 0: this process sees 0 GPUs\."),
+        (2, 0, None, "cuda:3", r"device cuda:3: this process sees 2 GPUs\. Choose another"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(gpus, count, local_rank, visible, device, message):
+    current = gpus(count, local_rank, visible)
+    with pytest.raises(RewriterError, match=message):
+        _device(device)
+    assert current == []
 
 
 HANGS = "import time\nfrom torch import nn\nclass Model(nn.Module):\n    def __init__(self, mesh):\n        {body}\n"

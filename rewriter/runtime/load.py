@@ -40,7 +40,8 @@ def load(
     Under torchrun it joins the process group (gloo on CPU, NCCL on CUDA, unless one exists) and builds the mesh that
     the manifest names, `dp` times side by side: copies of the model that see different rows. Its dimensions are "tp"
     (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
-    `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU if there is one, else the CPU; `dtype` to
+    `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process
+    sees, where its launcher shows each its own) if there is one, else the CPU; `dtype` to
     that of the file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load
     only what you trust.
 
@@ -161,17 +162,33 @@ def _inside(root: Path, name: str) -> Path:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    """Where this rank computes; a GPU becomes the process's current one."""
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if where == torch.device("cuda"):
-        if local_rank >= torch.cuda.device_count():
-            raise RewriterError(
-                f"local rank {local_rank}: this machine has {torch.cuda.device_count()} GPUs. Use fewer ranks, "
-                "or device='cpu'"
-            )
-        where = torch.device("cuda", local_rank)
+    if where.type == "cuda":
+        visible = torch.cuda.device_count()
+        if where == torch.device("cuda"):
+            where = torch.device("cuda", _own_gpu(visible))
+        elif where.index >= visible:
+            raise RewriterError(f"device {where}: this process sees {_gpus(visible)}. Choose another, or device='cpu'")
         torch.cuda.set_device(where)
     return where
+
+
+def _own_gpu(visible: int) -> int:
+    """Of this rank: the one of its number, or the only one where a launcher (SLURM) shows each process its own."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return 0  # if it is other ranks' too, NCCL refuses
+    alone = ", or device='cuda:0' if each process sees a GPU of its own" if visible == 1 else ""
+    raise RewriterError(
+        f"local rank {local_rank}: this process sees {_gpus(visible)}. Use fewer ranks, or device='cpu'{alone}"
+    )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _mesh(device: torch.device, made: _Made, dp: int) -> DeviceMesh | None:
