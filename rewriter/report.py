@@ -54,7 +54,8 @@ def inspect(
 ) -> Inspection:
     """What `model` reads, writes, communicates and holds on `tp` ranks, and what `recipe` changes. Reads no weights.
 
-    With `sp` ranks that share the tokens of a sequence, the plans for its attention, ranked for sequences of `tokens`.
+    With `sp` ranks that share the tokens of a sequence, the plans for its attention, ranked for sequences of `tokens`,
+    which is also what a recipe's sequence_parallel then plans for, unless it names a length itself.
     `model` is a directory, a bare config.json, a hub id or a config object. A recipe that cannot be applied because the
     model has no residual stream is reported with the reason. Raises RewriterError for what a user can cause otherwise:
     no such model or recipe, a `tp` that does not divide the heads, a recipe whose passes do not fit the model.
@@ -73,14 +74,14 @@ def _inspect(
 ) -> Inspection:
     from rewriter.apply import apply_recipe, load_recipe
     from rewriter.report_rules import standard_layers, unfired, with_supposed_costs
-    from rewriter.report_sequence import sequence
+    from rewriter.report_sequence import sequence, with_length
     from rewriter.trace import trace_skeleton
     from rewriter.trace.model import build_skeleton, load_config
 
     for option, ranks in (("--tp", tp), ("--sp", sp)):
         if ranks < 1:
             raise RewriterError(f"{option} {ranks}: expected 1 or more ranks")
-    loaded = load_recipe(recipe) if recipe is not None else None
+    loaded = with_length(load_recipe(recipe), tokens) if recipe is not None else None
     config = load_config(model, trust_remote_code)
     original = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
     standard = _standard(original, tp)

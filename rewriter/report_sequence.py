@@ -11,32 +11,31 @@ if TYPE_CHECKING:
     from rewriter.analysis.sequence_plans import PlanCost
     from rewriter.ops import SequencePlan
     from rewriter.program import Program
+    from rewriter.recipes import Recipe
 
 
 def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any] | None:
     """Plans for `ranks` sequence ranks beside the tensor-parallel ones of `program`, best first.
 
-    `tokens` is the length to plan for; without it, that for which the pass chooses. Memory is limited by the device's.
+    `tokens` is the length to plan for; without it, that for which the pass chooses. The setting is the pass's too.
     None on one rank and for a model whose attention is not recognised.
     """
-    from rewriter.analysis.sequence import attention_shapes, sequence_plan
+    from rewriter.analysis.sequence import attention_shapes, planning, sequence_plan
     from rewriter.analysis.sequence_bound import lower_bound
-    from rewriter.analysis.sequence_plans import TOKENS, Setting, plans
-    from rewriter.fabric import FABRICS
+    from rewriter.analysis.sequence_plans import plans
 
     shapes = attention_shapes(program)
     if ranks == 1 or not shapes:
         return None
-    fabric = FABRICS["h100"]
-    length, tp = tokens or TOKENS, program.mesh.get("tp", 1)
-    setting = Setting(length, fabric, tensor_parallel=tp, memory_limit=fabric.device.memory)
+    setting = planning(program, tokens or _length_of_the_pass(program))
+    length = setting.tokens
     ranking = plans(shapes, ranks, setting)
     applied = sequence_plan(program)
     causal = [lower_bound(shape, length, ranks, causal=True) for shape in shapes]
     return {
         "ranks": ranks,
         "tokens": length,
-        "fabric": asdict(fabric),
+        "fabric": asdict(setting.fabric),
         "attention": [_shape(shape) for shape in shapes],
         "chosen": _plan(applied or ranking.best.plan),
         "applied": applied is not None,
@@ -49,6 +48,22 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
         "refused": [{"reason": why, "grids": [list(g) for g in grids]} for why, grids in ranking.refused.items()],
         "notes": _notes(shapes, ranking.costs, applied),
     }
+
+
+def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
+    """`recipe`, whose sequence_parallel plans for `tokens` unless it names a length itself."""
+    from rewriter.passes.sequence_parallel import SequenceParallel
+
+    for index, rewrite in enumerate(recipe.build()):
+        if tokens is not None and isinstance(rewrite, SequenceParallel) and rewrite.tokens == "auto":
+            recipe = recipe.with_options(index, {"tokens": tokens})
+    return recipe
+
+
+def _length_of_the_pass(program: Program) -> int | None:
+    """The length that sequence_parallel was told to plan for; None where it was not, or was not applied."""
+    given = [entry.options["tokens"] for entry in program.history if entry.name == "sequence_parallel"]
+    return next((tokens for tokens in given if tokens != "auto"), None)
 
 
 def _shape(shape: AttentionShape) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import zoo
 from rich.console import Console
+from transformers import LlamaConfig
 
 from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.apply import load_recipe
 from rewriter.errors import RewriterError
 from rewriter.ops import SequencePlan
 from rewriter.report import inspect
@@ -186,7 +188,7 @@ def test_the_plan_of_the_recipe_is_shown_and_a_faster_one_named() -> None:
     assert sequence["applied"]
     assert sequence["chosen"]["kind"] == "ring"
     assert [row["kind"] for row in sequence["plans"] if row["chosen"]] == ["ring"]
-    assert sequence["tokens"] == 131_072
+    assert sequence["tokens"] == zoo.MAX_POSITIONS  # what its config says, for neither recipe nor user names a length
     # sliding layers have other arithmetic, and no fewer bytes
     assert sorted((a["layers"], a["window"]) for a in sequence["attention"]) == [(2, None), (4, 9)]
     assert any(note.startswith("Windows or chunks (4 of 9 tokens)") for note in sequence["notes"])
@@ -194,6 +196,63 @@ def test_the_plan_of_the_recipe_is_shown_and_a_faster_one_named() -> None:
     assert found["communication"]["after"]["places"] == {
         "head": dict(collectives=1, exposed=1, hidden=0, bytes_per_token=1024, exposed_bytes_per_token=1024)
     }
+
+
+@functools.cache
+def planned_wide(sp: int, tokens: int | None, fixed: int | None = None, positions: int = 8192) -> dict[str, Any]:
+    """`long-context` for 32:8 heads of 128 in bf16, without much else, with `fixed` as its own length."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=1,
+        intermediate_size=64,
+        vocab_size=64,
+        max_position_embeddings=positions,
+        dtype="bfloat16",
+    )
+    recipe = load_recipe("long-context", {"sequence_parallel.tokens": fixed} if fixed else None)
+    return dict(inspect(config, recipe, sp=sp, tokens=tokens).data)
+
+
+def summary_of(found: dict[str, Any]) -> str:
+    return next(entry["summary"] for entry in found["passes"] if entry["name"] == "sequence_parallel")
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_an_automatic_plan_is_the_first_of_the_table_at_every_length(ranks: int) -> None:
+    chosen = {}
+    for tokens in (4096, 32_768, 131_072):
+        found = planned_wide(ranks, tokens)
+        sequence = found["sequence"]
+        assert sequence["applied"]
+        assert sequence["tokens"] == tokens
+        assert sequence["chosen"]["name"] == sequence["plans"][0]["name"]
+        assert sequence["plans"][0]["chosen"]
+        assert summary_of(found).endswith(f"as {sequence['chosen']['name']}, planned for {tokens:,} tokens")
+        chosen[sequence["chosen"]["name"]] = tokens
+    assert len(chosen) == 3  # another plan at each, so that a length that is not heeded shows
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(4096, 4096), (1 << 20, 131_072)])
+def test_without_a_length_it_is_the_models_positions_up_to_the_planners_longest(positions: int, tokens: int) -> None:
+    found = planned_wide(64, None, positions=positions)
+    assert found["sequence"]["tokens"] == tokens
+    assert found["sequence"]["plans"][0]["chosen"]
+    assert found["sequence"]["chosen"] == planned_wide(64, tokens)["sequence"]["chosen"]
+
+
+def test_a_length_of_the_recipe_is_kept() -> None:
+    alone = planned_wide(64, None, fixed=32_768)
+    assert alone["sequence"]["tokens"] == 32_768
+    assert alone["sequence"]["plans"][0]["chosen"]
+    other = planned_wide(64, 4096, fixed=32_768)
+    assert other["sequence"]["tokens"] == 4096
+    assert other["sequence"]["chosen"] == alone["sequence"]["chosen"]
+    assert not other["sequence"]["plans"][0]["chosen"]
+    assert summary_of(other) == summary_of(alone)
+    assert summary_of(alone).endswith("planned for 32,768 tokens")
+    assert any("Faster at this length" in note for note in other["sequence"]["notes"])
 
 
 def test_plans_that_heads_forbid_are_named() -> None:

@@ -179,6 +179,23 @@ def test_an_automatic_plan_knows_a_ranks_own_heads_in_either_order():
         rewritten("llama", shards | {"kind": "ulysses"}, tensors, sp=4, tp=4)
 
 
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, True),
+        ({"kind": "attention2d"}, True),
+        ({"kind": "attention2d", "grid": [1, 2, 2]}, True),  # whether it overlaps
+        ({"kind": "attention2d", "grid": [1, 2, 2], "overlap": False}, False),
+        ({"kind": "ring"}, False),
+        ({"kind": "ulysses"}, False),
+        ({"grid": [4, 1, 1]}, False),
+    ],
+)
+def test_the_length_is_told_where_it_decided(options, chosen):
+    program = rewritten("llama", {"pass": "sequence_parallel", "tokens": 1000, **options}, sp=4)
+    assert program.history[-1].summary.endswith("planned for 1,000 tokens") == chosen
+
+
 def test_lanes_and_sharded_tokens_are_the_lanes():
     desync = {"pass": "desync", "layers": [2, 3], "n": 2, "resync": "sum"}
     alone = rewritten("llama", TENSORS, desync, tp=2)
@@ -263,6 +280,9 @@ def test_positions_counted_on_each_rank_are_seen():
         ({"kind": "ulysses", "grid": [1, 4, 1]}, r"grid \[1, 4, 1\] is no ulysses. .* its grid is \[4, 1, 1\]"),
         ({"kind": "ring", "overlap": False}, "a ring always overlaps"),
         ({"kind": "ulysses", "overlap": True}, "has nothing to overlap"),
+        ({"tokens": 0}, "sequence_parallel: tokens: 0; expected auto, or a length of 1 or more"),
+        ({"tokens": -4096}, "tokens: -4096; expected auto"),
+        ({"tokens": "long"}, "sequence_parallel.tokens: expected .*'auto'.* not 'long'"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(options, message):

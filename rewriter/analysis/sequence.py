@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +13,8 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
+from rewriter.analysis.sequence_plans import TOKENS, Setting
+from rewriter.fabric import FABRICS
 from rewriter.program import Body, Module, Program, args_of
 
 AXIS = "sp"
@@ -67,6 +70,24 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
 
 
+def context_length(config: Mapping[str, Any]) -> int:
+    """The positions that a config says the model has; where it says none, very many."""
+    table = {**config, **config.get("text_config", {})}
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
+
+
+def planning(program: Program, tokens: int | None = None) -> Setting:
+    """What plans for a program are compared for, wherever they are: on one fabric, within its device's memory.
+
+    Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
+    """
+    length = tokens or min(TOKENS, context_length(program.source.config))
+    fabric = FABRICS["h100"]
+    ranks = program.mesh.get("tp", 1)
+    return Setting(length, fabric, tensor_parallel=ranks, memory_limit=fabric.device.memory)
+
+
 def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
     """{"forward" | "backward": {message: bytes}}: what attention of all layers sends per token that a rank holds.
 
@@ -95,4 +116,13 @@ def _sizes(node: fx.Node) -> Mapping[int, int]:
     return {1: int(value.shape[1]), 3: int(value.shape[3])}
 
 
-__all__ = ["AXIS", "attention_shapes", "attentions", "bytes_per_token", "local_heads", "sequence_plan"]
+__all__ = [
+    "AXIS",
+    "attention_shapes",
+    "attentions",
+    "bytes_per_token",
+    "context_length",
+    "local_heads",
+    "planning",
+    "sequence_plan",
+]

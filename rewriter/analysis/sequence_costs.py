@@ -48,8 +48,10 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
 
     Without overlap, forward peaks with q, k and v gathered and the partial outputs made of them, backward with q, o,
     do, log-sum-exp, k and v gathered and gradients in the accumulation dtype. With overlap, k, v and their gradients
-    are gathered as before, but of what travels in a row there are two blocks at a time. A ring has two blocks of k and
-    v, and of their gradients. Where heads are exchanged, the tensors before stand beside those after.
+    are gathered as before, but of what travels in a row there are two blocks at a time. In a single column, where no
+    queries come that would need them again, and in a ring there are two blocks of k and v, the one in use and the one
+    that arrives, and two of their gradients, a rank's own and those of the block in use. Where heads are exchanged, the
+    tensors before stand beside those after.
     """
     heads, rows, columns = plan.grid
     size, sum_size = shape.dtype_bytes, shape.accumulation_bytes
@@ -59,7 +61,8 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     kv = max(shape.kv_heads, heads) * kv_head
     block_wise = plan.overlap or plan.kind == "ring"
     across = min(2, columns) if block_wise else columns
-    down = min(2, rows) if plan.kind == "ring" else rows
+    passing = plan.kind == "ring" or (plan.overlap and columns == 1)
+    down = min(2, rows) if passing else rows
     exchanged = (q + shape.kv_heads * kv_head) * size if heads > 1 else 0
 
     def gathered(nbytes: int, blocks: int) -> int:

@@ -107,7 +107,20 @@ def choose(
     tokens: int = TOKENS,
     setting: Setting | None = None,
 ) -> SequencePlan:
-    """The best plan for `ranks` ranks among those that the fixed options allow; `setting` replaces `tokens`.
+    """The best of `allowed`; `setting` replaces `tokens`."""
+    able = allowed(shape, ranks, kind=kind, grid=grid, overlap=overlap)
+    return ranked([cost(plan, shape, setting or Setting(tokens)) for plan in able])[0].plan
+
+
+def allowed(
+    shape: Shapes,
+    ranks: int,
+    *,
+    kind: SequenceKind | Literal["auto"] = "auto",
+    grid: Sequence[int] | Literal["auto"] = "auto",
+    overlap: bool | Literal["auto"] = "auto",
+) -> list[SequencePlan]:
+    """The plans for `ranks` ranks that the fixed options allow and that can run: at least one.
 
     Kind attention2d without a grid is one with r · c > 1: exchanging all heads is Ulysses. Raises RewriterError, with
     the reason and the nearest grids that can run, if there is none.
@@ -129,11 +142,11 @@ def choose(
         what = "a ring always overlaps" if kind == "ring" else f"{fixed[0]} has nothing to overlap"
         raise RewriterError(f"sequence_parallel: overlap {str(overlap).lower()}: {what}. Leave overlap: auto")
     reasons = {plan: why_not(plan, shape) for plan in fitting}
-    possible = [cost(plan, shape, setting or Setting(tokens)) for plan, reason in reasons.items() if reason is None]
-    if not possible:
+    able = [plan for plan, reason in reasons.items() if reason is None]
+    if not able:
         plan = fitting[0]
         raise RewriterError(f"sequence_parallel: {plan}: {reasons[plan]}. {_nearest(plan.grid, ranks, shape)}")
-    return ranked(possible)[0].plan
+    return able
 
 
 def candidates(ranks: int) -> Iterator[SequencePlan]:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, sequence_plan
-from rewriter.analysis.sequence_plans import Setting, choose
+from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, planning, sequence_plan
+from rewriter.analysis.sequence_plans import allowed, cost, ranked
 from rewriter.analysis.tokens import check_tokens
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Effect, Scope, record
@@ -31,7 +31,8 @@ class SequenceParallel:
 
     `kind`: which attention; auto lets the planner choose. `grid` is [heads, rows, columns]; auto lets the planner
     choose for attention2d, and follows from the kind for the others. `overlap`: whether attention2d computes block by
-    block while the next blocks travel; auto lets the planner choose.
+    block while the next blocks travel; auto lets the planner choose. `tokens` is the length to plan for, which changes
+    nothing where nothing is left to choose; auto: the positions that the model's config names, at most 131,072.
 
     Exact. Raises RewriterError on one rank, for a grid that does not fit the axis or the heads, and for a model that
     reads other tokens outside of attention, naming the module, the operator and the reason.
@@ -40,10 +41,15 @@ class SequenceParallel:
     kind: Literal["auto", "attention2d", "ring", "ulysses"] = "auto"
     grid: Literal["auto"] | Grid = "auto"
     overlap: Literal["auto"] | bool = "auto"
+    tokens: Literal["auto"] | int = "auto"
 
     name: ClassVar[str] = "sequence_parallel"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
+
+    def __post_init__(self) -> None:
+        if self.tokens != "auto" and self.tokens < 1:
+            raise RewriterError(f"tokens: {self.tokens}; expected auto, or a length of 1 or more to plan for")
 
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
@@ -56,13 +62,14 @@ class SequenceParallel:
         shapes = attention_shapes(program)
         if not shapes:
             raise RewriterError(f"{self.name}: the model has no attention, so there is nothing to plan. {_NEXT}")
-        plan = choose(
-            shapes, ranks, kind=self.kind, grid=self.grid, overlap=self.overlap,
-            setting=Setting(tensor_parallel=program.mesh.get("tp", 1)),
-        )  # fmt: skip
+        setting = planning(program, None if self.tokens == "auto" else self.tokens)
+        able = allowed(shapes, ranks, kind=self.kind, grid=self.grid, overlap=self.overlap)
+        plan = ranked([cost(plan, shapes, setting) for plan in able])[0].plan
         counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
         summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
+        if len(able) > 1:
+            summary += f", planned for {setting.tokens:,} tokens"
         return record(
             program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewriter.analysis.sequence import context_length
 from rewriter.emit.manifest import Drift
 from rewriter.errors import RewriterError
 from rewriter.program import Program
@@ -203,13 +204,6 @@ def available_memory() -> int:
     except (OSError, ValueError):
         pass  # no Linux, or no control group: the first answer stands
     return max(free, 0)
-
-
-def context_length(config: Mapping[str, Any]) -> int:
-    """The positions that a config says the model has; where it says none, very many."""
-    table = {**config, **config.get("text_config", {})}
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-    return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
 
 
 def _vocabulary(program: Program) -> int:

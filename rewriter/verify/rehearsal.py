@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from rewriter.analysis.sequence import context_length
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.errors import VerificationError
 from rewriter.ops import SequencePlan
@@ -24,7 +25,6 @@ from rewriter.program import Program
 from rewriter.trace import trace
 from rewriter.verify import outside
 from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
-from rewriter.verify.drift import context_length
 from rewriter.verify.places import kinds_of_layers, on_places
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.references import original_logits, reference_of
