@@ -1,12 +1,13 @@
-"""Checks and measures on one GPU what tests can only run on the CPU, and writes the tables as Markdown.
+"""Checks and measures on GPUs what tests can only run on the CPU, and writes the tables as Markdown.
 
     python benchmarks/gpu.py [--out FILE] [--only SECTION ...]      # needs no network
     python benchmarks/gpu.py --cpu                                  # every line of it at tiny sizes, without a GPU
 
 Sections: tiles (attention of a tile, forward and backward, against fp64 and beside the library's attention), merge
 (the Triton kernel), split (what tiles of uneven grids cost), runtime (distributed attention on NCCL, an emitted model),
-ranks (four that share the GPU). A section or a row that cannot run is reported as such, with the reason. Exits with 1
-if a row failed, with 2 where there is no CUDA device.
+ranks (one on each GPU with NCCL; where there is a single GPU, four share it and their messages go through the CPU). A
+section or a row that cannot run is reported as such, with the reason. Exits with 1 if a row failed, with 2 where there
+is no CUDA device.
 """
 
 from __future__ import annotations

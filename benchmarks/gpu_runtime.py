@@ -62,15 +62,19 @@ def alone(scale: Scale, attend: Callable[..., Tensor], mesh: Any) -> Row:
 
 
 def messages(scale: Scale) -> Row:
-    """A gather and an all-to-all of packed tensors through the backend itself; those of attention need no messages."""
+    """A gather and an exchange of packed tensors through the backend itself; those of attention need no messages."""
     given = torch.randn(3, 5, device=scale.device).bfloat16(), torch.randn(3, device=scale.device)
-    message = wire.pack(given)
-    exchanged = torch.empty_like(message)
-    coming = wire.gather_start(given, dist.group.WORLD, "alone")
-    dist.all_to_all_single(exchanged, message)
-    back = [coming.wait()[0], wire.unpack(exchanged, given)]
+    back = [wire.gather_start(given, dist.group.WORLD, "alone").wait()[0]]
+    note = "gather, exchange"
+    if scale.device.type == "cuda":
+        try:
+            back.append(wire.exchange_start(given, 0, given, 0, "alone", dist.group.WORLD).wait())
+        except (ValueError, dist.DistBackendError) as refused:
+            note = f"gather; an exchange needs two GPUs ({type(refused).__name__})"
+    else:
+        note = "gather; gloo sends nothing to itself"
     same = all(torch.equal(a, b) for found in back for a, b in zip(found, given, strict=True))
-    return ("bytes", "–", "–", "–"), "" if same else "other bytes came back"
+    return ("bytes", note, "–", "–"), "" if same else "other bytes came back"
 
 
 def models(scale: Scale, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -140,19 +144,22 @@ def continued(scale: Scale) -> Row:
 
 
 def on_ranks(scale: Scale) -> Table:
-    ranks = scale.pick(4, 2)
+    gpus = 0 if scale.tiny else torch.cuda.device_count()
+    own_gpus, ranks = gpus > 1, scale.pick(2 if gpus in (2, 3) else 4, 2)
+    how = "one on each GPU, NCCL" if own_gpus else "all on one device, gloo, messages staged through the CPU"
     table = Table(
-        f"{ranks} ranks that share the device, gloo, causal, bf16",
-        ("plan", "greatest error of o dq dk dv", "× greatest", "× typical", "result"),
+        f"{ranks} ranks, {how}; causal, bf16",
+        ("plan", "messages", "greatest error of o dq dk dv", "× greatest", "× typical", "result"),
     )
     for plan in gpu_rank.plans(ranks):
-        table.attempt(str(plan), functools.partial(rank_row, scale, plan))
+        table.attempt(str(plan), functools.partial(rank_row, scale, plan, own_gpus))
     return table
 
 
-def rank_row(scale: Scale, plan: SequencePlan) -> Row:
+def rank_row(scale: Scale, plan: SequencePlan, own_gpus: bool) -> Row:
     case = Case("", Visibility(CAUSAL, scale.pick(1021, 37)), (1, 1), (8, 4))
     given, factor = [x.bfloat16() for x in inputs(case, scale.device)], case.sizes[0] ** -0.5
     exact = reference(*(x.double() for x in given), everything(case.seen, scale.device), factor)
-    found = gpu_rank.launch(plan, [x.cpu() for x in given], scale.device.type)
-    return factors([x.to(scale.device) for x in found], library(*given, case.seen, factor), exact)
+    found = gpu_rank.launch(plan, [x.cpu() for x in given], scale.device.type, own_gpus)
+    cells, wrong = factors([x.to(scale.device) for x in found], library(*given, case.seen, factor), exact)
+    return ("NCCL" if own_gpus else "gloo, staged", *cells), wrong

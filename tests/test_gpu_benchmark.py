@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -59,6 +61,48 @@ def test_everything_runs_dry() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
     assert len(rows) == 30 + 3 + 5 + 7 + 4
+
+
+def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]:
+    """(what a rank gathers, what it receives from the other, whether anything came before it was waited for)."""
+    sys.path.insert(0, benchmarks)
+    import gpu_rank
+
+    from rewriter.runtime.attention import wire
+
+    rank = group.rank()
+    gpu_rank.stage()
+    found, own = torch.zeros(4), torch.tensor([1.0, 2.0]) + 10 * rank
+    work = wire._all_gather(found, own, group=group, async_op=True)
+    sent, arriving = own.clone(), torch.zeros(2)
+    works = wire._start({1 - rank: sent}, {1 - rank: arriving}, group)
+    sent.zero_()  # a copy is on its way
+    early = bool(found.any() or arriving.any())
+    for w in [work, *works]:
+        w.wait()
+    return found.tolist(), arriving.tolist(), early
+
+
+def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
+    for rank, found in enumerate(run_ranks(staged, 2, str(BENCHMARKS))):
+        assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False)
+
+
+def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_rank
+    import gpu_runtime
+    from gpu_report import Scale
+
+    ran = []
+    monkeypatch.setattr(
+        gpu_runtime, "rank_row", lambda scale, plan, own: (ran.append((plan.ranks, own)), (("",) * 4, ""))[1]
+    )
+    for gpus, expected in {1: (4, False), 2: (2, True), 3: (2, True), 4: (4, True), 8: (4, True)}.items():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        table = gpu_runtime.on_ranks(Scale(torch.device("cuda"), False))
+        assert ran == [expected] * len(gpu_rank.plans(expected[0]))
+        assert ("NCCL" in table.title, "staged through the CPU" in table.title) == (expected[1], not expected[1])
+        ran.clear()
 
 
 def test_a_wrong_tile_fails_and_an_exception_is_a_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
