@@ -10,7 +10,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, planning, sequence_plan
-from rewriter.analysis.sequence_plans import allowed, cost, ranked
+from rewriter.analysis.sequence_plans import allowed, choose
 from rewriter.analysis.tokens import check_tokens
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Effect, Scope, record
@@ -63,12 +63,12 @@ class SequenceParallel:
         if not shapes:
             raise RewriterError(f"{self.name}: the model has no attention, so there is nothing to plan. {_NEXT}")
         setting = planning(program, None if self.tokens == "auto" else self.tokens)
-        able = allowed(shapes, ranks, kind=self.kind, grid=self.grid, overlap=self.overlap)
-        plan = ranked([cost(plan, shapes, setting) for plan in able])[0].plan
+        options: dict[str, Any] = {"kind": self.kind, "grid": self.grid, "overlap": self.overlap}
+        plan = choose(shapes, ranks, **options, setting=setting)
         counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
         told = ", ".join(f"{n} {what}" for what, n in counts.items())
         summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
-        if len(able) > 1:
+        if len(allowed(shapes, ranks, **options)) > 1:
             summary += f", planned for {setting.tokens:,} tokens"
         return record(
             program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
