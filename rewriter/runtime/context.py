@@ -23,8 +23,7 @@ class Context:
 
     cache: keys and values of earlier calls, or None (then every call sees its own tokens only).
     position: int64 scalar tensor, the place of the first new token in the cache; None means that nothing came before,
-    which
-        is what prefill and training say, and what lets attention take its fast paths. A tensor, never an int: a
+        which is what prefill and training say, and what lets attention take its fast paths. A tensor, never an int: a
         compiled decode step must not be compiled again for every token.
     first_valid: int64 [B], the number of padding tokens at the left of each row; None means that there are none.
     segment_ids: int64 [B, S], packed sequences: a token sees those of its own segment, a run of equal ids. For whole
