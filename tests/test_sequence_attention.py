@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ from rewriter.analysis.sequence_bytes import AttentionShape, impossible
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, ring_attention, tiles, ulysses_attention, wire
+from rewriter.runtime.attention import attention2d, functions, ring_attention, tiles, ulysses_attention, wire
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention
@@ -333,3 +335,22 @@ def test_kernels_read_at_multiples_of_16_bytes():
     for found in run_ranks(addresses, 4):
         assert found
         assert not any(found)
+
+
+def looked_up(group):
+    """Whether three calls on a mesh and one on a mesh that equals it make a grid each; how many are kept afterwards."""
+    made, of = [], Grid.of
+    with unittest.mock.patch.object(Grid, "of", lambda mesh: made.append(id(mesh)) or of(mesh)):
+        meshes = [torch.distributed.init_device_mesh("cpu", (2,)) for _ in range(2)]
+        x = torch.zeros(1, 2, 4, 8)
+        for mesh in (meshes[0], meshes[0], meshes[1], meshes[0]):
+            attention2d(x, x, x, mesh)
+    once_each = made == [id(mesh) for mesh in meshes]
+    del mesh, meshes
+    gc.collect()
+    return once_each, len(functions._grids)
+
+
+def test_a_mesh_is_looked_up_once_and_by_what_it_is():
+    """An equal one may have other process groups."""
+    assert run_ranks(looked_up, 2) == [(True, 0)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,7 @@ def ulysses_attention(
 @torch.compiler.assume_constant_result
 def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False) -> str:
     """The registered key; when compiling, found once while tracing."""
-    grid = Grid.of(mesh)
+    grid = _grid(mesh)
     if kind == "ulysses" and grid.heads == grid.columns == 1:  # a mesh of one dimension without a name is a column
         grid = dataclasses.replace(
             grid,
@@ -130,6 +131,17 @@ def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False) -> str:
     except ValueError as error:
         raise RewriterError(f"{kind}: {error}") from None
     return register(plan, grid)
+
+
+_grids: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
+
+
+def _grid(mesh: DeviceMesh) -> Grid:
+    """`Grid.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every layer."""
+    place = id(mesh)  # not the mesh, which equals one that was made of other process groups
+    if place not in _grids:
+        _grids[place] = weakref.ref(mesh, lambda _: _grids.pop(place, None)), Grid.of(mesh)
+    return _grids[place][1]
 
 
 def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:
