@@ -68,7 +68,7 @@ def messages(scale: Scale) -> Row:
     note = "gather, exchange"
     if scale.device.type == "cuda":
         try:
-            back.append(wire.exchange_start(given, 0, given, 0, "alone", dist.group.WORLD).wait())
+            back.append(wire.exchange_start(given, 0, 0, "alone", dist.group.WORLD).wait())
         except (ValueError, dist.DistBackendError) as refused:
             note = f"gather; an exchange needs two GPUs ({type(refused).__name__})"
     else:

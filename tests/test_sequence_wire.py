@@ -30,7 +30,7 @@ def messages(group):
         for begin in (
             lambda: gather_start(numbers(0), group, "gather"),
             lambda: all_to_all_start([numbers(r) for r in range(ranks)], group, "all to all"),
-            lambda: exchange_start(numbers(after), after, numbers(0), before, "exchange", group),
+            lambda: exchange_start(numbers(after), after, before, "exchange", group),
         ):
             with record_events() as events:
                 arrived = begin().wait()

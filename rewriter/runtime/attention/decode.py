@@ -60,8 +60,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | No
     o, lse = kernel_forward(rows, k, v, visible.repeat(1, 1, groups, 1), False, scale)
     part = o.reshape(batch, heads, queries, -1), lse.reshape(batch, heads, queries)
     o, lse = merge(gather_start(part, _groups[key], "decode").wait())
-    if sinks is not None:
-        o, _ = sink_logits.fold(o, lse, sinks)
+    o, _ = sink_logits.fold(o, lse, sinks)
     return o.to(q.dtype)
 
 

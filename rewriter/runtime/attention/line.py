@@ -47,7 +47,7 @@ class Line:
         `message` must not change before.
         """
         to, source = self.members[(self.place + places) % self.size], self.members[(self.place - places) % self.size]
-        return exchange_start((message,), to, (message,), source, name, self.group)
+        return exchange_start((message,), to, source, name, self.group)
 
     def blocks(self, own: Tensors, name: str) -> Iterator[tuple[int, Tensors]]:
         """(place, tensors) of every rank: this one's `own`, then those of the ranks one, two, … places on.

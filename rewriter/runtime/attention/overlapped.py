@@ -56,8 +56,7 @@ def forward(
         del q
     outputs.finish()
     o, lse = merger.result()
-    if sinks_H is not None:
-        o, lse = sink_logits.fold(o, lse, sinks_H)
+    o, lse = sink_logits.fold(o, lse, sinks_H)
     return o.to(q_BHSD.dtype), lse, k_kept, v_kept
 
 

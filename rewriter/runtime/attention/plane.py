@@ -52,8 +52,7 @@ def forward(
     parts = [(o, lse) for lse, o in coming.wait()]
     # rounded to q's dtype as it is written, unless something is still to be done with it in fp32
     o, lse = merge(parts, dtype=q_BHSD.dtype if sinks_H is None else None)
-    if sinks_H is not None:
-        o, lse = sink_logits.fold(o, lse, sinks_H)
+    o, lse = sink_logits.fold(o, lse, sinks_H)
     return o.to(q_BHSD.dtype), lse, k_kept, v_kept
 
 
@@ -106,7 +105,7 @@ def _exchanged(tensors: Sequence[Tensor], grid: Grid, to: int, source: int, name
     """`to` and `source` are places in the plane."""
     if not moves(grid):
         return tuple(tensors)
-    arrived = exchange_start(tensors, grid.plane[to], tensors, grid.plane[source], name, grid.in_plane).wait()
+    arrived = exchange_start(tensors, grid.plane[to], grid.plane[source], name, grid.in_plane).wait()
     return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
 
 

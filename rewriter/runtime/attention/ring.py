@@ -53,8 +53,7 @@ def forward(
                 merger.add(*part, tile.rows)
         del k, v  # before the next but one set out
     o, lse = merger.result()
-    if sinks_H is not None:
-        o, lse = sink_logits.fold(o, lse, sinks_H)
+    o, lse = sink_logits.fold(o, lse, sinks_H)
     return o.to(q_BHSD.dtype), lse, k_BKSD, v_BKSE
 
 

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 
-def fold(o_BHSE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """(o', lse') of o and lse, both in the accumulation dtype. A query that saw no key keeps o' = 0."""
+def fold(o_BHSE: Tensor, lse_BHS: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o', lse') of o and lse, both in the accumulation dtype; themselves without sinks. A query that saw no key keeps
+    o' = 0."""
+    if sinks_H is None:
+        return o_BHSE, lse_BHS
     total = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype)[:, None])
     return o_BHSE * torch.exp(lse_BHS - total)[..., None], total
 

@@ -6,7 +6,6 @@ Tensors of several dtypes share a message: they travel as bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,28 +135,17 @@ def all_to_all_start(
     return Transfer(works, finish, (sent,))
 
 
-def exchange_start(
-    tensors: Sequence[Tensor],
-    to: int | None,
-    like: Sequence[Tensor],
-    source: int | None,
-    name: str,
-    group: ProcessGroup | None = None,
-) -> Transfer:
-    """Send `tensors` to global rank `to` and receive tensors as `like` from `source`; None for neither.
+def exchange_start(tensors: Sequence[Tensor], to: int, source: int, name: str, group: ProcessGroup | None) -> Transfer:
+    """Send `tensors` to global rank `to`; `wait` gives those, of the same shapes and dtypes, that `source` sent here.
 
-    `wait` gives what arrived, or an empty tuple. All ranks that exchange at one time call this together.
+    All ranks that exchange at one time call this together.
     """
-    sends = {} if to is None else {to: pack(tensors)}
-    receives: dict[int, Tensor] = {}
-    if source is not None:
-        size = sum(math.prod(t.shape) * t.element_size() for t in like)
-        receives[source] = torch.empty(size, dtype=torch.uint8, device=like[0].device)
-    buffers = [*sends.values(), *receives.values()]
-    if buffers:
-        observe("wire", name, buffers[0], None, *(sum(b.nbytes for b in way.values()) for way in (sends, receives)))
-    works, like = _start(sends, receives, group), tuple(like)
-    return Transfer(works, lambda: () if source is None else unpack(receives[source], like), (buffers,))
+    like = tuple(tensors)
+    sent = pack(like)
+    arriving = torch.empty(sum(t.nbytes for t in like), dtype=torch.uint8, device=sent.device)
+    observe("wire", name, sent, None, sent.nbytes, arriving.nbytes)
+    works = _start({to: sent}, {source: arriving}, group)
+    return Transfer(works, lambda: unpack(arriving, like), (sent,))
 
 
 def _peers(group: ProcessGroup) -> dict[int, int]:
