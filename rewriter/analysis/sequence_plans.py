@@ -104,12 +104,11 @@ def choose(
     kind: SequenceKind | Literal["auto"] = "auto",
     grid: Sequence[int] | Literal["auto"] = "auto",
     overlap: bool | Literal["auto"] = "auto",
-    tokens: int = TOKENS,
-    setting: Setting | None = None,
+    setting: Setting = Setting(),
 ) -> SequencePlan:
-    """The best of `allowed`; `setting` replaces `tokens`."""
+    """The best of `allowed`."""
     able = allowed(shape, ranks, kind=kind, grid=grid, overlap=overlap)
-    return ranked([cost(plan, shape, setting or Setting(tokens)) for plan in able])[0].plan
+    return ranked([cost(plan, shape, setting) for plan in able])[0].plan
 
 
 def allowed(
