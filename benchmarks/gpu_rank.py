@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention import wire
+from rewriter.runtime import sequence_mesh, wire
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_op import register, sequence_attention

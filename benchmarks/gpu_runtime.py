@@ -20,8 +20,8 @@ from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, refere
 from torch import Tensor
 
 from rewriter.ops import SequencePlan
-from rewriter.runtime import generate
-from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention, wire
+from rewriter.runtime import generate, wire
+from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
 from rewriter.runtime.attention.visibility import Visibility
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"

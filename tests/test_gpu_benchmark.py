@@ -68,7 +68,7 @@ def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]
     sys.path.insert(0, benchmarks)
     import gpu_rank
 
-    from rewriter.runtime.attention import wire
+    from rewriter.runtime import wire
 
     rank = group.rank()
     gpu_rank.stage()

@@ -33,8 +33,8 @@ from torch._dynamo.utils import counters
 from rewriter.analysis.sequence_bytes import AttentionShape, impossible
 from rewriter.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention import attention2d, functions, ring_attention, tiles, ulysses_attention, wire
+from rewriter.runtime import record_events, sequence_mesh, wire
+from rewriter.runtime.attention import attention2d, functions, ring_attention, tiles, ulysses_attention
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import join_tokens, take_tokens
 from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention

@@ -6,7 +6,6 @@ from rewriter.runtime.attention import attention
 from rewriter.runtime.attention.grid import sequence_mesh
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.collectives import (
-    Event,
     Pending,
     Shared,
     all_gather,
@@ -14,19 +13,18 @@ from rewriter.runtime.collectives import (
     all_reduce_start,
     all_reduce_wait,
     enter,
-    group_rank,
-    mark,
     once,
     own_shard,
-    record_events,
     repeat_shard,
     share,
     shared_gradient,
 )
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context
+from rewriter.runtime.events import Event, mark, record_events
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generate import generate
+from rewriter.runtime.groups import group_rank
 from rewriter.runtime.load import load
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.attention.wire import gather_start
+from rewriter.runtime.wire import gather_start
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64: neighbouring places get weights that look random
 

@@ -19,8 +19,7 @@ run the same code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,64 +31,8 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-
-def group_size(group: ProcessGroup | None) -> int:
-    """Ranks of `group`; 1 for None."""
-    return 1 if group is None else group.size()
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """This process's index in `group`; 0 for None."""
-    return 0 if group is None else group.rank()
-
-
-# --- the order of events, for tests and benchmarks ---
-
-
-@dataclass(frozen=True)
-class Event:
-    """One step of a collective as this rank's Python code reached it; `bytes` is the tensor's size on this rank.
-
-    `sent` and `received` are what it sends to other ranks and receives from them, where the algorithm is ours and the
-    numbers are exact (kind "wire"); 0 for others.
-    """
-
-    kind: str  # "start", "wait", "all_gather", "wire", "mark"
-    name: str
-    bytes: int
-    ranks: int
-    sent: int = 0
-    received: int = 0
-
-
-_observers: list[list[Event]] = []
-
-
-@contextmanager
-def record_events() -> Iterator[list[Event]]:
-    """Collect every collective's start, wait and gather while the block runs, in program order.
-
-    `mark(name)` adds an entry of the caller's own, so that computation can be placed between them.
-    """
-    events: list[Event] = []
-    _observers.append(events)
-    try:
-        yield events
-    finally:
-        _observers[:] = [other for other in _observers if other is not events]
-
-
-def mark(name: str) -> None:
-    """Add an event of kind "mark" to every running `record_events`."""
-    for events in _observers:
-        events.append(Event("mark", name, 0, 1))
-
-
-def observe(kind: str, name: str, x: Tensor, group: ProcessGroup | None, sent: int = 0, received: int = 0) -> None:
-    """Add an event to every running `record_events`."""
-    for events in _observers:
-        events.append(Event(kind, name, x.nbytes, group_size(group), sent, received))
-
+from rewriter.runtime.events import observe
+from rewriter.runtime.groups import group_rank, group_size
 
 # --- all-reduce ---
 

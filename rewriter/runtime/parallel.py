@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.collectives import Shared, enter, group_rank, once, share, shared_gradient
+from rewriter.runtime.collectives import Shared, enter, once, share, shared_gradient
+from rewriter.runtime.groups import group_rank
 
 
 class ColumnParallelLinear(nn.Linear):

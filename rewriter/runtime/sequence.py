@@ -28,7 +28,7 @@ from rewriter.ops import SequencePlan
 from rewriter.runtime.attention import decode, layout, sequence_op
 from rewriter.runtime.attention.grid import DIMENSIONS, Grid, flattened
 from rewriter.runtime.attention.layout import Run
-from rewriter.runtime.attention.wire import gather_start
+from rewriter.runtime.wire import gather_start
 
 if TYPE_CHECKING:
     from rewriter.runtime.context import Context

@@ -16,7 +16,7 @@ from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.local import kernel_forward
 from rewriter.runtime.attention.merge import merge
-from rewriter.runtime.attention.wire import gather_start
+from rewriter.runtime.wire import gather_start
 
 _groups: dict[str, ProcessGroup | None] = {}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.plane import interleaved
 from rewriter.runtime.attention.tiles import accumulation_dtype
-from rewriter.runtime.attention.wire import all_to_all_start
+from rewriter.runtime.wire import all_to_all_start
 
 
 def to_heads(tensors: Sequence[Tensor], grid: Grid, name: str) -> tuple[Tensor, ...]:

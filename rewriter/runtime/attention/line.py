@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.wire import Tensors, Transfer, exchange_start, pack, unpack
+from rewriter.runtime.wire import Tensors, Transfer, exchange_start, pack, unpack
 
 
 @dataclass(frozen=True)

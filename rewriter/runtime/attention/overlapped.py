@@ -28,7 +28,7 @@ from rewriter.runtime.attention.line import Line, Returns
 from rewriter.runtime.attention.merge import Merger, merge_in_turn, unseen
 from rewriter.runtime.attention.plane import to_columns, to_rows
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.wire import Tensors
+from rewriter.runtime.wire import Tensors
 
 
 def forward(

@@ -30,7 +30,7 @@ from rewriter.runtime.attention.grid import Grid
 from rewriter.runtime.attention.layout import Run
 from rewriter.runtime.attention.merge import merge, unseen
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.wire import Transfer, all_to_all_start, exchange_start, gather_start
+from rewriter.runtime.wire import Transfer, all_to_all_start, exchange_start, gather_start
 
 
 def forward(

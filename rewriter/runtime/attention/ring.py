@@ -32,7 +32,7 @@ from rewriter.runtime.attention.line import Line
 from rewriter.runtime.attention.merge import Merger, unseen
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.attention.wire import Tensors, Transfer, pack, unpack
+from rewriter.runtime.wire import Tensors, Transfer, pack, unpack
 
 
 def forward(

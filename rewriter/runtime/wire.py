@@ -1,5 +1,6 @@
-"""What travels between the ranks of a grid. Every function packs what it is given into one message per peer, counts the
-bytes exactly (`rewriter.runtime.record_events`, kind "wire"), and can be started now and waited for later.
+"""What travels between ranks. Every function packs what it is given into one message per peer, counts the bytes exactly
+(`rewriter.runtime.record_events`, kind "wire"; `axis` is the mesh's name for the group, where it has one), and can be
+started now and waited for later.
 
 Tensors of several dtypes share a message: they travel as bytes.
 """
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime.collectives import observe
+from rewriter.runtime.events import observe
 
 Tensors = tuple[Tensor, ...]
 
@@ -82,7 +83,7 @@ def _aligned(part: Tensor) -> Tensor:
     return part if part.storage_offset() % _VECTOR == 0 else part.clone()
 
 
-def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: str) -> Transfer:
+def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: str, axis: str = "") -> Transfer:
     """Every rank's `tensors` (equal shapes); `wait` gives a list with one tuple per rank of `group`, in rank order.
 
     The own ones are those that were given.
@@ -95,7 +96,7 @@ def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: st
     rows = found.split(size)
     pack(mine, out=rows[own])
     others = size * (group.size() - 1)
-    observe("wire", name, rows[own], group, others, others)
+    observe("wire", name, rows[own], group, others, others, axis)
     if found.is_cuda:
         works = [_all_gather(found, rows[own], group=group, async_op=True)]
     else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
@@ -109,6 +110,7 @@ def all_to_all_start(
     group: ProcessGroup | None,
     name: str,
     dtypes: Sequence[torch.dtype] | None = None,
+    axis: str = "",
 ) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
@@ -124,7 +126,7 @@ def all_to_all_start(
     received = torch.empty_like(sent)
     splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
     leaving, arriving = sent.split(splits), received.split(splits)
-    observe("wire", name, sent, group, sent.nbytes, sent.nbytes)
+    observe("wire", name, sent, group, sent.nbytes, sent.nbytes, axis)
     peers = _peers(group)
     works = _start({p: leaving[r] for p, r in peers.items()}, {p: arriving[r] for p, r in peers.items()}, group)
     like = [torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(given, dtypes, strict=True)]
@@ -135,7 +137,9 @@ def all_to_all_start(
     return Transfer(works, finish, (sent,))
 
 
-def exchange_start(tensors: Sequence[Tensor], to: int, source: int, name: str, group: ProcessGroup | None) -> Transfer:
+def exchange_start(
+    tensors: Sequence[Tensor], to: int, source: int, name: str, group: ProcessGroup | None, axis: str = ""
+) -> Transfer:
     """Send `tensors` to global rank `to`; `wait` gives those, of the same shapes and dtypes, that `source` sent here.
 
     All ranks that exchange at one time call this together.
@@ -143,7 +147,7 @@ def exchange_start(tensors: Sequence[Tensor], to: int, source: int, name: str, g
     like = tuple(tensors)
     sent = pack(like)
     arriving = torch.empty(sum(t.nbytes for t in like), dtype=torch.uint8, device=sent.device)
-    observe("wire", name, sent, None, sent.nbytes, arriving.nbytes)
+    observe("wire", name, sent, None, sent.nbytes, arriving.nbytes, axis)
     works = _start({to: sent}, {source: arriving}, group)
     return Transfer(works, lambda: unpack(arriving, like), (sent,))
 
