@@ -3,6 +3,27 @@
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
 
+from rewriter.kernels.formats import Format, parse_format, parse_hops
 from rewriter.kernels.merge import accumulation_dtype, merge
+from rewriter.kernels.quantize import (
+    dequantize,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
+    dequantize_rows,
+    quantize,
+    quantize_rows,
+)
 
-__all__ = ["accumulation_dtype", "merge"]
+__all__ = [
+    "Format",
+    "accumulation_dtype",
+    "dequantize",
+    "dequantize_reduce",
+    "dequantize_reduce_quantize",
+    "dequantize_rows",
+    "merge",
+    "parse_format",
+    "parse_hops",
+    "quantize",
+    "quantize_rows",
+]

@@ -1,0 +1,189 @@
+"""Blocks of numbers to codes and scales, and back: the specification of every format, in plain PyTorch.
+
+Shape suffixes: R rows, K blocks of a row, E elements of a block. All arithmetic is fp32. See `formats` for the levels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rewriter.kernels.formats import Format
+
+SMALLEST = 2.0**-126  # the smallest normal fp32; a scale below it becomes 0, as its reciprocal has no use
+_SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
+_LARGEST_SCALE, _NAN_SCALE = 0xFEFF, 0xFF80
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples are spread evenly
+DITHER_STEPS = 128
+
+
+def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0) -> tuple[Tensor, Tensor]:
+    """(codes_RKE uint8, scales_RK int32 of 16 bits) of fp32 blocks; `first_block` is the index of the first in its row.
+
+    A block that holds inf or NaN gets the scale NaN.
+    """
+    if format.rotated:
+        # divided by the block's size, so that no sum overflows
+        x_RKE = x_RKE @ (hadamard(format.block, x_RKE.device) / format.block)
+    top = torch.linalg.vector_norm(x_RKE, torch.inf, -1, keepdim=True)
+    broken = ~torch.isfinite(top)
+    if broken.any():
+        x_RKE, top = x_RKE.masked_fill(broken, 0), top.masked_fill(broken, 0)
+    if seed is not None:
+        codes, scales = _dithered(x_RKE, top, format, _offsets(format, seed, first_block, x_RKE))
+    elif format.positive_levels:
+        codes, scales = _lloyd_max(x_RKE, top, format)
+    elif format.odd:
+        codes, scales = _clipped(x_RKE, top, format)
+    else:
+        codes, scales = _symmetric(x_RKE, top, format)
+    return codes, scales.masked_fill(broken, _NAN_SCALE).squeeze(-1)
+
+
+def _symmetric(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    largest = (1 << (format.bits - 1)) - 1
+    # no larger than what keeps largest · scale finite
+    scales = _rounded_up(top * (1.0 / largest)).clamp_(max=_finite(largest))
+    codes = (x * _reciprocal(decode_scales(scales))).round_().add_(largest + 1)
+    return codes.to(torch.uint8), scales
+
+
+def _dithered(x: Tensor, top: Tensor, format: Format, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Uniform levels that reach the largest magnitude, so that no sum of value and offset leaves them."""
+    half = 1 << (format.bits - 1)
+    if format.odd or format.positive_levels:
+        # levels count half steps
+        scales = _rounded_up(top * (0.5 / (half - 0.5)))
+        v = x * _reciprocal(decode_scales(scales) * 2)
+        return v.add_(offsets).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8), scales
+    scales = _rounded_up(top * (1.0 / (half - 1))).clamp_(max=_finite(half - 1))
+    v = x * _reciprocal(decode_scales(scales))
+    return v.add_(offsets).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8), scales
+
+
+def _clipped(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    half = 1 << (format.bits - 1)
+    step = top * (format.clip / half)
+    v = x * _reciprocal(step)
+    codes = v.floor().clamp_(-half, half - 1).add_(half)
+    levels = (codes * 2).add_(1 - 2 * half)
+    return codes.to(torch.uint8), _fitted(v, levels, step)
+
+
+def _lloyd_max(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    positive = format.positive_levels
+    v = x * _reciprocal(top)  # so that squares neither under- nor overflow
+    deviation = v.square().mean(-1, keepdim=True).sqrt_()
+    v *= _reciprocal(deviation)
+    magnitude = v.abs()
+    index = torch.zeros_like(v, dtype=torch.uint8)
+    for a, b in pairwise(positive):
+        index += magnitude > (a + b) / 256
+    half = len(positive)
+    codes = torch.where(v < 0, half - 1 - index, half + index)
+    return codes, _fitted(v, _table(format, x.device)[codes.int()], deviation * top)
+
+
+def _fitted(v: Tensor, levels: Tensor, unit: Tensor) -> Tensor:
+    """The scale that leaves the least squared error between v and the chosen levels, in units of x."""
+    fit = (v * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
+    return _rounded(fit * unit)
+
+
+def decode(codes_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0) -> Tensor:
+    """Levels [R, K, E], fp32: what a scale multiplies, before the rotation back.
+
+    Sums of them under the rotation are exact in fp32, in any order, so that all devices agree on every bit.
+    """
+    half = 1 << (format.bits - 1)
+    if seed is None:
+        if format.positive_levels:
+            return _table(format, codes_RKE.device)[codes_RKE.int()]
+        levels = codes_RKE.to(torch.float32)
+        return levels.mul_(2).add_(1 - 2 * half) if format.odd else levels.sub_(half)
+    offsets = _offsets(format, seed, first_block, codes_RKE)
+    levels = codes_RKE.to(torch.float32)
+    if format.odd or format.positive_levels:
+        return levels.mul_(2).add_(1 - 2 * half).sub_(offsets, alpha=2)
+    return levels.sub_(half).sub_(offsets)
+
+
+def rotate_back(x_RKE: Tensor, format: Format) -> Tensor:
+    """Levels, or sums of them times scales, as they were before the rotation: H x, or x where nothing is rotated."""
+    return x_RKE @ hadamard(format.block, x_RKE.device) if format.rotated else x_RKE
+
+
+@cache
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Sylvester's matrix of ±1 [size, size], fp32: symmetric, and its square is size times the identity."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return matrix.to(device)
+
+
+@cache
+def _table(format: Format, device: torch.device) -> Tensor:
+    positive = format.positive_levels
+    return torch.tensor([*(-level for level in reversed(positive)), *positive], dtype=torch.float32, device=device)
+
+
+# --- scales of 16 bits ---
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Of fp32 values, not negative; below the smallest normal one they become 0."""
+    return torch.where(x < SMALLEST, 0.0, x).view(torch.int32)
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    return ((_bits(x) + ((1 << _SCALE_SHIFT) - 1)) >> _SCALE_SHIFT).clamp_(max=_LARGEST_SCALE)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """To the nearest, ties to even."""
+    bits = _bits(x)
+    half = (1 << (_SCALE_SHIFT - 1)) - 1
+    return ((bits + half + ((bits >> _SCALE_SHIFT) & 1)) >> _SCALE_SHIFT).clamp_(max=_LARGEST_SCALE)
+
+
+@cache
+def _finite(largest: int) -> int:
+    """The largest scale whose product with the largest level is finite."""
+    bound = torch.tensor(torch.finfo(torch.float32).max / largest)
+    return int(bound.view(torch.int32).item()) >> _SCALE_SHIFT
+
+
+def decode_scales(scales: Tensor) -> Tensor:
+    """fp32 from the 16 bits of each (int32)."""
+    return (scales << _SCALE_SHIFT).view(torch.float32)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    return torch.where(x < SMALLEST, 0.0, 1.0 / x)
+
+
+# --- dither ---
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of 32 bits (int64 that hold them): each bit of x changes half of those of the result (lowbias32)."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _offsets(format: Format, seed: int, first_block: int, like_RKE: Tensor) -> Tensor:
+    """[K, E] fp32 in (−½, ½), multiples of 1/256: a random start for each block, then multiples of the golden ratio.
+
+    Every element's offset is uniform over seeds and those of two seeds are independent; so few steps that levels less
+    their offsets still have few enough bits for exact sums.
+    """
+    blocks = torch.arange(first_block, first_block + like_RKE.shape[-2], device=like_RKE.device)
+    start = mix((blocks + mix(torch.tensor(seed & 0xFFFFFFFF, device=like_RKE.device))) & 0xFFFFFFFF)
+    steps = torch.arange(format.block, device=like_RKE.device) * _GOLDEN
+    hashed = (start[:, None] + steps[None, :]) & 0xFFFFFFFF
+    return ((hashed >> 25).to(torch.float32) - (DITHER_STEPS / 2 - 0.5)) / DITHER_STEPS

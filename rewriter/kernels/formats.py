@@ -1,0 +1,129 @@
+"""Block formats of quantized messages: their names, their levels and where bytes lie.
+
+A row of n elements is cut into blocks of `block` consecutive ones, the last padded with zeros. A block is a code of
+`bits` bits per element and a scale; an element is its code's level, an integer, times the scale.
+
+    int8, int6, int4    levels −q … q, q = 2^(bits−1) − 1; scale = largest magnitude / q, so that zero stays zero and
+                        nothing saturates
+    int2                the four odd levels −3 … 3, clipped at 0.7 of the largest magnitude (three levels about zero
+                        would leave a fourth of the codes unused and err by half as much again)
+    …-hadamard          the block rotated by H/√block first, which spreads outliers over all its elements
+                        (SDP4Bit, arXiv 2410.15526; QuIP#, arXiv 2402.04396).
+                        int4: the 16 odd levels −15 … 15, clipped at 0.95 of the largest; int3, int2: the Lloyd-Max
+                        levels of a normal distribution, in 1/128 of the standard deviation
+
+Scales of clipped and Lloyd-Max formats are fitted once more by least squares after codes are chosen. With dither all
+levels are uniform and nothing is clipped, since the mean of what arrives must be the mean of what was sent.
+
+A row of a payload holds the codes of all blocks, plane by plane, then all scales, then zeros up to a multiple of 16
+bytes, so that rows begin where vectors of 16 bytes can be read. A plane of width w holds w bits of each code, the lower
+bits first; byte j of its `block · w / 8` holds those of the elements j, j + block · w / 8, and so on, from its lowest
+bits up. A scale is the 16 bits of an fp32 below its sign: 8 of exponent and 8 of mantissa.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+ALIGNMENT = 16  # bytes: the widest access of a GPU thread
+DEFAULT_BLOCK = 128
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1 << 20
+
+_PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
+
+# The levels of Lloyd and Max for a normal distribution, in 1/128 of its standard deviation; the negative ones mirror
+# them (Max 1960, table I: 0.4528 1.510; 0.2451 0.7560 1.344 2.152)
+_LLOYD_MAX = {2: (58, 193), 3: (31, 97, 172, 275)}
+
+_CLIP = {4: 0.95, 2: 0.7}  # of the largest magnitude: the least squared error on normal blocks of 128
+
+_NAMES = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard")
+
+
+@dataclass(frozen=True)
+class Format:
+    """`bits` per element, blocks of `block` elements, rotated by a Hadamard matrix or not. Made by `parse_format`."""
+
+    bits: int
+    rotated: bool = False
+    block: int = DEFAULT_BLOCK
+
+    def __post_init__(self) -> None:
+        if self.name not in _NAMES:
+            raise ValueError(f"format {self.name!r}: expected one of {', '.join(_NAMES)}")
+        if not SMALLEST_BLOCK <= self.block <= LARGEST_BLOCK or self.block & (self.block - 1):
+            raise ValueError(
+                f"format {self.name!r}: block {self.block}, expected a power of two from {SMALLEST_BLOCK} to "
+                f"{LARGEST_BLOCK}, as in {self.name}@64"
+            )
+        if self.rotated and self.block > 1024:
+            raise ValueError(
+                f"format {self.name!r}: block {self.block}, expected at most 1024 where blocks are rotated"
+            )
+
+    @property
+    def name(self) -> str:
+        """Without the block."""
+        return f"int{self.bits}{'-hadamard' if self.rotated else ''}"
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Widths in bits of the planes, the one of the lowest bits first."""
+        return _PLANES[self.bits]
+
+    @property
+    def odd(self) -> bool:
+        """Levels are the odd integers about zero, instead of all; uniform ones of dithered messages too."""
+        return self.bits in _CLIP and (self.rotated or self.bits == 2)
+
+    @property
+    def positive_levels(self) -> tuple[int, ...]:
+        """Lloyd-Max levels above zero, ascending; empty where levels are uniform."""
+        return _LLOYD_MAX.get(self.bits, ()) if self.rotated else ()
+
+    @property
+    def clip(self) -> float:
+        """The largest value of uniform odd levels, as a part of the largest magnitude."""
+        return _CLIP[self.bits]
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's codes."""
+        return self.block * self.bits // 8
+
+    def blocks(self, n: int) -> int:
+        """Of a row of n elements."""
+        return -(-n // self.block)
+
+    def payload_bytes(self, n: int) -> int:
+        """Of a row of n elements: codes, scales of two bytes, zeros up to a multiple of 16."""
+        return -(-self.blocks(n) * (self.block_bytes + 2) // ALIGNMENT) * ALIGNMENT
+
+    def __str__(self) -> str:
+        return self.name if self.block == DEFAULT_BLOCK else f"{self.name}@{self.block}"
+
+
+@cache
+def _parse(text: str) -> Format:
+    name, at, block = text.partition("@")
+    if name not in _NAMES or (at and not block.isdecimal()):
+        raise ValueError(
+            f"format {text!r}: expected one of {', '.join(_NAMES)}, each with @BLOCK for another block than "
+            f"{DEFAULT_BLOCK}, as in int4-hadamard@64"
+        )
+    bits, _, rotation = name.removeprefix("int").partition("-")
+    return Format(int(bits), bool(rotation), int(block) if at else DEFAULT_BLOCK)
+
+
+def parse_format(name: str | Format) -> Format:
+    """The format of that name, such as "int8" or "int4-hadamard@64". Raises ValueError for others."""
+    return name if isinstance(name, Format) else _parse(name)
+
+
+def parse_hops(name: str | Format) -> tuple[Format, Format]:
+    """(inside the node, between nodes) of "int8/int4"; one format stands for both. Raises ValueError for others."""
+    if isinstance(name, Format):
+        return name, name
+    first, slash, second = name.partition("/")
+    return parse_format(first), parse_format(second if slash else first)

@@ -1,0 +1,257 @@
+"""Tensors to payloads of a few bits per element and back, and the sums that quantized collectives make of payloads.
+
+A payload is a uint8 vector that holds codes and scales (`rewriter.kernels.formats`), so that one message carries both.
+On CUDA the functions launch Triton kernels; elsewhere they are plain PyTorch, which is their specification
+(`rewriter.kernels.blocks`), in pieces that stay in a cache.
+
+Rounding is to the nearest level, the same on every rank. With a `seed` it is subtractively dithered: an offset that
+sender and receiver both derive from the seed is added before and taken off after rounding, so that the error is
+independent of the value, has the mean 0 over seeds, and shrinks when many ranks' messages are summed.
+
+A block that holds inf or NaN comes back as NaN; finite values come back finite. Blocks whose largest magnitude is below
+about 2**-119 come back as zeros. Shape suffixes: R rows, N elements of a row, B bytes of a row, P senders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rewriter.kernels import blocks
+from rewriter.kernels.formats import Format, parse_format
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PIECE = 1 << 17  # elements at a time on a CPU: half a MiB of fp32
+
+
+def quantize(x: Tensor, format: str | Format, *, seed: int | None = None) -> Tensor:
+    """The payload of x, uint8 [bytes]: any shape and length, bf16, fp16 or fp32.
+
+    Blocks are runs of consecutive elements of the flattened x. Raises ValueError for other dtypes and unknown formats.
+    """
+    return quantize_rows(x.reshape(1, -1), format, seed=seed)[0]
+
+
+def dequantize(
+    payload: Tensor, format: str | Format, shape: Sequence[int], dtype: torch.dtype, *, seed: int | None = None
+) -> Tensor:
+    """What `quantize` of a tensor of `shape` gave, in `dtype`; `seed` as it was given there.
+
+    Raises ValueError if the payload does not have the size that format and shape ask for.
+    """
+    n = 1
+    for size in shape:
+        n *= size
+    return dequantize_rows(payload[None], format, n, dtype, seed=seed).view(tuple(shape))
+
+
+def quantize_rows(
+    x_RN: Tensor,
+    format: str | Format,
+    *,
+    order: Sequence[int] | None = None,
+    seed: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A payload per row, uint8 [R, B]; row r is that of x's row order[r]. In `out`, whose rows are contiguous.
+
+    `order` reorders slices on the way (ZeRO++, Eq. 2). All rows are dithered alike. Raises ValueError as `quantize`.
+    """
+    format = parse_format(format)
+    if x_RN.dim() != 2 or x_RN.dtype not in DTYPES:
+        raise ValueError(
+            f"quantize: a {x_RN.dtype} tensor of shape {list(x_RN.shape)}, expected rows of bfloat16, float16 or "
+            "float32"
+        )
+    rows = x_RN.shape[0] if order is None else len(order)
+    size = format.payload_bytes(x_RN.shape[1])
+    if out is None:
+        out = torch.empty(rows, size, dtype=torch.uint8, device=x_RN.device)
+    elif out.shape != (rows, size) or out.dtype != torch.uint8:
+        raise ValueError(f"quantize: out is {out.dtype} {list(out.shape)}, expected torch.uint8 [{rows}, {size}]")
+    _quantize_rows(x_RN if order is None else x_RN[list(order)], format, seed, out)
+    return out
+
+
+def _quantize_rows(x_RN: Tensor, format: Format, seed: int | None, out_RB: Tensor) -> None:
+    rows, n = x_RN.shape
+    count = format.blocks(n)
+    if x_RN.numel() == 0:
+        return
+    planes_RKB, scales_RK, rest = _parts(out_RB, format, count)
+    rest.zero_()
+    for some, first, last in _pieces(rows, count, format):
+        x = x_RN[some, first * format.block : last * format.block].to(torch.float32)
+        missing = (last - first) * format.block - x.shape[1]
+        if missing:
+            x = torch.nn.functional.pad(x, (0, missing))
+        codes, scales = blocks.encode(x.reshape(x.shape[0], last - first, format.block), format, seed, first)
+        scales_RK[some, first:last] = scales.to(torch.int16)
+        _pack(codes, format, [plane[some, first:last] for plane in planes_RKB])
+
+
+def dequantize_rows(
+    payload_RB: Tensor,
+    format: str | Format,
+    n: int,
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x_RN in `dtype` from payloads of rows of n elements; in `out` where it is given.
+
+    With a seed, row r is the message of a sender that used seed + r. The same payload gives the same bits on every
+    rank. Raises ValueError for payloads of another size.
+    """
+    format = parse_format(format)
+    _check(payload_RB, format, n, 2)
+    rows = payload_RB.shape[0]
+    if out is None:
+        out = torch.empty(rows, n, dtype=dtype, device=payload_RB.device)
+    elif out.shape != (rows, n) or out.dtype != dtype:
+        raise ValueError(f"dequantize: out is {out.dtype} {list(out.shape)}, expected {dtype} [{rows}, {n}]")
+    finite = torch.finfo(dtype).max
+    # rows of one sender are dithered alike, and decoded at once where there is no dither
+    for group in [slice(0, rows)] if seed is None else [slice(row, row + 1) for row in range(rows)]:
+        some_seed = None if seed is None else seed + group.start
+        for some, first, last, levels, scales in _decoded(payload_RB[group], format, n, some_seed):
+            # a rotation, or the rounding of a scale, may have passed the largest number by a little; NaN stays
+            x = blocks.rotate_back(levels, format).mul_(scales).clamp_(-finite, finite)
+            start, end = first * format.block, min(last * format.block, n)
+            out[group][some, start:end] = x.flatten(1)[:, : end - start]
+    return out
+
+
+def dequantize_reduce(
+    payload_PRB: Tensor,
+    format: str | Format,
+    n: int,
+    dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    skip: int | None = None,
+    add: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """y_RN: the sum over senders, plus `add` [R, N], times `factor`; in fp32, in the order of senders, rounded once.
+
+    Sender p used seed + p. Rows of the sender `skip` are not read: one's own, whose exact values come in `add`. Rotated
+    blocks are summed as they are and rotated back once. Raises ValueError for payloads of another size.
+    """
+    format = parse_format(format)
+    _check(payload_PRB, format, n, 3)
+    senders, rows = payload_PRB.shape[:2]
+    count = format.blocks(n)
+    out = torch.empty(rows, n, dtype=dtype, device=payload_PRB.device)
+    for some, first, last in _pieces(rows, count, format):
+        total = torch.zeros(
+            len(range(rows)[some]), last - first, format.block, dtype=torch.float32, device=payload_PRB.device
+        )
+        for p in range(senders):
+            if p != skip:
+                sender_seed = None if seed is None else seed + p
+                total.addcmul_(*_levels(payload_PRB[p], format, n, sender_seed, some, first, last))
+        start, end = first * format.block, min(last * format.block, n)
+        total = blocks.rotate_back(total, format).flatten(1)[:, : end - start]
+        if add is not None:
+            total = total + add[some, start:end].to(torch.float32)
+        out[some, start:end] = total if factor == 1.0 else total * factor
+    return out
+
+
+def dequantize_reduce_quantize(
+    payload_PRB: Tensor,
+    format: str | Format,
+    n: int,
+    to: str | Format,
+    *,
+    seed: int | None = None,
+    skip: int | None = None,
+    add: Tensor | None = None,
+    factor: float = 1.0,
+    to_seed: int | None = None,
+    order: Sequence[int] | None = None,
+) -> Tensor:
+    """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory."""
+    total = dequantize_reduce(payload_PRB, format, n, torch.float32, seed=seed, skip=skip, add=add, factor=factor)
+    return quantize_rows(total, to, order=order, seed=to_seed)
+
+
+def _check(payload: Tensor, format: Format, n: int, dimensions: int) -> None:
+    size = format.payload_bytes(n)
+    if payload.dim() != dimensions or payload.shape[-1] != size or payload.dtype != torch.uint8:
+        raise ValueError(
+            f"dequantize: a payload {payload.dtype} of shape {list(payload.shape)}, expected torch.uint8 with "
+            f"{dimensions} dimensions, the last of {size} bytes for {n} elements in {format}"
+        )
+
+
+def _pieces(rows: int, count: int, format: Format) -> Iterator[tuple[slice, int, int]]:
+    """(rows, first block, the one after the last): about `_PIECE` elements each, of whole rows where they are short."""
+    blocks_at_once = max(1, _PIECE // format.block)
+    rows_at_once = max(1, blocks_at_once // max(count, 1))
+    for row in range(0, rows, rows_at_once):
+        for first in range(0, count, blocks_at_once):
+            yield slice(row, row + rows_at_once), first, min(first + blocks_at_once, count)
+
+
+def _decoded(
+    payload_RB: Tensor, format: Format, n: int, seed: int | None
+) -> Iterator[tuple[slice, int, int, Tensor, Tensor]]:
+    """A piece of `_pieces` and what `_levels` gives for it, one after the other."""
+    for some, first, last in _pieces(payload_RB.shape[0], format.blocks(n), format):
+        yield some, first, last, *_levels(payload_RB, format, n, seed, some, first, last)
+
+
+def _levels(
+    payload_RB: Tensor, format: Format, n: int, seed: int | None, some: slice, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """Levels [R, K, E] and scales [R, K, 1], fp32, of the blocks first … last − 1 of some rows."""
+    planes_RKB, scales_RK, _ = _parts(payload_RB, format, format.blocks(n))
+    codes = _unpack([plane[some, first:last] for plane in planes_RKB], format)
+    scales = blocks.decode_scales(scales_RK[some, first:last].to(torch.int32) & 0xFFFF)
+    return blocks.decode(codes, format, seed, first), scales.unsqueeze(-1)
+
+
+# --- bytes ---
+
+
+def _parts(payload_RB: Tensor, format: Format, count: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Views of the planes [R, K, bytes], the scales [R, K] int16, and the bytes behind them. There is a block."""
+    sizes = [count * format.block * width // 8 for width in format.planes]
+    used = sum(sizes) + 2 * count
+    *planes, scales, rest = payload_RB.split([*sizes, 2 * count, payload_RB.shape[1] - used], dim=1)
+    return (
+        [plane.unflatten(1, (count, -1)) for plane in planes],
+        scales.view(torch.int16),
+        rest,
+    )
+
+
+def _pack(codes_RKE: Tensor, format: Format, planes: Sequence[Tensor]) -> None:
+    shift = 0
+    for width, plane in zip(format.planes, planes, strict=True):
+        bits = codes_RKE if format.bits == 8 else (codes_RKE >> shift) & ((1 << width) - 1)
+        parts = bits.unflatten(-1, (8 // width, -1)).unbind(-2)
+        total = parts[0]
+        for k, part in enumerate(parts[1:], 1):
+            total = total.add(part, alpha=1 << (k * width))
+        plane.copy_(total)
+        shift += width
+
+
+def _unpack(planes: Sequence[Tensor], format: Format) -> Tensor:
+    codes: Tensor | None = None
+    shift = 0
+    for width, plane in zip(format.planes, planes, strict=True):
+        if width == 8:
+            return plane
+        mask = (1 << width) - 1
+        bits = torch.cat([(plane >> (k * width)) & mask for k in range(8 // width)], -1)
+        codes = bits if codes is None else codes.add_(bits, alpha=1 << shift)
+        shift += width
+    assert codes is not None
+    return codes
