@@ -92,17 +92,41 @@ def gather_start(tensors: Sequence[Tensor], group: ProcessGroup | None, name: st
     if group is None:
         return Transfer([], lambda: [mine])
     size, own = sum(t.nbytes for t in mine), group.rank()
-    found = torch.empty(group.size() * size, dtype=torch.uint8, device=mine[0].device)
-    rows = found.split(size)
-    pack(mine, out=rows[own])
-    others = size * (group.size() - 1)
+    found = torch.empty(group.size(), size, dtype=torch.uint8, device=mine[0].device)
+    pack(mine, out=found[own])
+    arriving = gather_rows_start(found, group, name, axis)
+    return Transfer([arriving], lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(found)])
+
+
+def gather_rows_start(rows_PB: Tensor, group: ProcessGroup, name: str, axis: str = "") -> Transfer:
+    """Bytes [P, B] of which this rank has filled in its own row; `wait` gives the same memory, with all rows.
+
+    No rank may touch its own until then.
+    """
+    rows, own = rows_PB.unbind(), group.rank()
+    others = rows[own].nbytes * (len(rows) - 1)
     observe("wire", name, rows[own], group, others, others, axis)
-    if found.is_cuda:
-        works = [_all_gather(found, rows[own], group=group, async_op=True)]
+    if rows_PB.is_cuda:
+        works = [_all_gather(rows_PB.view(-1), rows[own].view(-1), group=group, async_op=True)]
     else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
         peers = _peers(group)
         works = _start(dict.fromkeys(peers, rows[own]), {p: rows[r] for p, r in peers.items()}, group)
-    return Transfer(works, lambda: [mine if r == own else unpack(row, mine) for r, row in enumerate(rows)])
+    return Transfer(works, lambda: rows_PB)
+
+
+def all_to_all_rows_start(sent_PB: Tensor, group: ProcessGroup, name: str, axis: str = "") -> Transfer:
+    """Row r of bytes [P, B] goes to rank r; `wait` gives the rows that arrived, in rank order. One's own row neither
+    goes nor arrives: what the result holds there has no meaning."""
+    received_PB = torch.empty_like(sent_PB)
+    leaving, arriving = sent_PB.unbind(), received_PB.unbind()
+    others = sent_PB.nbytes - leaving[0].nbytes
+    observe("wire", name, sent_PB, group, others, others, axis)
+    if sent_PB.is_cuda:  # which copies the own row too, on the device
+        works = [dist.all_to_all_single(received_PB.view(-1), sent_PB.view(-1), group=group, async_op=True)]
+    else:
+        peers = _peers(group)
+        works = _start({p: leaving[r] for p, r in peers.items()}, {p: arriving[r] for p, r in peers.items()}, group)
+    return Transfer(works, lambda: received_PB, (sent_PB,))
 
 
 def all_to_all_start(

@@ -1,0 +1,168 @@
+"""The ranks of a quantized collective: one group, or nodes × the ranks of each.
+
+Rank y · X + x of Y nodes × X local ranks is local rank x of node y, the order of a DeviceMesh whose last dimension is
+the one inside the node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rewriter.errors import RewriterError
+from rewriter.runtime import wire
+from rewriter.runtime.groups import group_rank, group_size
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One hop's ranks. `group` is None where there is one; `name` is the mesh's, for counting bytes."""
+
+    group: ProcessGroup | None = None
+    name: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return group_rank(self.group)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks."""
+        return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
+
+    def all_to_all_start(self, sent_PB: Tensor, name: str) -> wire.Transfer:
+        """Row r goes to rank r; see `wire.all_to_all_rows_start`."""
+        assert self.group is not None
+        return wire.all_to_all_rows_start(sent_PB, self.group, name, self.name)
+
+    def gather_start(self, rows_PB: Tensor, name: str) -> wire.Transfer:
+        """The rows of all ranks, in place; see `wire.gather_rows_start`."""
+        assert self.group is not None
+        return wire.gather_rows_start(rows_PB, self.group, name, self.name)
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, name: str = "") -> Axis:
+        return cls(None if group_size(group) == 1 else group, name)
+
+    def duplicate(self) -> Axis:
+        """The same ranks with messages of their own. All of them call this at the same point of the program."""
+        if self.group is None:
+            return self
+        group = dist.new_group(list(self.members), backend=dist.get_backend(self.group), use_local_synchronization=True)
+        return replace(self, group=group)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`intra`: the ranks of this node. `inter`: those with this rank's place in every node. One group is `intra`, and
+    `inter` has one rank; `nodes` tells it from a mesh of nodes × ranks of a node, of which there may be one too."""
+
+    intra: Axis
+    inter: Axis = Axis()
+    nodes: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.inter.ranks * self.intra.ranks
+
+    @property
+    def rank(self) -> int:
+        return self.inter.rank * self.intra.ranks + self.intra.rank
+
+    @property
+    def hops(self) -> int:
+        """Axes on which something is sent."""
+        return (self.inter.ranks > 1) + (self.intra.ranks > 1)
+
+    @property
+    def key(self) -> str:
+        """The same for the same ranks in every run, so that compiled graphs can be cached."""
+        place = f"{self.inter.members} {self.intra.members} {self.inter.name} {self.intra.name}"
+        return f"{self.inter.ranks}x{self.intra.ranks} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
+
+    def size(self) -> int:
+        """As a ProcessGroup has it."""
+        return self.ranks
+
+
+_topologies: dict[int, tuple[weakref.ref[DeviceMesh | ProcessGroup], Topology]] = {}
+_by_key: dict[str, Topology] = {}
+_backgrounds: dict[int, tuple[weakref.ref[Topology], Topology]] = {}
+
+
+def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> Topology:
+    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node); made once for each.
+
+    None is one rank. Raises RewriterError for meshes of more dimensions, and for anything else.
+    """
+    if isinstance(mesh_or_group, Topology):
+        return mesh_or_group
+    if mesh_or_group is None:
+        return Topology(Axis())
+    place = id(mesh_or_group)  # not the mesh, which equals one that was made of other process groups
+    if place not in _topologies:
+        made = _made(mesh_or_group)
+        _topologies[place] = weakref.ref(mesh_or_group, lambda _: _topologies.pop(place, None)), made
+    return _topologies[place][1]
+
+
+def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
+    if isinstance(mesh_or_group, ProcessGroup):
+        return Topology(Axis.of(mesh_or_group))
+    if not isinstance(mesh_or_group, DeviceMesh):
+        raise RewriterError(
+            f"quantized collectives: expected a ProcessGroup or a DeviceMesh, not {type(mesh_or_group).__name__}"
+        )
+    names = mesh_or_group.mesh_dim_names or ("",) * mesh_or_group.ndim
+    axes = [Axis.of(mesh_or_group.get_group(dim), names[dim]) for dim in range(mesh_or_group.ndim)]
+    if len(axes) == 1:
+        return Topology(axes[0])
+    if len(axes) == 2:
+        return Topology(intra=axes[1], inter=axes[0], nodes=True)
+    shape = ", ".join(f"{name or 'dimension'} {size}" for name, size in zip(names, mesh_or_group.shape, strict=True))
+    raise RewriterError(
+        f"quantized collectives: a mesh of {mesh_or_group.ndim} dimensions ({shape}). Give one of one dimension, or of "
+        'two: nodes, then the ranks of a node, as mesh["node", "local"]'
+    )
+
+
+@torch.compiler.assume_constant_result
+def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
+    """The string by which operators find the topology; when compiling, found once while tracing."""
+    topology = topology_of(mesh_or_group)
+    key = topology.key
+    _by_key[key] = topology
+    return key
+
+
+def by_key(key: str) -> Topology:
+    """What `topology_key` was called with last."""
+    if key not in _by_key:
+        raise RewriterError(
+            f"quantized collectives: ranks {key!r} are not known in this process: call them eagerly once"
+        )
+    return _by_key[key]
+
+
+def background(topology: Topology) -> Topology:
+    """The same ranks with process groups that only the worker thread uses, made at the first call.
+
+    Two threads that use one group would start its messages in an order of their own on each rank, and take one for the
+    other. NCCL needs none: there, one thread starts everything.
+    """
+    place = id(topology)
+    if place not in _backgrounds:
+        made = replace(topology, intra=topology.intra.duplicate(), inter=topology.inter.duplicate())
+        _backgrounds[place] = weakref.ref(topology, lambda _: _backgrounds.pop(place, None)), made
+    return _backgrounds[place][1]
