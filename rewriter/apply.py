@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rewriter.recipes import Recipe
 
 _SHARDS_TOKENS = "sequence_parallel"
+_QUANTIZES = "quantize_collectives"
 
 
 def apply_recipe(
@@ -64,8 +65,8 @@ def apply_recipe(
 def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:
     """Refuse, before any work, what the passes would refuse once the model is traced.
 
-    That is one rank for a pass that is bound to their number or that shards tokens over them, unless the recipe can
-    leave it out; and several ranks of "sp" for a recipe that does not shard tokens.
+    That is one rank for a pass that is bound to their number, that shards tokens over them or that quantizes what they
+    send, unless the recipe can leave it out; and several ranks of "sp" for a recipe that does not shard tokens.
     """
     disabled = _disabled((), [p.name for p in passes])
     _check_sequence(recipe, passes, disabled, sp)
@@ -74,6 +75,9 @@ def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> 
             raise RewriterError(
                 f"{rewrite.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
             )
+        needed = rewrite.name == _QUANTIZES and not spec.optional and rewrite.name not in disabled
+        if needed and {"tp": tp, "sp": sp}[rewrite.axis] == 1:
+            raise RewriterError(f"{rewrite.name}: one rank sends nothing. Give --{rewrite.axis} 2 or more.")
 
 
 def _check_sequence(recipe: Recipe, passes: Sequence[Any], disabled: Collection[str], sp: int) -> None:

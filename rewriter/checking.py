@@ -33,7 +33,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     from safetensors.torch import load_file
 
     from rewriter.verify import outside
-    from rewriter.verify.compare import REAL_WEIGHTS, Verification
+    from rewriter.verify.compare import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
     from rewriter.verify.rehearsal import MOST_RANKS
 
     golden = load_file(root / manifest.golden.file)
@@ -45,8 +45,12 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     progress("computing the golden logits")
     single, parallel = outside.emitted_logits(root, ranks if sharded else None, [golden["input_ids"]])
     result.require("adapted checkpoint = golden logits", single[0][0, -1], golden["logits"], REAL_WEIGHTS)
-    if parallel:
-        name = f"sharded module on {ranks} rank{'s' * (ranks > 1)} = golden logits"
+    name = f"sharded module on {ranks} rank{'s' * (ranks > 1)} = golden logits"
+    if parallel and "sharded_logits" in golden:
+        told = f"{name}, in parts of what quantization changes"
+        last, expected, exact = parallel[0][0, -1:], golden["sharded_logits"][None], golden["logits"][None]
+        result.require_quantized(told, [last], [expected], [exact], QUANTIZED_REAL_WEIGHTS)
+    elif parallel:
         result.require(name, parallel[0][0, -1], golden["logits"], REAL_WEIGHTS)
     return table | result.figures()
 

@@ -23,6 +23,7 @@ from rewriter.emit.manifest import (
     Golden,
     Manifest,
     PassEntry,
+    Quantized,
     Skipped,
     SourceEntry,
     Verified,
@@ -237,18 +238,19 @@ def communication(program: Program) -> dict[str, Any]:
     Where tokens are sharded also what attention sends, forward and backward: bytes of a rank for each token that it
     holds, in all layers together.
     """
-    from rewriter.analysis.communication import by_place, collectives, summary
+    from rewriter.analysis.communication import by_place, collectives, quantized, summary
 
     found = collectives(program)
     if not found:
         return {}
-    total, places = summary(found), by_place(found)
+    total, places, travel = summary(found), by_place(found), quantized(found)
     blocks = places.get("block")
     return {
         "block reductions": blocks.collectives if blocks else 0,
         "hidden behind computation": blocks.hidden if blocks else 0,
         "other collectives": total.collectives - (blocks.collectives if blocks else 0),
         "bytes per token": total.bytes_per_token,
+        **({} if travel is None else {"quantized reductions": asdict(travel)}),
         **{
             f"attention {when}": {"bytes per token of a rank": sum(sizes.values()), **sizes}
             for when, sizes in bytes_per_token(program).items()
@@ -326,6 +328,7 @@ def _manifest(
         ),
         adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
         lanes=layout.lanes,
+        quantized=_quantized(program),
         verification=Verified(
             level=level,
             checks=[CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks],
@@ -335,6 +338,13 @@ def _manifest(
         golden=golden,
         files={name: digest for name, (_, digest) in sorted(output.files.items()) if name != MANIFEST},
     )
+
+
+def _quantized(program: Program) -> Quantized | None:
+    from rewriter.analysis.communication import collectives, quantized
+
+    found = quantized(collectives(program))
+    return None if found is None else Quantized(**asdict(found))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,12 +224,18 @@ def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
 # --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
 
 
-def all_reduce(x: torch.Tensor, axis: str) -> torch.Tensor:
-    """Sum over the ranks of `axis`; its gradient is the identity."""
+def all_reduce(x: torch.Tensor, axis: str, *, format: str | None = None, min_bytes: int = 0) -> torch.Tensor:
+    """Sum over the ranks of `axis`; its gradient is the identity.
+
+    With a `format` of `rewriter.kernels`, of an `x` of `min_bytes` bytes or more: the flat tensor is padded with zeros
+    and cut into a slice per rank, equal and of whole blocks. The owner of a slice adds its own part, as it is, to the
+    parts of the others, dequantized; the sum, in fp32, is quantized again, and what that dequantizes to is every rank's
+    result.
+    """
     return x
 
 
-def all_reduce_start(x: torch.Tensor, axis: str) -> torch.Tensor:
+def all_reduce_start(x: torch.Tensor, axis: str, *, format: str | None = None, min_bytes: int = 0) -> torch.Tensor:
     """Begin `all_reduce` in place on the partial `x`; only `all_reduce_wait` may use the result."""
     return x
 

@@ -242,17 +242,20 @@ def _on_ranks(program: Program, block: Block, split: set[str]) -> str:
 
 def _communication(standard: Program, after: Program | None) -> dict[str, Any]:
     return {
-        "convention": "bytes per token: the reduced tensor once per all-reduce, the gathered tensor per all-gather",
+        "convention": "bytes per token: the reduced tensor once per all-reduce (codes and scales where quantized), the "
+        "gathered tensor per all-gather",
         "before": _traffic(standard),
         "after": _traffic(after) if after is not None else None,
     }
 
 
 def _traffic(program: Program) -> dict[str, Any]:
-    from rewriter.analysis.communication import by_layer, by_place, collectives, summary
+    from rewriter.analysis.communication import by_layer, by_place, collectives, quantized, summary
 
     found = collectives(program)
+    travel = quantized(found)
     return {
+        "quantized": None if travel is None else asdict(travel),
         "total": asdict(summary(found)),
         "places": {place: asdict(traffic) for place, traffic in by_place(found).items()},
         "layers": [{"layer": layer, **asdict(traffic)} for layer, traffic in by_layer(found).items()],

@@ -2,7 +2,8 @@
 
 Convention: the bytes of an all-reduce are its payload, the reduced tensor once; those of an all-gather are the gathered
 tensor. What crosses the links depends on the algorithm: a ring sends 2 (P − 1) / P of an all-reduce's payload from each
-rank, (P − 1) / P of an all-gather's.
+rank, (P − 1) / P of an all-gather's. A quantized all-reduce sends 2 (P − 1) / P of its payload too: codes and scales of
+the reduced tensor once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,6 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import computes
 from rewriter.analysis.shapes import wiring_shapes
+from rewriter.kernels import Format, parse_format
 from rewriter.program import Body, Module, Program, args_of
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
@@ -32,6 +34,8 @@ class Collective:
 
     `path` is the module whose result it completes, or that it stands in. `bytes_per_token` counts the payload; 0 for a
     result that has no token dimension. `hidden` says that at least one other module computes between start and wait.
+    `format` is that of a quantized message, whose `bytes_per_token` are those of a long one: padding to whole blocks is
+    nothing there. A message of less than `min_bytes` travels exact, with `exact_bytes_per_token`.
     """
 
     kind: Literal["all-reduce", "all-gather"]
@@ -42,6 +46,24 @@ class Collective:
     width: int
     bytes_per_token: int
     hidden: bool
+    exact_bytes_per_token: int
+    format: str | None = None
+    min_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The quantized reductions of a forward pass together, per token.
+
+    They are quantized in calls of `from_tokens` tokens or more (of a rank, over all sequences), and exact in others.
+    """
+
+    format: str
+    min_bytes: int
+    from_tokens: int
+    reductions: int
+    bytes_per_token: int
+    exact_bytes_per_token: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,8 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             shape = shapes[node] or ()
             width = math.prod(s for s in shape if isinstance(s, int))
             source = _producer(node)
+            options: dict[str, Any] = dict(node.kwargs)
+            format = options.get("format")
             place: Place = "block" if layer is not None else "head" if gather else "embedding"
             found.append(
                 Collective(
@@ -88,8 +112,10 @@ def collectives(program: Program) -> tuple[Collective, ...]:
                     layer,
                     index,
                     width,
-                    width * size,
+                    width * size if format is None else _payload_per_token(width, format),
                     node in behind,
+                    width * size,
+                    **options,
                 )
             )
         elif node.op == "call_module":
@@ -98,8 +124,43 @@ def collectives(program: Program) -> tuple[Collective, ...]:
                 inside[id(module)] = tuple(_inside(module, size))
             for width, nbytes in inside[id(module)]:
                 where: Place = "inside a block" if layer is not None else "other"
-                found.append(Collective("all-reduce", where, str(node.target), layer, index, width, nbytes, False))
+                found.append(
+                    Collective("all-reduce", where, str(node.target), layer, index, width, nbytes, False, nbytes)
+                )
     return tuple(found)
+
+
+def quantized(found: Iterable[Collective]) -> Quantized | None:
+    """What travels quantized among some collectives; None where all are exact."""
+    items = [c for c in found if c.format is not None]
+    if not items:
+        return None
+    first = items[0]
+    return Quantized(
+        str(first.format),
+        first.min_bytes,
+        max(1, *(-(-c.min_bytes // c.exact_bytes_per_token) for c in items)),
+        len(items),
+        sum(c.bytes_per_token for c in items),
+        sum(c.exact_bytes_per_token for c in items),
+    )
+
+
+def slice_length(elements: int, ranks: int, format: Format) -> int:
+    """Elements of the slice of a flat tensor that each rank reduces: equal ones, of whole blocks."""
+    return -(-elements // (ranks * format.block)) * format.block
+
+
+def sent_bytes(elements: int, ranks: int, format: str) -> int:
+    """Bytes that a rank sends to others, and receives, in the quantized all-reduce of a tensor, exactly."""
+    parsed = parse_format(format)
+    return 2 * (ranks - 1) * parsed.payload_bytes(slice_length(elements, ranks, parsed))
+
+
+def _payload_per_token(width: int, name: str) -> int:
+    """Bytes of codes and scales (bf16, one a block) of a token's elements, rounded up."""
+    format = parse_format(name)
+    return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 
 
 def summary(found: Iterable[Collective]) -> Traffic:

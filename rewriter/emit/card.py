@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from rewriter.analysis.sequence_bytes import travels
-from rewriter.emit.manifest import Lanes, Manifest, mesh_name, ranks_of
+from rewriter.emit.manifest import Lanes, Manifest, Quantized, mesh_name, ranks_of
 from rewriter.ops import SequencePlan
 
 
@@ -26,6 +26,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         "## Load\n",
         _loading(manifest),
         *([] if manifest.lanes is None else ["## Bound to its ranks\n", _lanes(manifest.lanes)]),
+        *([] if manifest.quantized is None else ["## Quantized between ranks\n", _quantized(manifest.quantized)]),
         "## What was done\n",
         _passes(manifest),
         "## Verification\n",
@@ -150,6 +151,19 @@ def _lanes(lanes: Lanes) -> str:
             f"{len(lanes.untied)} norm weights are each rank's own: they hold {lanes.ranks} vectors in a row.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _quantized(found: Quantized) -> str:
+    """What is quantized, what is not, and which of the two models that concerns."""
+    always = found.min_bytes == 0
+    when = "" if always else f" in calls of {found.from_tokens:,} tokens or more per rank, exact in smaller ones"
+    part = found.bytes_per_token / found.exact_bytes_per_token
+    return (
+        f"On ranks, {found.reductions} all-reduces of a forward pass travel as `{found.format}`{when}: "
+        f"{found.bytes_per_token:,} bytes\nper token with scales instead of {found.exact_bytes_per_token:,} "
+        f"({part:.0%}). The checkpoint above, on one device, sums exactly: what it computes differs from\nthe sharded "
+        "module by the quantization, and by nothing else.\n"
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

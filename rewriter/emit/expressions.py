@@ -177,6 +177,19 @@ def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
     return show
 
 
+def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
+    """A sum over the group, quantized where the node says a format."""
+    exact, quantized = _on_group(function), _on_group(f"quantized_{function}")
+
+    def show(p: Printer, node: fx.Node) -> str:
+        if not node.kwargs:
+            return exact(p, node)
+        options = f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}'
+        return f"{quantized(p, node).removesuffix(')')}, {options})"
+
+    return show
+
+
 _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     aten.slice.Tensor: _slice,
     aten.to.dtype: _cast,
@@ -200,8 +213,8 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     aten.embedding.default: lambda p, n: f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])})",
     ops.attention: _attention,
     ops.experts: lambda p, n: f"experts({p.arguments(n.args, n.kwargs)})",
-    ops.all_reduce: _on_group("all_reduce"),
-    ops.all_reduce_start: _on_group("all_reduce_start"),
+    ops.all_reduce: _reduction("all_reduce"),
+    ops.all_reduce_start: _reduction("all_reduce_start"),
     ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(args_of(n)[0])})",
     ops.enter: _on_group("enter"),
     ops.all_gather: _on_group("all_gather"),

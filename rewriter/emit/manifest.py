@@ -90,6 +90,20 @@ class Lanes(_Part):
     untied: list[str] = []
 
 
+class Quantized(_Part):
+    """What travels quantized between ranks, and only there: `rewriter.analysis.communication.Quantized`.
+
+    Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
+    """
+
+    format: str
+    min_bytes: int
+    from_tokens: int
+    reductions: int
+    bytes_per_token: int
+    exact_bytes_per_token: int
+
+
 class CheckEntry(_Part):
     """One comparison that held: relative error and its limit."""
 
@@ -133,7 +147,7 @@ class Manifest(_Part):
     """The whole file. `files` are the sha256 of every other file of the directory.
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `lanes` is None for a function that
-    is the same on any number of ranks.
+    is the same on any number of ranks; `quantized` is None where ranks exchange values as they are.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -146,6 +160,7 @@ class Manifest(_Part):
     source: SourceEntry
     adapted: Adapted
     lanes: Lanes | None = None
+    quantized: Quantized | None = None
     verification: Verified
     golden: Golden | None = None
     files: dict[str, str]

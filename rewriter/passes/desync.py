@@ -16,6 +16,7 @@ from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.errors import RewriterError
 from rewriter.expressions import Concat
 from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.rewiring import (
     check_ranks,
     chosen_blocks,
@@ -23,6 +24,7 @@ from rewriter.passes.rewiring import (
     replace_stream_value,
     settle_reads,
     split_writes,
+    travel_of,
 )
 from rewriter.program import Parameter, Program
 from rewriter.selection import Selection
@@ -174,7 +176,7 @@ class _Lane:
                 current = self._made(ops.enter, current, AXIS)
                 whole = [self._made(ops.enter, w, AXIS) for w in whole]
             if keep and reduced:
-                value = self._kept(current, parts, whole)
+                value = self._kept(current, parts, whole, travel_of(reduced[0]))
                 self.synchronised = self.added = None
             else:
                 value = self._sum(current, *parts, *whole)
@@ -194,11 +196,13 @@ class _Lane:
             value.meta = {"layer": self.block.layer, "writes": self.block.index}
         return value
 
-    def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
+    def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node], travel: Mapping[str, Any]) -> fx.Node:
         if self.resync == "mean":
+            if travel:
+                raise RewriterError(STREAM.format(f"the reduction that layer {self.block.layer} keeps"))
             lane = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
             return self._made(ops.all_reduce, self._sum(*parts, lane), AXIS)
-        total = self._made(ops.all_reduce, self._added(parts, whole), AXIS)
+        total = self._made(ops.all_reduce, self._added(parts, whole), AXIS, **travel)
         assert self.synchronised is not None
         return self._made(operator.add, self.synchronised, total)
 
@@ -212,8 +216,8 @@ class _Lane:
             total = self._made(operator.add, total, term)
         return total
 
-    def _made(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
+    def _made(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
         node.meta.update(layer=self.block.layer, writes=self.block.index)
         return node
 

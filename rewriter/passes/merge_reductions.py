@@ -45,14 +45,17 @@ def _merge(root: fx.Node) -> int:
     if not root.users or any(_is_inner(root, user) for user in root.users):
         return 0  # dead, or a summand of a larger sum, which takes it apart
     terms = _terms(root)
-    reductions = [term for term in terms if (found := _reduction(term)) and args_of(found)[1] == _axis(terms)]
+    known = [(term, found) for term in terms if (found := _reduction(term)) is not None]
+    # those that travel alike: over the axis of the first, in its format
+    reductions = [term for term, found in known if _wire(found) == _wire(known[0][1])]
     if len(reductions) < 2:
         return 0
+    (axis,), travel = _wire(known[0][1])
     graph, others = root.graph, [term for term in terms if term not in reductions]
 
-    def new(target: Any, args: tuple[Any, ...]) -> fx.Node:
+    def new(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         with graph.inserting_before(root):
-            node = graph.call_function(target, args)
+            node = graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in (*root.meta.items(), *reductions[0].meta.items()) if k in ("layer", "block")}
         return node
 
@@ -63,7 +66,7 @@ def _merge(root: fx.Node) -> int:
         return value
 
     partial = total([_unreduced(term, new) for term in reductions])
-    reduced = new(ops.all_reduce, (partial, _axis(terms)))
+    reduced = new(ops.all_reduce, (partial, axis), travel)
     if others:
         root.args = (total(others), reduced)
     elif "stream" in root.meta:
@@ -85,9 +88,9 @@ def _terms(root: fx.Node) -> list[fx.Node]:
     return terms
 
 
-def _axis(terms: list[fx.Node]) -> str | None:
-    """The mesh axis of the first reduction."""
-    return next((args_of(found)[1] for term in terms if (found := _reduction(term))), None)
+def _wire(reduction: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a sum travels: its mesh axis, and its format where it is quantized."""
+    return reduction.args[1:], dict(reduction.kwargs)
 
 
 def _reduction(term: fx.Node) -> fx.Node | None:

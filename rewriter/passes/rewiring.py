@@ -85,6 +85,13 @@ def partial_of(write: fx.Node, block: Block, name: str) -> fx.Node:
     return scaled
 
 
+def travel_of(write: fx.Node) -> dict[str, Any]:
+    """How the sum in a write travels: the options of its all-reduce, none where it is exact."""
+    while write.target is not ops.all_reduce:
+        write = write.all_input_nodes[0]
+    return dict(write.kwargs)
+
+
 def split_writes(block: Block, name: str) -> tuple[list[fx.Node], list[fx.Node]]:
     """(writes that are reduced, writes that every rank computes in full).
 
@@ -206,4 +213,5 @@ __all__ = [
     "replace_stream_value",
     "settle_reads",
     "split_writes",
+    "travel_of",
 ]

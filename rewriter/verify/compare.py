@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +16,10 @@ EXACT = 1e-5
 RANKS = 1e-4
 # Deep trained models carry rounding through every layer, and some hold activations a thousand times their median.
 REAL_WEIGHTS = 1e-4
+# What is quantized jumps where rounding differs, and jumps make others: at few tokens in the few layers of a shrunken
+# copy, and until two right computations differ like two independent errors in a deep model. In parts of the error of
+# quantization itself; sums that are exact, or made in another way, differ by about 1 at every token.
+QUANTIZED, QUANTIZED_REAL_WEIGHTS = 0.5, 2.0
 # Below this, a rewritten model could pass as the original, and agreement with its reference would mean nothing.
 DIFFERENT = 1e-2
 
@@ -51,9 +57,41 @@ class Verification:
                 return
         self.checks.append(check)
 
+    def require_quantized(
+        self,
+        name: str,
+        actual: Sequence[torch.Tensor],
+        expected: Sequence[torch.Tensor],
+        exact: Sequence[torch.Tensor],
+        limit: float,
+    ) -> None:
+        """Compare logits [..., vocabulary] that come of quantized sums. `exact` are those of exact sums.
+
+        The figure is the median, over the tokens of all batches, of ‖actual − expected‖ ÷ ‖expected − exact‖. Raises
+        VerificationError beyond `limit`.
+        """
+        figures = [_of_change(*batch) for batch in zip(actual, expected, exact, strict=True)]
+        error = float(torch.cat(figures).median())
+        if not error <= limit:
+            raise VerificationError(
+                f"{name}: at half of the tokens the logits differ by {error:.2f} or more, limit {limit:.1f}"
+            )
+        self.checks.append(Check(name, error, limit))
+
     def figures(self) -> dict[str, float]:
         """Relative error by name of comparison, in order."""
         return {check.name: check.error for check in self.checks}
+
+
+def _of_change(actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Per token, the difference of `actual` from `expected` in parts of that of `expected` from `exact`; fp64 [tokens].
+
+    0 where quantization changes nothing and neither differs.
+    """
+    if actual.shape != expected.shape:
+        return torch.full((1,), math.inf, dtype=torch.float64)
+    difference, change = ((v.double() - expected.double()).flatten(0, -2).norm(dim=-1) for v in (actual, exact))
+    return torch.where(difference == 0, difference, difference / change)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,11 +21,12 @@ from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.errors import VerificationError
 from rewriter.ops import SequencePlan
 from rewriter.passes.base import Pass, bound_ranks, single_device
+from rewriter.passes.quantize_collectives import QuantizeCollectives, exact, is_quantized
 from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.program import Program
 from rewriter.trace import trace
 from rewriter.verify import outside
-from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, Verification, relative_error
+from rewriter.verify.compare import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, relative_error
 from rewriter.verify.places import kinds_of_layers, on_places
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.references import original_logits, reference_of
@@ -75,15 +77,16 @@ def rehearse(
 
     Compared, in fp32: the replay of the trace at three lengths with the unmodified eager model; what the adapted
     checkpoint has to compute with that model (exact passes) or an independent reference (approximating ones), which
-    itself must differ from the original; the simulated ranks with that; and, given `write`, the emitted checkpoint and
-    the sharded module on real ranks. Raises VerificationError for the first that differs, RewriterError when the model
+    itself must differ from the original; the simulated ranks, with exact sums, with that; and, given `write`, the
+    emitted checkpoint with it and the sharded module on real ranks with the simulated ones, every message quantized
+    where any are. Raises VerificationError for the first that differs, RewriterError when the model
     cannot be rehearsed. Nothing stays behind.
     """
     result = Verification()
     count = depth(config)
     kept = representatives(config, [kind for p in passes for kind in kinds_of_layers(p, count)])
     mapped = [small for p in passes for small in on_places(kept, p, count)]
-    mapped = [with_plan(p, plan) for p in mapped]
+    mapped = [_quantizing_small(with_plan(p, plan)) for p in mapped]
     mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
@@ -99,17 +102,21 @@ def rehearse(
         expected = [simulate(single, ids, host=model) for ids in batches]
         for ids, logits in zip(batches, expected, strict=True):
             result.require(f"rewritten = {reference.name}", logits, reference.logits(model, ids), limit)
+        quantized: list[torch.Tensor] | None = None
         if ranks_of(mesh) > 1:
             progress(f"rehearsal: simulating {on_ranks(mesh)}")
             there = "1 device" if bound_ranks(program) is None else f"{ranks} lanes"
+            sums = ", with exact sums" if is_quantized(program) else ""
             for ids, logits in zip(batches, expected, strict=True):
-                name = f"{on_ranks(mesh, 'simulated ')} = {there}"
-                result.require(name, simulate(program, ids, host=model), logits, RANKS)
+                name = f"{on_ranks(mesh, 'simulated ')}{sums} = {there}"
+                result.require(name, simulate(exact(program), ids, host=model), logits, RANKS)
+            if is_quantized(program):
+                quantized = [simulate(program, ids, host=model) for ids in batches]
         if write is not None:
             progress("rehearsal: emitting")
             out = Path(scratch, "out")
             write(program, out)
-            compare_emitted(result, out, mesh, batches, expected, limit=limit, progress=progress)
+            compare_emitted(result, out, mesh, batches, expected, quantized, limit=limit, progress=progress)
     return result
 
 
@@ -119,12 +126,17 @@ def compare_emitted(
     mesh: Mapping[str, int],
     batches: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
+    quantized: Sequence[torch.Tensor] | None = None,
     *,
     limit: float = EXACT,
+    within: float = QUANTIZED,
     prefix: str = "",
     progress: Callable[..., None] = lambda *_: None,
 ) -> None:
-    """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises."""
+    """Compare what a written directory computes, in other processes, with `expected`; adds to `result` or raises.
+
+    `quantized` is what the sharded module has to compute where its sums are quantized, `within` the limit then.
+    """
     ranks = ranks_of(mesh)
     sharded = (out / "runtime" / mesh_name(mesh) / "module.py").is_file()
     if sharded and ranks > MOST_RANKS:
@@ -134,9 +146,13 @@ def compare_emitted(
     single, parallel = outside.emitted_logits(out, ranks if sharded else None, batches)
     for logits, wanted in zip(single, expected, strict=True):
         result.require(f"{prefix}adapted checkpoint = rewritten", logits, wanted, limit)
+    name = f"{prefix}sharded module on {on_ranks(mesh)}"
+    if parallel and quantized is not None:
+        told = f"{name} = simulated, in parts of what quantization changes"
+        result.require_quantized(told, parallel, quantized, expected, within)
+        return
     for logits, wanted in zip(parallel, expected, strict=False):
-        name = f"{prefix}sharded module on {on_ranks(mesh)} = rewritten"
-        result.require(name, logits, wanted, max(limit, RANKS))
+        result.require(f"{name} = rewritten", logits, wanted, max(limit, RANKS))
 
 
 def on_ranks(mesh: Mapping[str, int], what: str = "") -> str:
@@ -151,6 +167,11 @@ def with_plan(rewrite: Pass, plan: SequencePlan | None) -> Pass:
     if plan is None or not isinstance(rewrite, SequenceParallel):
         return rewrite
     return SequenceParallel(plan.kind, plan.grid, plan.overlap)
+
+
+def _quantizing_small(rewrite: Pass) -> Pass:
+    """`rewrite`, which must quantize the small messages of a shrunken copy too."""
+    return replace(rewrite, min_bytes=0) if isinstance(rewrite, QuantizeCollectives) else rewrite
 
 
 def test_lengths(config: PreTrainedConfig) -> list[int]:

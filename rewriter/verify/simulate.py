@@ -22,6 +22,7 @@ from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.host import Host, load_host, opaque_modules
+from rewriter.verify.quantized import quantized_sum
 from rewriter.verify.token_layout import TokenLayout
 
 
@@ -273,7 +274,8 @@ class Simulator:
             value = env[args_of(node)[0]]
             if value.replicated:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
-            return Lanes((_sum(value.values),))
+            options: dict[str, Any] = dict(node.kwargs)
+            return Lanes((quantized_sum(value.values, **options) if options else _sum(value.values),))
         if target is ops.enter and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:

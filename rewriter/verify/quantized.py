@@ -1,0 +1,54 @@
+"""What a sum over ranks is when it travels quantized: every rank's steps, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rewriter.analysis.communication import slice_length
+from rewriter.kernels import dequantize_rows, parse_format, quantize_rows
+
+
+def quantized_sum(parts: Sequence[torch.Tensor], format: str, min_bytes: int = 0) -> torch.Tensor:
+    """What all ranks hold after the all-reduce of `parts`, one tensor a rank; see `rewriter.ops.all_reduce`.
+
+    The gradient of every part is the result's, as it is of an exact sum. Parts in fp64 travel as fp32.
+    """
+    if parts[0].nbytes < min_bytes:
+        return sum(parts[1:], parts[0])
+    result: torch.Tensor = _StraightThrough.apply(format, *parts)
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, format: str, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.ranks = len(parts)
+        return _reduced(parts, format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(gradient,) * ctx.ranks)
+
+
+def _reduced(parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    format, ranks, like = parse_format(name), len(parts), parts[0]
+    length = slice_length(like.numel(), ranks, format)
+    wire = torch.float32 if like.dtype == torch.float64 else like.dtype
+    padding = (0, ranks * length - like.numel())
+    slices_PRN = [F.pad(part.reshape(-1).to(wire), padding).view(ranks, length) for part in parts]
+    arrived_PRN = [dequantize_rows(quantize_rows(rows, format), format, length, torch.float32) for rows in slices_PRN]
+    total_RN = torch.zeros(ranks, length, device=like.device)
+    for owner in range(ranks):
+        for sender in range(ranks):
+            if sender != owner:
+                total_RN[owner] += arrived_PRN[sender][owner]
+        total_RN[owner] += slices_PRN[owner][owner].float()
+    result = dequantize_rows(quantize_rows(total_RN, format), format, length, wire)
+    return result.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
+
+
+__all__ = ["quantized_sum"]

@@ -1,0 +1,341 @@
+"""Reductions that travel quantized: the pass, what simulated and real ranks compute, and the bytes they send.
+
+The oracle is hooks on the eager Hugging Face model's exit projections, in fp64 where nothing else may round: a message
+is rounded in steps, so that two right computations in fp32 now and then differ by a whole step, and by what that makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from oracles import ladder_oracle, relative_error
+from programs import traced, weights
+
+from rewriter import ops
+from rewriter.analysis.communication import collectives, quantized, sent_bytes, slice_length
+from rewriter.errors import RewriterError, VerificationError
+from rewriter.kernels import dequantize, parse_format, quantize
+from rewriter.passes import available
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
+from rewriter.program import Program
+from rewriter.recipes import Recipe
+from rewriter.verify.compare import Verification
+from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.rank_threads import Group
+from rewriter.verify.simulate import simulate
+
+EXITS = ("o_proj", "down_proj", "c_proj")
+# Quantized sums absorb what norms and rotary tables, which compute in fp32, make of another order of additions.
+SAME, EXACT_SUMS, VISIBLE = 1e-9, 1e-6, 1e-3
+FORMATS = ("int8", "int4-hadamard@16")
+
+Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def combine(parts: Sequence[torch.Tensor], format: str, fault: str = "") -> torch.Tensor:
+    """Every rank's result of the quantized sum of `parts`, one a rank, step by step."""
+    ranks, count, block = len(parts), parts[0].numel(), parse_format(format).block
+    size = -(-count // ranks)
+    size += -size % block
+    flat = [torch.cat([p.flatten().float(), torch.zeros(ranks * size - count)]) for p in parts]
+
+    def sent(values: torch.Tensor) -> torch.Tensor:
+        return dequantize(quantize(values, format), format, values.shape, torch.float32)
+
+    found = []
+    for owner in range(ranks):
+        mine = slice(owner * size, (owner + 1) * size)
+        total = torch.zeros(size)
+        for rank in range(ranks):
+            if rank != owner:
+                total += sent(flat[rank][mine])
+        own = flat[(owner + 1) % ranks if fault == "wrong part" else owner][mine]
+        total += sent(own) if fault == "own part quantized" else own
+        found.append(total if fault == "sum not requantized" else sent(total))
+    return torch.cat(found)[:count].view(parts[0].shape).to(parts[0].dtype)
+
+
+@contextmanager
+def quantized_exits(model: Any, ranks: int, reduce: Combine) -> Iterator[None]:
+    """Exit projections whose input channels are cut into a part per rank; `reduce` makes one of the ranks' outputs."""
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        weight = module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+        parts = [x @ w for x, w in zip(args[0].chunk(ranks, -1), weight.chunk(ranks, 0), strict=True)]
+        if module.bias is not None:
+            parts[0] = parts[0] + module.bias
+        return reduce(parts)
+
+    handles = [m.register_forward_hook(hook) for name, m in model.named_modules() if name.endswith(EXITS)]
+    assert len(handles) == 2 * model.config.num_hidden_layers
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@functools.cache
+def fp64(family: str) -> Any:
+    return copy.deepcopy(zoo.shared(family)).double()
+
+
+def batch(family: str, length: int = 21) -> torch.Tensor:
+    return zoo.batch(2, length, zoo.shared(family).config.vocab_size)
+
+
+@torch.no_grad()
+def oracle(family: str, ranks: int, reduce: Combine, layers: Sequence[int] = (), length: int = 21) -> torch.Tensor:
+    model = fp64(family)
+    with quantized_exits(model, ranks, reduce), ladder_oracle(model, layers):
+        logits: torch.Tensor = model(input_ids=batch(family, length), use_cache=False).logits
+    return logits
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+Step = tuple[str, dict[str, Any]]
+
+
+def wired(family: str, ranks: int, *steps: Step) -> Program:
+    program = available()["tensor_parallel"]().apply(traced(family).with_(mesh={"tp": ranks}))
+    for name, options in steps:
+        program = available()[name](**options).apply(program)
+    return program
+
+
+def quantizing(format: str = "int8", min_bytes: int = 0) -> Step:
+    return "quantize_collectives", {"format": format, "min_bytes": min_bytes}
+
+
+@torch.no_grad()
+def simulated(program: Program, family: str, length: int = 21) -> torch.Tensor:
+    full = {name: tensor.double() for name, tensor in weights(family).items()}
+    return simulate(program, batch(family, length), weights=full)
+
+
+OVERLAP, MERGE = ("overlap", {}), ("merge_reductions", {})
+
+
+# --- what ranks compute ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "format"),
+    [("llama", 2, "int8"), ("llama", 4, "int4-hadamard@16"), ("gpt2", 4, "int8"), ("gemma2", 2, "int4-hadamard"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in [("olmo2", 2, "int6@32"), ("qwen3", 4, "int2")])],
+)  # fmt: skip
+def test_simulated_ranks_equal_the_oracle(family: str, ranks: int, format: str) -> None:
+    program = wired(family, ranks, quantizing(format), OVERLAP)
+    expected = oracle(family, ranks, functools.partial(combine, format=format))
+    plain = oracle(family, ranks, lambda parts: sum(parts[1:], parts[0]))
+    assert relative_error(expected, plain) >= VISIBLE  # else equality would mean nothing
+    assert relative_error(simulated(program, family), expected) <= SAME
+    assert relative_error(simulated(exact(program), family), plain) <= EXACT_SUMS
+
+
+@pytest.mark.parametrize("fault", ["own part quantized", "wrong part", "sum not requantized"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_sum_that_is_made_otherwise_is_seen(format: str, fault: str) -> None:
+    wrong = oracle("llama", 2, functools.partial(combine, format=format, fault=fault))
+    assert relative_error(simulated(wired("llama", 2, quantizing(format)), "llama"), wrong) >= VISIBLE
+
+
+def test_with_a_ladder_it_equals_the_ladders_oracle_in_any_order() -> None:
+    ladder = ("ladder", {"layers": [2, 3]})
+    expected = oracle("llama", 2, functools.partial(combine, format="int8"), [2, 3])
+    orders = ([ladder, quantizing(), OVERLAP], [quantizing(), ladder, OVERLAP], [ladder, OVERLAP, quantizing()])
+    texts = set()
+    for steps in orders:
+        program = wired("llama", 2, *steps)
+        assert relative_error(simulated(program, "llama"), expected) <= SAME
+        texts.add(program.with_(history=()).text())
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "keep"),
+    [(("desync", {"n": 2, "resync": "sum"}), {0: (False, True), 1: (False, True), 2: (False, True), 3: (False, True)}),
+     (("drop_sync", {"layers": [1, 3]}), {1: (False, True), 3: (False, True)})],
+    ids=["desync", "drop_sync"],
+)  # fmt: skip
+def test_with_lanes_it_equals_ranks_run_side_by_side(
+    rewrite: Step, keep: dict[int, tuple[bool, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane reference runs the eager model once a rank; here what it sums travels quantized."""
+    programs = [wired("llama", 2, *steps) for steps in ([rewrite, quantizing(), OVERLAP], [quantizing(), rewrite])]
+    marked = [n.meta["layer"] for n in programs[1].graph.nodes if n.target is ops.all_reduce and n.kwargs]
+    if len(keep) < traced("llama").source.num_layers:  # the other layers are no lanes, so the reference sums nothing
+        programs = [only(program, set(keep)) for program in programs]
+    assert set(marked) == set(range(4))
+    mix = {layer: LayerMode("desync", kept, "sum") for layer, kept in keep.items()}
+    with torch.no_grad():
+        plain = LaneReference(fp64("llama"), mix, 2)(batch("llama"))
+        monkeypatch.setattr(Group, "_sum", lambda self: setattr(self, "_total", combine(self._parts, "int8")))
+        expected = LaneReference(fp64("llama"), mix, 2)(batch("llama"))
+    assert relative_error(expected, plain) >= VISIBLE
+    for program in programs:
+        assert relative_error(simulated(program, "llama"), expected) <= SAME
+
+
+def only(program: Program, layers: set[int]) -> Program:
+    """`program` whose other layers' sums are exact."""
+    graph, _ = program.edit()
+    for node in graph.nodes:
+        if node.kwargs.get("format") and node.meta["layer"] not in layers:
+            node.kwargs = {}
+    return program.with_(graph=graph)
+
+
+def test_reductions_are_merged_whether_they_are_quantized_before_or_after() -> None:
+    """A sum of two quantized sums is quantized once, where the two travel alike."""
+    parallel = ("parallel_block", {})
+    orders = ([quantizing(), parallel, MERGE], [parallel, quantizing(), MERGE], [parallel, MERGE, quantizing()])
+    programs = [wired("llama", 2, *steps) for steps in orders]
+    assert len({program.with_(history=()).text() for program in programs}) == 1
+    travel = quantized(collectives(programs[0]))
+    assert travel is not None
+    assert travel.reductions == traced("llama").source.num_layers
+
+
+def test_reductions_that_travel_otherwise_are_not_merged() -> None:
+    program = wired("llama", 2, ("parallel_block", {}), quantizing())
+    graph, _ = program.edit()
+    mixed = [n for n in graph.nodes if n.kwargs.get("format") and n.meta["layer"] == 1]
+    mixed[0].kwargs = {}
+    merged = available()["merge_reductions"]().apply(program.with_(graph=graph))
+    counts = [sum(c.layer == layer for c in collectives(merged)) for layer in range(4)]
+    assert counts == [1, 2, 1, 1]
+
+
+def test_small_messages_travel_exact() -> None:
+    """Decided by the tensor's bytes: here [2, S, 64] of fp64."""
+    size = 2 * 21 * zoo.HIDDEN * 8
+    at, above = (simulated(wired("llama", 2, quantizing("int8", limit)), "llama") for limit in (size, size + 1))
+    plain = simulated(wired("llama", 2), "llama")
+    assert torch.equal(above, plain)
+    assert relative_error(at, plain) >= VISIBLE
+    assert torch.equal(at, simulated(wired("llama", 2, quantizing()), "llama"))
+
+
+def test_the_gradient_is_that_of_exact_sums_at_the_values_of_quantized_ones() -> None:
+    leaves = {n: t.double().requires_grad_() for n, t in weights("llama").items()}
+    simulate(wired("llama", 2, quantizing()), batch("llama"), weights=leaves).square().mean().backward()
+    model = copy.deepcopy(fp64("llama"))
+
+    def straight(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = sum(parts[1:], parts[0])
+        return total + (combine([p.detach() for p in parts], "int8") - total).detach()
+
+    with quantized_exits(model, 2, straight):
+        model(input_ids=batch("llama"), use_cache=False).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert relative_error(leaves[name].grad, parameter.grad) <= 1e-6, name
+
+
+# --- the pass --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "inside"), [("llama", {}), pytest.param("olmo2", {"inside a block": None}, marks=pytest.mark.slow)]
+)
+def test_only_reductions_of_blocks_are_quantized(family: str, inside: dict[str, None]) -> None:
+    program = wired(family, 2, quantizing())
+    found = {c.place: c.format for c in collectives(program)}
+    assert found == {"block": "int8", "embedding": None, "head": None} | inside
+    assert "8 of 9 all-reduces travel as int8" in program.history[-1].summary
+
+
+def test_the_adapted_checkpoint_is_that_of_the_exact_function() -> None:
+    program = wired("llama", 2, quantizing(), OVERLAP)
+    assert bound_ranks(program) is None
+    assert single_device(program).fingerprint() == traced("llama").with_(mesh={}).fingerprint()
+
+
+def test_quantization_is_taken_out_and_made_complete() -> None:
+    program = wired("llama", 2, quantizing("int8", 1 << 20))
+    everything = wired("llama", 2, quantizing("int8", 0))
+    for made, same in ((exact(program), wired("llama", 2)), (always_quantized(program), everything)):
+        assert made.with_(history=()).text() == same.with_(history=()).text()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"format": "int7"}, r"format 'int7': expected one of int8, int6"),
+        ({"format": "int8@100"}, r"block 100, expected a power of two"),
+        ({"format": "int8/int4-hadamard"}, r"names two hops .* one mesh axis.* Give int8 or int4-hadamard"),
+        ({"format": "int8", "min_bytes": -1}, r"min_bytes: -1"),
+        ({"format": "int8", "axis": "dp"}, r"quantize_collectives.axis: expected"),
+        ({}, r"option format \(str\) is missing"),
+    ],
+)
+def test_faults_are_told_by_the_recipe(options: dict[str, Any], reason: str) -> None:
+    passes = [{"pass": "tensor_parallel"}, {"pass": "quantize_collectives", **options}]
+    with pytest.raises(RewriterError, match=reason):
+        Recipe.model_validate({"name": "x", "summary": "x", "paper": "x", "passes": passes}).build()
+
+
+MEAN = ("desync", {"n": 2, "resync": "mean"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([quantizing(), quantizing("int4")], r"quantized already \(int8\)"),
+        ([MEAN, quantizing()], "carries the residual stream itself"),
+        ([MEAN, OVERLAP, quantizing()], "carries the residual stream itself"),
+        ([quantizing(), MEAN], "carries the residual stream itself"),
+        ([("no_communication", {}), quantizing()], "no block ends in a reduction"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(steps: Sequence[Step], reason: str) -> None:
+    with pytest.raises(RewriterError, match=reason):
+        wired("llama", 2, *steps)
+
+
+def test_it_needs_ranks_and_tensor_parallelism_before_it() -> None:
+    with pytest.raises(RewriterError, match=r"one rank sends nothing\. Give --tp 2"):
+        QuantizeCollectives("int8").apply(traced("llama"))
+    with pytest.raises(RewriterError, match="Put tensor_parallel before it"):
+        QuantizeCollectives("int8").apply(traced("llama").with_(mesh={"tp": 2}))
+
+
+def test_bytes_per_token_are_codes_and_scales() -> None:
+    found = quantized(collectives(wired("llama", 2, quantizing("int4@32", 1 << 16))))
+    assert found is not None
+    width, depth = zoo.HIDDEN, 2 * traced("llama").source.num_layers
+    assert (found.reductions, found.exact_bytes_per_token) == (depth, depth * width * 4)
+    assert found.bytes_per_token == depth * (width // 2 + 2 * width // 32)
+    assert found.from_tokens == (1 << 16) // (width * 4)
+
+
+def test_the_bytes_of_a_message_hold_padding() -> None:
+    """100 elements over 4 ranks: slices of a whole block of 128, each 128 + 2 bytes, in rows of 16."""
+    assert slice_length(100, 4, parse_format("int8")) == 128
+    assert sent_bytes(100, 4, "int8") == 2 * 3 * 144
+
+
+# --- the figure by which quantized logits are compared ---------------------------------------------------------------
+
+
+def test_quantized_logits_may_jump_at_few_tokens_only() -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(2, 20, 50)
+    expected = plain + 0.01 * torch.randn_like(plain)
+    jumped = expected.clone()
+    jumped[:, :5] += 0.01 * torch.randn(2, 5, 50)
+    Verification().require_quantized("x", [jumped], [expected], [plain], 0.5)
+    for wrong in (plain, expected + 0.01 * torch.randn_like(plain), expected[:1]):
+        with pytest.raises(VerificationError, match="at half of the tokens"):
+            Verification().require_quantized("x", [wrong], [expected], [plain], 0.5)
