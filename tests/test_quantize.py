@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
 
 from rewriter.kernels import (
     Format,
@@ -18,38 +20,11 @@ from rewriter.kernels import (
     quantize_rows,
 )
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the table in the docs is made with the same numbers
+from formats import correlated, error, mean_in_two_hops, mean_over_ranks, normal, outliers, student, there_and_back
+
 FORMATS = ["int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=generator(seed))
-
-
-def student(*shape: int, freedom: int = 4, seed: int = 0) -> Tensor:
-    """Student's t: a normal variable over the root of a mean of squares of `freedom` others."""
-    g = generator(seed)
-    squares = torch.randn(*shape, freedom, generator=g).square().mean(-1)
-    return torch.randn(*shape, generator=g) / squares.sqrt()
-
-
-def outliers(rows: int, seed: int = 0) -> Tensor:
-    """1 % of 4096 columns are 20 times as large."""
-    x = normal(rows, 4096, seed=seed)
-    x[:, torch.randperm(4096, generator=generator(seed))[:41]] *= 20
-    return x
-
-
-def error(y: Tensor, x: Tensor) -> float:
-    return ((y.double() - x.double()).norm() / x.double().norm()).item()
-
-
-def there_and_back(x: Tensor, format: str, seed: int | None = None) -> Tensor:
-    return dequantize(quantize(x, format, seed=seed), format, x.shape, x.dtype, seed=seed)
 
 
 LIMITS = {  # relative L2 error on normal, Student-t(4) and outlier data
@@ -134,7 +109,7 @@ def test_zero_stays_zero_and_the_extremes_do_not_saturate(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_extreme_values(format: str, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
-    signs = torch.where(torch.rand(256, generator=generator(2)) < 0.5, -1.0, 1.0).double()
+    signs = normal(256, seed=2).sign().double()
     top = (signs * info.max).to(dtype)
     lone = torch.zeros(256, dtype=dtype)
     lone[7], lone[200] = info.max, -info.max
@@ -189,15 +164,10 @@ def test_dither_has_no_bias_and_its_seeds_are_independent(format: str) -> None:
 
 def test_dithered_gradients_of_correlated_ranks_average_out() -> None:
     """64 ranks whose gradients share 0.9 of their variance; without dither their errors are alike, and stay."""
-    common = normal(1, 256 * 128)
-    x = 0.9**0.5 * common + 0.1**0.5 * normal(64, 256 * 128, seed=1)
+    x = correlated(64, 256 * 128, 0.9)
     for format in ("int2", "int2-hadamard"):
-        dithered = torch.stack([quantize(x[r], format, seed=100 + r) for r in range(64)])[:, None]
-        mean = dequantize_reduce(dithered, format, x.shape[1], torch.float32, seed=100, factor=1 / 64)
-        assert error(mean, x.mean(0, keepdim=True)) <= 0.12
-        nearest = torch.stack([quantize(x[r], format) for r in range(64)])[:, None]
-        mean = dequantize_reduce(nearest, format, x.shape[1], torch.float32, factor=1 / 64)
-        assert error(mean, x.mean(0, keepdim=True)) > 0.15
+        assert error(mean_over_ranks(x, format, dither=True), x.mean(0)) <= 0.12
+        assert error(mean_over_ranks(x, format, dither=False), x.mean(0)) > 0.15
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -251,16 +221,14 @@ def test_long_rows_are_cut_into_pieces_that_agree() -> None:
 
 
 def test_two_hops_over_8_nodes_of_8_with_rotation() -> None:
-    """int8 inside the node, int4 rotated between nodes, on heavy tails: the mean over 64 ranks."""
-    n = 64 * 128
-    # gradients of replicas: 0.9 of their variance is common
-    x = 0.9**0.5 * student(1, 1, n) + 0.1**0.5 * student(8, 8, n, seed=1)
-    inside = []
-    for node in x:
-        sent = torch.stack([quantize(rank, "int8") for rank in node])[:, None]
-        inside.append(dequantize_reduce_quantize(sent, "int8", n, "int4-hadamard"))
-    mean = dequantize_reduce(torch.stack(inside), "int4-hadamard", n, torch.float32, factor=1 / 64)
-    assert 0.02 < error(mean[0], x.mean((0, 1))) <= 0.045
+    """int8 inside the node, int4 rotated between nodes, on heavy tails: the mean over 64 ranks' gradients."""
+    x = correlated(64, 64 * 128, 0.9, heavy=True).view(8, 8, -1)
+    dithered, nearest = (
+        error(mean_in_two_hops(x, "int8/int4-hadamard", dither=d), x.mean((0, 1))) for d in (True, False)
+    )
+    assert 0.02 < dithered <= 0.045
+    # what nodes have in common is rounded alike without dither, and its error does not average out
+    assert nearest > 1.1 * dithered
 
 
 @pytest.mark.parametrize(
