@@ -63,6 +63,10 @@ class SequencePlan:
     alone. A ring has the grid (1, P, 1), Ulysses (P, 1, 1). `overlap`: computation block by block while the next blocks
     are on their way (the paper's Alg. 4 to 11); a ring always does.
 
+    `quantized`: the format (`rewriter.kernels.parse_format`) in which keys and values travel; every rank then computes
+    with the dequantized ones, its own among them. Where the keys and values of a rank's tokens have fewer than
+    `min_bytes` bytes, all is exact.
+
     Rank p of P holds the tokens t ≡ p (mod P), "cyclic", or of a ring the chunks p and 2P − 1 − p of 2P, "zigzag".
     Raises ValueError for a grid that does not fit its kind.
     """
@@ -70,6 +74,8 @@ class SequencePlan:
     kind: SequenceKind
     grid: tuple[int, int, int]
     overlap: bool = False
+    quantized: str | None = None
+    min_bytes: int = 0
 
     def __post_init__(self) -> None:
         heads, rows, columns = self.grid
@@ -95,7 +101,11 @@ class SequencePlan:
         return self.ranks * (2 if self.layout == "zigzag" else 1)
 
     def __str__(self) -> str:
-        return f"{self.kind} {'×'.join(map(str, self.grid))}{' overlapped' if self.overlap else ''}"
+        told = f"{self.kind} {'×'.join(map(str, self.grid))}{' overlapped' if self.overlap else ''}"
+        if self.quantized is not None:
+            told += f", keys and values {self.quantized}"
+            told += f" from {self.min_bytes:,} bytes" if self.min_bytes else ""
+        return told
 
 
 def attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,8 +29,10 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
         return None
     setting = planning(program, tokens or _length_of_the_pass(program))
     length = setting.tokens
-    ranking = plans(shapes, ranks, setting)
     applied = sequence_plan(program)
+    if applied is not None:
+        setting = replace(setting, quantized=applied.quantized, min_bytes=applied.min_bytes)
+    ranking = plans(shapes, ranks, setting)
     causal = [lower_bound(shape, length, ranks, causal=True) for shape in shapes]
     return {
         "ranks": ranks,
@@ -72,7 +74,8 @@ def _shape(shape: AttentionShape) -> dict[str, Any]:
 
 
 def _plan(plan: SequencePlan) -> dict[str, Any]:
-    return {"kind": plan.kind, "grid": list(plan.grid), "overlap": plan.overlap, "name": str(plan)}
+    name = str(replace(plan, quantized=None))
+    return {"kind": plan.kind, "grid": list(plan.grid), "overlap": plan.overlap, "name": name}
 
 
 def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
@@ -105,6 +108,9 @@ def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied:
             f"Windows or chunks ({told}) spare arithmetic, but no bytes: cyclic tokens of a window lie on all ranks, "
             "and a ring sends all keys round."
         )
+    if applied is not None and applied.quantized is not None:
+        least = f" where a rank has {applied.min_bytes:,} bytes of them" if applied.min_bytes else ""
+        notes.append(f"Keys and values travel as {applied.quantized}{least}, in every plan of the table.")
     own = next((c for c in costs if c.plan == applied), None)
     if own is not None and own.times.total > costs[0].times.total * (1 + MARGIN):
         best = costs[0].plan

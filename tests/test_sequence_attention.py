@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import unittest.mock
@@ -203,7 +204,9 @@ def compiled(group, backend):
 def checked(group):
     """torch's own checks of an operator, on ranks: schema, fake against real, autograd."""
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    for plan in (grid(1, 2, 2), grid(2, 2, 1), grid(1, 1, 4), grid(1, 2, 2, overlap=True), ring(4)):
+    plans = (grid(1, 2, 2), grid(2, 2, 1), grid(1, 1, 4), grid(1, 2, 2, overlap=True), ring(4))
+    quantized = (dataclasses.replace(plan, quantized="int4@16") for plan in (*plans[:2], ring(4)))
+    for plan in (*plans, *quantized):
         key = register(plan, Grid.of(sequence_mesh("cpu", plan.grid)))
         torch.manual_seed(group.rank())
         q, k, v, sinks = (

@@ -91,11 +91,13 @@ def planning(program: Program, tokens: int | None = None) -> Setting:
 def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
     """{"forward" | "backward": {message: bytes}}: what attention of all layers sends per token that a rank holds.
 
-    Of a rank that sends most, in the model's dtype. Empty where every rank has all tokens.
+    Of a rank that sends most, in the model's dtype, and of sequences long enough for keys and values to be quantized,
+    if they are. Empty where every rank has all tokens.
     """
     plan = sequence_plan(program)
     if plan is None:
         return {}
+    plan = replace(plan, min_bytes=0)
     local = local_tokens(plan, plan.multiple)
     found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for shape in attention_shapes(program):

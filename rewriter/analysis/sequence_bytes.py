@@ -5,6 +5,8 @@ A rank receives as many bytes as it sends. Every layer's attention is planned al
 
 Symbols: P ranks as a grid of h heads × r rows × c columns, b sequences, n padded tokens of a rank, Hq query and Hkv
 key/value heads, D size of a query or key head, E of a value head, e bytes of an element, s bytes of a log-sum-exp.
+Keys and values that travel quantized have the bytes of their vectors instead of D · e and E · e: codes, scales and what
+fills up a block.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rewriter.errors import RewriterError
+from rewriter.kernels import parse_format, vector_bytes
 from rewriter.ops import SequencePlan
 
 Axis = Literal["heads", "row", "column", "plane"]
@@ -23,9 +26,9 @@ class AttentionShape:
     """One attention of a model on one tensor-parallel rank, and how many layers have it.
 
     Heads are those of the tensor-parallel rank. `dtype_bytes` are those of an element of q, k, v and o (8, 4 or 2);
-    `kv_dtype_bytes` those of an element of k and v on the wire, where it is another; gradients travel in the model's
-    own. `window` is the size of a sliding window or chunk. It spares no bytes: cyclic tokens of a window lie on all
-    ranks.
+    `kv_dtype_bytes` those of an element of k and v on the wire, where it is another and the plan names no format;
+    gradients travel in the model's own. `window` is the size of a sliding window or chunk. It spares no bytes: cyclic
+    tokens of a window lie on all ranks.
     """
 
     q_heads: int
@@ -146,7 +149,8 @@ def messages(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) 
     if not 0 <= rank < plan.ranks:
         raise RewriterError(f"rank {rank}: {plan} has the ranks 0 to {plan.ranks - 1}")
     local = shape.batch * local_tokens(plan, tokens)
-    found = _ring(plan, shape, local) if plan.kind == "ring" else _grid(plan, shape, local, moves(plan, rank))
+    kv = kv_bytes(plan, shape, tokens)
+    found = _ring(plan, shape, local, kv) if plan.kind == "ring" else _grid(plan, shape, local, kv, moves(plan, rank))
     return tuple(m for m in found if m.peers)
 
 
@@ -159,20 +163,35 @@ def wire_bytes(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int
     )
 
 
-def _ring(plan: SequencePlan, shape: AttentionShape, local: int) -> list[Message]:
+def quantizes(plan: SequencePlan, shape: AttentionShape, tokens: int) -> bool:
+    """Whether keys and values of sequences of `tokens` travel quantized: whether a rank has as many bytes of them."""
+    exact = shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.dtype_bytes
+    return plan.quantized is not None and shape.batch * local_tokens(plan, tokens) * exact >= plan.min_bytes
+
+
+def kv_bytes(plan: SequencePlan, shape: AttentionShape, tokens: int) -> int:
+    """Bytes on the wire of the keys and values that a rank holds, a key/value head for each that travels."""
+    vectors = shape.batch * local_tokens(plan, tokens) * max(shape.kv_heads, plan.grid[0])
+    if not quantizes(plan, shape, tokens):
+        return vectors * (shape.head_dim + shape.value_dim) * shape.kv_bytes
+    format = parse_format(str(plan.quantized))
+    return vectors * (vector_bytes(format, shape.head_dim) + vector_bytes(format, shape.value_dim))
+
+
+def _ring(plan: SequencePlan, shape: AttentionShape, local: int, kv: int) -> list[Message]:
     """Keys and values go round; in backward their gradients follow as running sums, to which the owner adds its own
     part last. Hence P − 1 hops each."""
     hops = plan.ranks - 1
     elements = local * shape.kv_heads * (shape.head_dim + shape.value_dim)
     return [
-        Message("kv", "column", hops, hops * elements * shape.kv_bytes, False),
-        Message("kv", "column", hops, hops * elements * shape.kv_bytes, True),
+        Message("kv", "column", hops, hops * kv, False),
+        Message("kv", "column", hops, hops * kv, True),
         Message("dkv", "column", hops, hops * elements * shape.accumulation_bytes, True, True),
     ]
 
 
-def _grid(plan: SequencePlan, shape: AttentionShape, local: int, moving: bool) -> list[Message]:
-    """Alg. 1 and 3 between an exchange of heads before and after. `local`: b · n.
+def _grid(plan: SequencePlan, shape: AttentionShape, local: int, kv: int, moving: bool) -> list[Message]:
+    """Alg. 1 and 3 between an exchange of heads before and after. `local`: b · n; `kv`: bytes of keys and values.
 
     After the exchange a rank holds h · n tokens of 1/h of the heads, so the elements of a block are those of n tokens
     and all heads; but each rank needs a whole key/value head, hence max(Hkv, h) of them.
@@ -180,10 +199,9 @@ def _grid(plan: SequencePlan, shape: AttentionShape, local: int, moving: bool) -
     heads, rows, columns = plan.grid
     size, head, value = shape.dtype_bytes, shape.head_dim, shape.value_dim
     query_heads = local * shape.q_heads
-    kv_elements = local * max(shape.kv_heads, heads) * (head + value)
+    dkv = local * max(shape.kv_heads, heads) * (head + value) * size
     q, o = query_heads * head * size, query_heads * value * size
     lse = query_heads * shape.accumulation_bytes
-    kv, dkv = kv_elements * shape.kv_bytes, kv_elements * size
     swap = int(moving)
 
     def exchanged(nbytes: int) -> int:

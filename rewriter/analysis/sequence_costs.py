@@ -11,7 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rewriter.analysis.sequence_bytes import AttentionShape, Axis, local_tokens, messages, slowest
+from rewriter.analysis.sequence_bytes import (
+    AttentionShape,
+    Axis,
+    kv_bytes,
+    local_tokens,
+    messages,
+    quantizes,
+    slowest,
+)
 from rewriter.fabric import Channel, Device, Fabric, Link
 from rewriter.ops import SequencePlan
 
@@ -51,7 +59,8 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     are gathered as before, but of what travels in a row there are two blocks at a time. In a single column, where no
     queries come that would need them again, and in a ring there are two blocks of k and v, the one in use and the one
     that arrives, and two of their gradients, a rank's own and those of the block in use. Where heads are exchanged, the
-    tensors before stand beside those after.
+    tensors before stand beside those after. Quantized keys and values are kept and gathered as bytes, and computed with
+    as they are dequantized: all that are gathered, or of passing blocks the one in use.
     """
     heads, rows, columns = plan.grid
     size, sum_size = shape.dtype_bytes, shape.accumulation_bytes
@@ -59,6 +68,7 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     q, o, lse = (local * shape.q_heads * width for width in (shape.head_dim, shape.value_dim, 1))
     kv_head = local * (shape.head_dim + shape.value_dim)
     kv = max(shape.kv_heads, heads) * kv_head
+    sent = kv_bytes(plan, shape, tokens) if quantizes(plan, shape, tokens) else kv * size
     block_wise = plan.overlap or plan.kind == "ring"
     across = min(2, columns) if block_wise else columns
     passing = plan.kind == "ring" or (plan.overlap and columns == 1)
@@ -68,15 +78,18 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     def gathered(nbytes: int, blocks: int) -> int:
         return nbytes * blocks if blocks > 1 else 0  # its own block is saved already
 
+    keys = gathered(sent, down)
+    if quantizes(plan, shape, tokens):
+        keys += (1 if passing else down) * kv * size
     merged = across * (o + lse) * sum_size if block_wise else gathered(o * size + lse * sum_size, across)
     return Memory(
-        saved=(q + o + kv) * size + lse * sum_size,
-        forward=exchanged + gathered(q * size, across) + merged + gathered(kv * size, down),
+        saved=(q + o) * size + sent + lse * sum_size,
+        forward=exchanged + gathered(q * size, across) + merged + keys,
         backward=exchanged
         + o * size
         + gathered((q + 2 * o) * size + lse * sum_size, across)
         + across * q * sum_size
-        + gathered(kv * size, down)
+        + keys
         + down * kv * sum_size,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rewriter.analysis.sequence_bound import Bound, lower_bound
@@ -28,7 +28,7 @@ class Setting:
 
     `links` gives axes of the grid a link of their own instead of the fabric's. `tensor_parallel` ranks stand beside
     each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
-    `training`, forward alone counts.
+    `training`, forward alone counts. `quantized` and `min_bytes` are those of every plan.
     """
 
     tokens: int = TOKENS
@@ -37,6 +37,8 @@ class Setting:
     tensor_parallel: int = 1
     memory_limit: int | None = None
     training: bool = True
+    quantized: str | None = None
+    min_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def plans(shape: Shapes, ranks: int, setting: Setting = Setting()) -> Ranking:
     """
     costs: list[PlanCost] = []
     refused: dict[str, list[Grid]] = {}
-    for plan in candidates(ranks):
+    for candidate in candidates(ranks):
+        plan = replace(candidate, quantized=setting.quantized, min_bytes=setting.min_bytes)
         reason = why_not(plan, shape)
         if reason is None:
             costs.append(cost(plan, shape, setting))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
             }
             metadata[name] = {"format": "pt"}
     shared = sequence_plan(program)
-    sequence = shared and SequenceEntry(kind=shared.kind, grid=shared.grid, overlap=shared.overlap)
+    sequence = shared and SequenceEntry(**asdict(shared))
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
     lanes = None
     if (bound := bound_ranks(program)) is not None:

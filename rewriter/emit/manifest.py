@@ -47,6 +47,8 @@ class SequenceEntry(_Part):
     kind: str
     grid: tuple[int, int, int]
     overlap: bool = False
+    quantized: str | None = None
+    min_bytes: int = 0
 
 
 class Runtime(_Part):

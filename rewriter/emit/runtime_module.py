@@ -212,7 +212,8 @@ class _Emitter:
 
 def _plan(plan: ops.SequencePlan) -> str:
     overlap = ", overlap=True" if plan.overlap else ""
-    return f'SequencePlan("{plan.kind}", {plan.grid}{overlap})'
+    keys = "" if plan.quantized is None else f', quantized="{plan.quantized}", min_bytes={plan.min_bytes}'
+    return f'SequencePlan("{plan.kind}", {plan.grid}{overlap}{keys})'
 
 
 def _span(first: int, end: int) -> str:

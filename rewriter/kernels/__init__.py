@@ -13,6 +13,7 @@ from rewriter.kernels.quantize import (
     quantize,
     quantize_rows,
 )
+from rewriter.kernels.vectors import dequantize_vectors, quantize_vectors, vector_bytes
 
 __all__ = [
     "Format",
@@ -21,9 +22,12 @@ __all__ = [
     "dequantize_reduce",
     "dequantize_reduce_quantize",
     "dequantize_rows",
+    "dequantize_vectors",
     "merge",
     "parse_format",
     "parse_hops",
     "quantize",
     "quantize_rows",
+    "quantize_vectors",
+    "vector_bytes",
 ]

@@ -108,7 +108,8 @@ def _made_for(root: Path) -> _Made:
         names = [entry["module"], entry["class"], *entry["ranks"]]
         plan = None
         if (shared := entry.get("sequence")) is not None:
-            plan = SequencePlan(shared["kind"], tuple(shared["grid"]), bool(shared["overlap"]))
+            quantized, least = shared.get("quantized"), int(shared.get("min_bytes", 0))
+            plan = SequencePlan(shared["kind"], tuple(shared["grid"]), bool(shared["overlap"]), quantized, least)
         lanes = manifest.get("lanes")
         bound = None if lanes is None else int(lanes["ranks"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:

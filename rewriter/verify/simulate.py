@@ -3,6 +3,7 @@
 The ranks of "tp" hold parts of heads and channels, those of "sp" parts of the tokens. A collective of "tp" works within
 each coordinate of "sp"; tokens are sharded, attended and gathered across them. Attention over sharded tokens has its
 meaning here, not its algorithm: queries, keys and values of all ranks are joined, attended exactly, and taken apart.
+Where keys and values travel quantized, all ranks attend with the dequantized ones.
 
 The result is one autograd graph, so its gradients are the oracle for the sharded module's.
 """
@@ -20,6 +21,7 @@ from torch import fx, nn
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
+from rewriter.kernels import dequantize_vectors, parse_format, quantize_vectors
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.host import Host, load_host, opaque_modules
 from rewriter.verify.quantized import quantized_sum
@@ -219,6 +221,12 @@ class Simulator:
         plan: Any = node.kwargs["sequence"]
         tokens = args_of(node)[:3]
         whole = {n: self._gather_tokens(node, env[n], 2, plan) for n in tokens}
+        _, k, v = tokens
+        of_a_token = (whole[k][0].nbytes + whole[v][0].nbytes) // self.length
+        held = self._layout(node, plan).padded // plan.ranks
+        if plan.quantized is not None and held * of_a_token >= plan.min_bytes:
+            for n in (k, v):
+                whole[n] = Lanes(tuple(_Arrived.apply(x, plan.quantized) for x in whole[n].values))
         others = {n: env[n][0] for n in node.all_input_nodes if n not in whole}
         out = self._operation(node, {**whole, **others})
         parts = [self._layout(node, plan).split(v, 2) for v in out.values]
@@ -298,6 +306,19 @@ class Simulator:
             return target(*args, **kwargs)  # type: ignore[operator]
 
         return self._each(apply, [env[n] for n in nodes])
+
+
+class _Arrived(torch.autograd.Function):
+    """`x` [..., n] as it arrives where vectors of its last dimension travel in a format; its gradient is straight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        format = parse_format(name)
+        return dequantize_vectors(quantize_vectors(x, format), format, x.shape[-1], x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:

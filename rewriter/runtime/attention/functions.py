@@ -30,6 +30,7 @@ def attention2d(
     first_valid: Tensor | None = None,
     segment_ids: Tensor | None = None,
     sinks: Tensor | None = None,
+    quantized: str | None = None,
 ) -> Tensor:
     """Attention2D (arXiv 2503.15758): softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] of own tokens.
 
@@ -49,14 +50,17 @@ def attention2d(
     segment_ids: int64 [B, length]: packed sequences, none of which sees another. The same on all ranks.
     sinks: [H], equal on all ranks: logits that take probability and return nothing. Their gradient on a rank is its
         part: sum it over ranks, as that of any parameter that they all hold.
+    quantized: a format as `rewriter.kernels.parse_format` reads it, "int8" or "int4-hadamard@64": keys and values
+        travel in it, and all ranks compute with the dequantized ones. Its block should divide D and E: each head's
+        vector is filled up to whole blocks.
 
     Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
     nothing gathered, and sends and receives on all ranks: all must call it.
 
     Raises RewriterError, before anything is sent, for heads that do not divide by the grid's, tensors that do not fit
-    each other or `length`, and a window without causal.
+    each other or `length`, a window without causal, and a format that does not exist.
     """
-    key = _key("attention2d", mesh, overlap)
+    key = _key("attention2d", mesh, overlap, quantized)
     mask = _mask("attention2d", causal, window)
     return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
 
@@ -74,6 +78,7 @@ def ring_attention(
     first_valid: Tensor | None = None,
     segment_ids: Tensor | None = None,
     sinks: Tensor | None = None,
+    quantized: str | None = None,
 ) -> Tensor:
     """Ring attention (arXiv 2310.01889) in the balanced zigzag layout; o [B, H, S, E] of own tokens.
 
@@ -81,7 +86,7 @@ def ring_attention(
     holds chunks p and 2P − 1 − p of 2P equal ones, as `layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
     sequences are padded at the right to a multiple of 2P. Arguments, gradients and errors are those of `attention2d`.
     """
-    key = _key("ring", mesh)
+    key = _key("ring", mesh, quantized=quantized)
     mask = _mask("ring_attention", causal, window)
     return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
 
@@ -99,6 +104,7 @@ def ulysses_attention(
     first_valid: Tensor | None = None,
     segment_ids: Tensor | None = None,
     sinks: Tensor | None = None,
+    quantized: str | None = None,
 ) -> Tensor:
     """DeepSpeed Ulysses (arXiv 2309.14509): each of P ranks attends over all tokens with H / P heads; o [B, H, S, E].
 
@@ -106,13 +112,13 @@ def ulysses_attention(
     heads are then repeated on the wire. The mesh has one dimension; layout, arguments, gradients and errors are those
     of `attention2d`.
     """
-    key = _key("ulysses", mesh)
+    key = _key("ulysses", mesh, quantized=quantized)
     mask = _mask("ulysses_attention", causal, window)
     return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
 
 
 @torch.compiler.assume_constant_result
-def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False) -> str:
+def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False, quantized: str | None = None) -> str:
     """The registered key; when compiling, found once while tracing."""
     grid = _grid(mesh)
     if kind == "ulysses" and grid.heads == grid.columns == 1:  # a mesh of one dimension without a name is a column
@@ -127,7 +133,7 @@ def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False) -> str:
             in_column=None,
         )
     try:
-        plan = SequencePlan(kind, (grid.heads, grid.rows, grid.columns), overlap)
+        plan = SequencePlan(kind, (grid.heads, grid.rows, grid.columns), overlap, quantized)
     except ValueError as error:
         raise RewriterError(f"{kind}: {error}") from None
     return register(plan, grid)

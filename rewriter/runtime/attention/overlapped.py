@@ -17,7 +17,8 @@ rounded to the dtype of the wire once instead of up to c − 1 times.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from rewriter.runtime.attention import sinks as sink_logits
@@ -41,11 +42,12 @@ def forward(
     k_kept, v_kept = to_rows([k_BKSD, v_BKSE], grid)
     merger = Merger()
     gathered: list[tuple[int, Tensors]] = []
-    for i, kv in column.blocks((k_kept, v_kept), "overlapped.kv"):  # Alg. 5
+    for i, arrived in column.blocks((k_kept, v_kept), "overlapped.kv"):  # Alg. 5
+        kv = call.opened(arrived)
         merger.add(*_output(q_BHSD, kv, grid.column, i, call))
         if row.size > 1:
             gathered.append((i, kv))
-        del kv  # before the next but one sets out
+        del arrived, kv  # before the next but one sets out
 
     def add(lse_part: Tensor, o_part: Tensor) -> None:
         merger.add(o_part, lse_part)
@@ -68,25 +70,27 @@ def backward(
     own = do_BHSE, q_BHSD, o_BHSE, lse_BHS
     blocks = row.blocks(own, "overlapped.q")
     next(blocks)
-    own_dq, own_dk, own_dv = (_zeros(x) for x in (q_BHSD, k_kept, v_kept))
+    own_dq = _zeros(q_BHSD, q_BHSD.shape)
+    own_dk, own_dv = (_zeros(q_BHSD, (*k_kept.shape[:3], x.shape[3])) for x in (q_BHSD, do_BHSE))
 
     def add_keys(dk_part: Tensor, dv_part: Tensor) -> None:
         own_dk.add_(dk_part)
         own_dv.add_(dv_part)
 
     keys, queries = Returns(column, "overlapped.dkv", add_keys), Returns(row, "overlapped.dq", own_dq.add_)
-    gathered: list[tuple[int, Tensors, Tensor, Tensor]] = []
-    for i, kv in column.blocks((k_kept, v_kept), "overlapped.kv"):  # Alg. 9
-        dk, dv = (own_dk, own_dv) if i == grid.row else (_zeros(k_kept), _zeros(v_kept))
+    gathered: list[tuple[int, tuple[Tensor, Tensor], Tensor, Tensor]] = []
+    for i, arrived in column.blocks((k_kept, v_kept), "overlapped.kv"):  # Alg. 9
+        kv = call.opened(arrived)
+        dk, dv = (own_dk, own_dv) if i == grid.row else (_zeros(x, x.shape) for x in kv)
         _add_gradients(own, kv, Gradients(own_dq, dk, dv), grid.column, i, call)
         if row.size > 1:
             gathered.append((i, kv, dk, dv))
         elif i != grid.row:
             keys.send((dk, dv), (dtype, dtype), column.distance(i))
-        del kv, dk, dv  # before the next but one sets out
+        del arrived, kv, dk, dv  # before the next but one sets out
     gathered = gathered[1:] + gathered[:1]  # the own keys last: others wait for the gradients of theirs
     for j, block in blocks:  # Alg. 10
-        dq = _zeros(q_BHSD)
+        dq = _zeros(q_BHSD, q_BHSD.shape)
         for i, kv, dk, dv in gathered:
             _add_gradients(block, kv, Gradients(dq, dk, dv), j, i, call)
             if i != grid.row and row.distance(j) == row.size - 1:  # Alg. 11
@@ -126,5 +130,5 @@ def _add_gradients(block: Tensors, kv: Tensors, into: Gradients, j: int, i: int,
     tile_backward(do, q, k, v, o, lse, *_runs(call.grid, j, i, q.shape[2]), call.seen, call.scale, into)
 
 
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=accumulation_dtype(like.dtype))
+def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return like.new_zeros(shape, dtype=accumulation_dtype(like.dtype))

@@ -12,7 +12,8 @@ Per plane and rank, what others send (n tokens, H query and K key/value heads, e
 
 Partial results travel in q's dtype and are summed in fp32 (fp64 for fp64) where they arrive: a sum that travels is
 rounded at each step, and in bf16 that alone is beyond twice the error of one device. Saved are q, the moved k and v, o
-and lse (Alg. 1, line 7); backward gathers again.
+and lse (Alg. 1, line 7); backward gathers again. Of quantized keys and values, K(D+E)e of `to_rows` and of the gathers
+is the bytes of K vectors, and these are saved.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def forward(
     grid = call.grid
     coming_q = gather_start([q_BHSD], grid.in_row, "plane.q")
     k_kept, v_kept = to_rows([k_BKSD, v_BKSE], grid)
-    k, v = interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait())
+    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait()))
     (q,) = interleaved(coming_q.wait())
     del coming_q  # and with it what arrived, now copied in order
     part = tile_forward(q, k, v, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale)
@@ -62,7 +63,7 @@ def backward(
     """(dq, dk, dv); see `rewriter.runtime.attention.call`. Alg. 3."""
     grid, dtype = call.grid, q_BHSD.dtype
     coming_q = gather_start([lse_BHS, q_BHSD, o_BHSE, do_BHSE], grid.in_row, "plane.q")
-    k, v = interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait())
+    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait()))
     lse, q, o, do = interleaved(coming_q.wait())
     del coming_q  # and with it what arrived, now copied in order
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))

@@ -14,6 +14,8 @@ Bytes per rank, with n tokens, K key/value heads, e bytes of the dtype and a of 
 
     forward     (P−1)·nK(D+E)e
     backward    (P−1)·nK(D+E)e + (P−1)·nK(D+E)a
+
+Quantized keys and values: the bytes of nK vectors instead of nK(D+E)e; gradients go round as they are.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o_BHSE, lse_BHS, k_kept, v_kept); see `rewriter.runtime.attention.call`. k and v are kept as they are."""
     merger = Merger()
-    merger.add(*unseen(q_BHSD, v_BKSE))
-    for source, (k, v) in _rounds((k_BKSD, v_BKSE), Line.column(call.grid)):
+    for source, arrived in _rounds((k_BKSD, v_BKSE), Line.column(call.grid)):
+        k, v = call.opened(arrived)
+        if source == call.grid.row:  # the first of all
+            merger.add(*unseen(q_BHSD, v))
         for tile in _tiles(call, source, q_BHSD.shape[2]):
             part = tile_forward(
                 q_BHSD[:, :, tile.rows],
@@ -51,7 +55,7 @@ def forward(
             )
             if part is not None:
                 merger.add(*part, tile.rows)
-        del k, v  # before the next but one set out
+        del arrived, k, v  # before the next but one set out
     o, lse = merger.result()
     o, lse = sink_logits.fold(o, lse, sinks_H)
     return o.to(q_BHSD.dtype), lse, k_BKSD, v_BKSE
@@ -64,11 +68,13 @@ def backward(
     line = Line.column(call.grid)
     queries = do_BHSE, q_BHSD, o_BHSE, lse_BHS
     dtype, sums = q_BHSD.dtype, accumulation_dtype(q_BHSD.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (q_BHSD, k_kept, v_kept))
+    dq = torch.zeros_like(q_BHSD, dtype=sums)
+    dk, dv = (q_BHSD.new_zeros(*k_kept.shape[:3], x.shape[3], dtype=sums) for x in (q_BHSD, do_BHSE))
     kv_heads = k_kept.shape[1]
     at_start, at_end = slice(0, -(-kv_heads // 2)), slice(-(-kv_heads // 2), kv_heads)
     coming: Transfer | None = None  # the sum that this rank is the next to add to
-    for source, (k, v) in _rounds((k_kept, v_kept), line):
+    for source, arrived in _rounds((k_kept, v_kept), line):
+        k, v = call.opened(arrived)
         if source == line.place:
             _add_gradients(queries, k, v, Gradients(dq, dk, dv), call, source, at_start)
             continue
@@ -78,8 +84,8 @@ def backward(
         if coming is not None:
             message += coming.wait()[0]
         coming = line.shift(message, 1, "ring.dkv")
-        del k, v, message, into
-    _add_gradients(queries, k_kept, v_kept, Gradients(dq, dk, dv), call, line.place, at_end)
+        del arrived, k, v, message, into
+    _add_gradients(queries, *call.opened((k_kept, v_kept)), Gradients(dq, dk, dv), call, line.place, at_end)
     if coming is not None:
         for total, part in zip((dk, dv), _views(coming.wait()[0], dk, dv), strict=True):
             total += part

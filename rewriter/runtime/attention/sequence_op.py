@@ -1,9 +1,9 @@
 """Attention over the tokens of all ranks of a sequence axis as one operator of torch: `rewriter::sequence_attention`.
 
-Exchange of heads, attention in the plane, exchange back. The operator has a fake and a gradient, so that torch.compile
-sees one node; it finds its process groups by a string, `register`ed before. Saved for backward are q, k, v, o and lse
-of as many tokens as a rank holds (after the exchange of heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758
-moves them), and the sinks.
+Exchange of heads, attention in the plane, exchange back; where the plan quantizes keys and values, that comes first.
+The operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
+`register`ed before. Saved for backward are q, k, v, o and lse of as many tokens as a rank holds (after the exchange of
+heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758 moves them, quantized if they travel so), and the sinks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.errors import RewriterError
+from rewriter.kernels import Format, parse_format, vector_bytes
 from rewriter.ops import MaskKind, MaskSpec, SequencePlan
 from rewriter.runtime.attention import heads, layout, overlapped, plane, ring
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.call import Call
 from rewriter.runtime.attention.grid import Grid
+from rewriter.runtime.attention.keys import Quantized
 from rewriter.runtime.attention.local import check_kernels
 from rewriter.runtime.attention.tiles import accumulation_dtype
 from rewriter.runtime.attention.visibility import Visibility
@@ -38,6 +40,13 @@ class Axis:
 
     grid: Grid
     plan: SequencePlan
+    format: Format | None  # of keys and values on the wire
+
+    def quantized(self, k_BKSD: Tensor, v_BKSE: Tensor) -> Quantized | None:
+        """How these keys and values travel; None where exactly. Alike on all ranks, which hold equally many tokens."""
+        if self.format is None or (self.plan.min_bytes and k_BKSD.nbytes + v_BKSE.nbytes < self.plan.min_bytes):
+            return None
+        return Quantized(self.format, k_BKSD.shape[3], v_BKSE.shape[3], k_BKSD.dtype)
 
     @property
     def algorithm(self) -> ModuleType:
@@ -64,7 +73,8 @@ def register(plan: SequencePlan, grid: Grid) -> str:
     """The key by which `sequence_attention` finds the axis.
 
     The same plan on the same ranks has the same key, in every run, so that compiled graphs can be cached; its groups
-    are those of the last registration. Raises RewriterError for a grid of other sizes than the plan's.
+    are those of the last registration. Raises RewriterError for a grid of other sizes than the plan's, and for a format
+    that does not exist.
     """
     sizes = grid.heads, grid.rows, grid.columns
     if sizes != plan.grid:
@@ -72,12 +82,16 @@ def register(plan: SequencePlan, grid: Grid) -> str:
             f"{plan}: the mesh is a grid of {list(sizes)} (heads, rows, columns). Make it with "
             f"sequence_mesh(device, {plan.grid})"
         )
+    try:
+        format = None if plan.quantized is None else parse_format(plan.quantized)
+    except ValueError as error:
+        raise RewriterError(f"{plan}: {error}") from None
     by_heads = (grid.rank,) if grid.by_heads is None else tuple(dist.get_process_group_ranks(grid.by_heads))
     place = f"{grid.head_index} {grid.row} {grid.column} {by_heads} {grid.plane}"
     key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
     if grid.in_plane is not None and key not in _axes:
         _connect(grid.in_plane)
-    _axes[key] = Axis(grid, plan)
+    _axes[key] = Axis(grid, plan, format)
     return key
 
 
@@ -219,15 +233,18 @@ def _forward(
     """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
     where = axis(key)
     check(where, q, k, v, length, first_valid, segments, sinks)
-    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
+    quantized = where.quantized(k, v)
+    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale, quantized)
     nothing = q.new_empty(0)
+    if quantized is not None:
+        k, v = quantized.closed(k, v)
     with _messages():
         if not where.exchanges_heads:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
-            if not where.moves_keys:
+            if not where.moves_keys and quantized is None:
                 return o, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
-            if k_kept is k:  # results must not share memory with arguments
+            if k_kept is k and quantized is None:  # results must not share memory with arguments
                 k_kept, v_kept = k.clone(), v.clone()
             return o, lse, nothing, k_kept, v_kept, nothing.clone()
         grid = where.grid
@@ -260,10 +277,13 @@ def _(
     lse = q.new_empty(batch, query_heads // h, tokens * h, dtype=accumulation_dtype(q.dtype))
     q_kept = q.new_empty(batch, query_heads // h, tokens * h, q.shape[3])
     k_kept, v_kept = (x.new_empty(batch, kv_heads, tokens * h, x.shape[3]) for x in (k, v))
+    if (quantized := where.quantized(k, v)) is not None:
+        widths = (vector_bytes(quantized.format, x.shape[3]) for x in (k, v))
+        k_kept, v_kept = (k.new_empty(batch, kv_heads, tokens * h, w, dtype=torch.uint8) for w in widths)
     o_kept = q.new_empty(batch, query_heads // h, tokens * h, v.shape[3])
     if not where.exchanges_heads:
         q_kept, o_kept = q.new_empty(0), q.new_empty(0)
-        if not where.moves_keys:
+        if not where.moves_keys and quantized is None:
             k_kept, v_kept = q.new_empty(0), q.new_empty(0)
     return o, lse, q_kept, k_kept, v_kept, o_kept
 
@@ -288,7 +308,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks, else this rank's part of the sum."""
     where = axis(key)
-    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale)
+    quantized = None
+    if k.dtype == torch.uint8 and where.format is not None:
+        quantized = Quantized(where.format, q.shape[3], do.shape[3], q.dtype)
+    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale, quantized)
     with _messages():
         (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
         dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
@@ -323,7 +346,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, query_heads, tokens, _ = do.shape
     shape = batch, query_heads, tokens
-    dk, dv = (x.new_empty(batch, kv_heads, tokens, x.shape[3]) for x in (k, v))
+    dk, dv = (q.new_empty(batch, kv_heads, tokens, x.shape[3]) for x in (q, do))
     return do.new_empty(*shape, q.shape[3]), dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
@@ -334,7 +357,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.kv_heads = k.shape[1]
     if not where.exchanges_heads:
         q_kept, o_kept = q, o
-        if not where.moves_keys:
+        if not where.moves_keys and where.quantized(k, v) is None:
             k_kept, v_kept = k, v
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
