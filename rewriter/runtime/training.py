@@ -4,6 +4,9 @@ Each rank's backward gives a parameter the part of the rank's own tokens and row
 parameter's dtype, either by hooks on the parameters of a plain module (`sum_gradients`), or by FSDP2, which also shards
 parameters, gradients and optimizer state over these ranks (`shard_parameters`). Tensor-parallel ranks take no part:
 their parameters are their own.
+
+Where nodes have slow links between them, `zero_plus_plus` quantizes what FSDP2 communicates, and `node_resident` keeps
+weights in the node: see `rewriter.runtime.zero`.
 """
 
 from __future__ import annotations
@@ -18,9 +21,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rewriter.errors import RewriterError
+from rewriter.runtime.zero import NodeResident, ZeroPlusPlus, node_mesh, node_resident, zero_plus_plus
 
 if TYPE_CHECKING:
     from rewriter.runtime.module import RuntimeModel
+
+__all__ = [
+    "NodeResident",
+    "ZeroPlusPlus",
+    "node_mesh",
+    "node_resident",
+    "shard_parameters",
+    "sum_gradients",
+    "zero_plus_plus",
+]
 
 _HOOK = "_rewriter_gradient_hook"  # on a parameter: the handle of its hook
 _SHARDED = "_rewriter_sharded"  # on a model: shard_parameters has seen to its gradients
