@@ -13,6 +13,8 @@ every rank computes the same loss. Here a value is either *replicated* (equal on
     share                   the value / ranks           mean over ranks               replicated → partial, used alone
     shared_gradient         identity                    sum over every copy           overlapping shards → rank-local
 
+`quantized_…` are those of `rewriter.runtime.quantized.functions`, whose messages are of a few bits per element.
+
 `group` is a ProcessGroup; None or a group of one rank makes each of them the identity. Gloo on CPU and NCCL on CUDA
 run the same code.
 """
@@ -29,38 +31,39 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
 from rewriter.runtime.events import observe
 from rewriter.runtime.groups import group_rank, group_size
+from rewriter.runtime.pending import Pending, all_reduce_wait
+from rewriter.runtime.quantized.functions import (
+    quantized_all_gather,
+    quantized_all_reduce,
+    quantized_all_reduce_start,
+    quantized_all_to_all,
+    quantized_reduce_scatter,
+)
+
+__all__ = [
+    "Pending",
+    "Shared",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_start",
+    "all_reduce_wait",
+    "enter",
+    "once",
+    "own_shard",
+    "quantized_all_gather",
+    "quantized_all_reduce",
+    "quantized_all_reduce_start",
+    "quantized_all_to_all",
+    "quantized_reduce_scatter",
+    "repeat_shard",
+    "share",
+    "shared_gradient",
+]
 
 # --- all-reduce ---
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """An all-reduce on its way. `value` is readable only through `all_reduce_wait`.
-
-    A pytree node whose only leaf is the tensor, and a dataclass: hooks on a module's inputs and outputs (checkpointing;
-    FSDP2, which looks into dataclasses since torch 2.13) see the tensor and keep the handle.
-    """
-
-    value: Tensor
-    work: Any = None  # None once it has been waited for, or when there is nothing to wait for
-    name: str = ""
-    group: ProcessGroup | None = None
-
-
-def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, ProcessGroup | None]]:
-    return [pending.value], (pending.work, pending.name, pending.group)
-
-
-def _unflatten(values: Any, context: tuple[Any, str, ProcessGroup | None]) -> Pending:
-    (value,) = values
-    return Pending(value, *context)
-
-
-pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
 
 
 def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> Pending:
@@ -82,21 +85,6 @@ def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> P
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)
     return Pending(x, work, name, group)
-
-
-def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
-    """The sum that `all_reduce_start` began. Waiting twice is allowed; a plain tensor is returned as it is.
-
-    On CUDA the current stream waits, not the host.
-    """
-    if isinstance(pending, Tensor):
-        return pending
-    if pending.work is not None:
-        with record_function(f"rewriter::all_reduce_wait {pending.name}".rstrip()):
-            observe("wait", pending.name, pending.value, pending.group)
-            pending.work.wait()
-        pending.work = None
-    return pending.value
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, name: str = "") -> Tensor:

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from rewriter.runtime.groups import group_size
+from rewriter.runtime.groups import Ranks, group_size
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def mark(name: str) -> None:
 
 
 def observe(
-    kind: str, name: str, x: Tensor, group: ProcessGroup | None, sent: int = 0, received: int = 0, axis: str = ""
+    kind: str, name: str, x: Tensor, group: Ranks | None, sent: int = 0, received: int = 0, axis: str = ""
 ) -> None:
     """Add an event to every running `record_events`."""
     for events in _observers:

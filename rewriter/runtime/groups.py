@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch.distributed import ProcessGroup
 
 
-def group_size(group: ProcessGroup | None) -> int:
+class Ranks(Protocol):
+    """A ProcessGroup, or several that make up one set of ranks."""
+
+    def size(self) -> int: ...
+
+
+def group_size(group: Ranks | None) -> int:
     """Ranks of `group`; 1 for None."""
     return 1 if group is None else group.size()
 

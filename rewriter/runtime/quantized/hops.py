@@ -236,3 +236,39 @@ def gathered(payload_RB: Tensor, out_PC: Tensor, topology: Topology, hops: Hops,
     for x in range(intra.ranks):
         seed = plus(seeds.gather, x * inter.ranks)
         dequantize_rows(all_XYB[x], hops.inter, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
+
+
+def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, hops: Hops, name: str) -> Program:
+    """Row r of `x_PN` goes to rank r; `out_PN` becomes what the ranks sent here, one's own row as it is.
+
+    Quantized once, to the nearest. With two hops, local rank x gets what is for itself and what is for its place in
+    other nodes, in the formats inside and between, and passes the latter on.
+    """
+    intra, inter, n = topology.intra, topology.inter, x_PN.shape[1]
+    locals_, nodes = but(intra.rank, intra.ranks), but(inter.rank, inter.ranks)
+    away = [y for some in nodes for y in range(inter.ranks)[some]]
+    out_PN[topology.rank] = x_PN[topology.rank]
+    out_YXN = out_PN.unflatten(0, (inter.ranks, intra.ranks))
+    order = [y * intra.ranks + x for x in range(intra.ranks) for y in away]
+    far_XAB = quantize_rows(x_PN, hops.inter, order=order).unflatten(0, (intra.ranks, len(away)))
+    if intra.ranks > 1:
+        near_XB = quantize_rows(x_PN.unflatten(0, (inter.ranks, intra.ranks))[inter.rank], hops.intra)
+        transfer = intra.all_to_all_start(torch.cat([near_XB, far_XAB.flatten(1)], 1), name)
+        yield transfer
+        arrived_XB: Tensor = transfer.wait()
+        near, far = arrived_XB.split([near_XB.shape[1], far_XAB[0].numel()], 1)
+        for some in locals_:
+            rows = near[some].contiguous()
+            dequantize_rows(rows, hops.intra, n, out_PN.dtype, out=out_YXN[inter.rank, some])
+        for some in locals_:
+            far_XAB[some] = far[some].unflatten(1, far_XAB.shape[1:])
+    if inter.ranks > 1:
+        sent_YXB = far_XAB.new_empty(inter.ranks, intra.ranks, far_XAB.shape[2])
+        for place, y in enumerate(away):
+            sent_YXB[y] = far_XAB[:, place]
+        transfer = inter.all_to_all_start(sent_YXB, name)
+        yield transfer
+        arrived_YXB: Tensor = transfer.wait()
+        for some in nodes:
+            rows = arrived_YXB[some].flatten(0, 1)
+            dequantize_rows(rows, hops.inter, n, out_PN.dtype, out=out_YXN[some].flatten(0, 1))

@@ -27,14 +27,14 @@ from rewriter.runtime.quantized.topology import Topology, background, topology_o
 from rewriter.runtime.quantized.worker import Program
 from rewriter.runtime.wire import Transfer
 
-Ranks = Topology | DeviceMesh | ProcessGroup | None
+MeshOrGroup = Topology | DeviceMesh | ProcessGroup | None
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reduce_scatter_start(
     x_PN: Tensor,
-    topology: Ranks,
+    topology: MeshOrGroup,
     formats: str | Format,
     *,
     seed: int | None = None,
@@ -69,7 +69,7 @@ def reduce_scatter_start(
 
 def all_gather_start(
     x_N: Tensor,
-    topology: Ranks,
+    topology: MeshOrGroup,
     format: str | Format,
     *,
     dtype: torch.dtype,
@@ -109,7 +109,7 @@ def all_gather_start(
 
 def all_reduce_start(
     x: Tensor,
-    topology: Ranks,
+    topology: MeshOrGroup,
     formats: str | Format,
     *,
     seed: int | None = None,
@@ -140,6 +140,28 @@ def all_reduce_start(
 
     transfer = _start(chunk, 2, x_PN, y_PN, where, formats_of, seed, stages, wait)
     return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
+
+
+def all_to_all_start(
+    x_PN: Tensor, topology: MeshOrGroup, formats: str | Format, *, name: str = "", wait: bool = False
+) -> Transfer:
+    """`wait` gives y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
+
+    Quantized once, to the nearest; one's own row is given back as it is. With two hops, what is for other nodes goes
+    through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
+    """
+    where, what = topology_of(topology), _called("all_to_all", name)
+    check(x_PN, what)
+    x_PN = _rows(x_PN, where.ranks, what)
+    y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
+    formats_of = hops_of(formats, where, what)
+    if where.ranks == 1:
+        return _there(y_PN.copy_(x_PN))
+
+    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
+        return programs.all_to_all(x_PN[:, part], y_PN[:, part], where, formats_of, name)
+
+    return _start(chunk, 1, x_PN, y_PN, where, formats_of, None, 1, wait)
 
 
 def check(x: Tensor, what: str) -> None:

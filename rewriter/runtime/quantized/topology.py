@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ class Topology:
         """Axes on which something is sent."""
         return (self.inter.ranks > 1) + (self.intra.ranks > 1)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The same for the same ranks in every run, so that compiled graphs can be cached."""
         place = f"{self.inter.members} {self.intra.members} {self.inter.name} {self.intra.name}"
@@ -137,13 +138,26 @@ def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
     )
 
 
-@torch.compiler.assume_constant_result
 def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
-    """The string by which operators find the topology; when compiling, found once while tracing."""
+    """The string by which operators find the topology."""
+    if isinstance(mesh_or_group, ProcessGroup):  # which torch.compile has no more of than its name
+        return _key_of_group(mesh_or_group.group_name)
+    return _key(mesh_or_group)
+
+
+@torch.compiler.assume_constant_result
+def _key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
+    """When compiling, called once while tracing."""
     topology = topology_of(mesh_or_group)
     key = topology.key
     _by_key[key] = topology
     return key
+
+
+@torch.compiler.assume_constant_result
+def _key_of_group(name: str) -> str:
+    """torch has no public function that finds a group by its name."""
+    return _key(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined, arg-type]
 
 
 def by_key(key: str) -> Topology:
