@@ -1,6 +1,6 @@
 """How far each rewrite takes the shipped tiny model from itself before any fine-tuning: writes docs/DRIFT.md.
 
-    python benchmarks/drift.py      # about four minutes of one core
+    python benchmarks/drift.py      # about six minutes of one core
 
 Nothing is drawn at random: windows of 256 tokens at even distances in examples/tiny-llama/heldout.txt, which the model
 was not trained on; weights as shipped; fp32 on the CPU, all ranks in one process. What the text of
@@ -21,7 +21,9 @@ import torch
 
 from rewriter.analysis.communication import collectives
 from rewriter.api import rewrite
+from rewriter.kernels import parse_format
 from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.program import Program
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library
@@ -42,7 +44,10 @@ LEFT_OUT = ("ladder-last-20", "upper-bound", *TOKEN_SHARDING)
 
 @dataclass(frozen=True)
 class Row:
-    """One rewrite compared with the original. `ranks` is None for a function that their number does not change."""
+    """One rewrite compared with the original. `ranks` is None for a function that their number does not change.
+
+    Where reductions are quantized, all of those of the blocks are, however short the message.
+    """
 
     ranks: int | None
     reductions: int
@@ -103,6 +108,8 @@ class Bench:
             return known
         rewritten = rewrite(self.program, recipe, tp=ranks)
         computed, bound = single_device(rewritten), bound_ranks(rewritten)
+        if is_quantized(rewritten):  # what ranks compute, which their number changes too
+            computed, bound = always_quantized(rewritten), ranks
         weights = other_weights(computed, self.program, self.weights)
         found = Comparison()
         for window, original in zip(self.windows, self.logits, strict=True):
@@ -231,6 +238,25 @@ def norms(bench: Bench) -> str:
     return table(("layers", *(f"norm: {name}" for name in names)), rows)
 
 
+QUANTIZED = {"int8": "tensor-parallel-int8", "int4-hadamard": "tensor-parallel-int4"}  # those that have a recipe
+FORMATS = ("int8", "int6", "int4-hadamard", "int4", "int2-hadamard")
+
+
+def quantized(bench: Bench, format: str, ranks: int) -> Row:
+    if format in QUANTIZED:
+        return bench.recipe(QUANTIZED[format], ranks)
+    return bench.passes(ranks, {"pass": "quantize_collectives", "format": format})
+
+
+def formats(bench: Bench) -> str:
+    rows = []
+    for name in FORMATS:
+        format = parse_format(name)
+        bits = format.bits + 16 / format.block
+        rows.append([name, f"{bits:.3f}", *(kl(quantized(bench, name, ranks)) for ranks in RANKS)])
+    return table(("format", "bits per element", *(f"P = {r}" for r in RANKS)), rows)
+
+
 # --- what is said about them -----------------------------------------------------------------------------------------
 
 
@@ -286,9 +312,19 @@ def claims(bench: Bench, found: dict[int, tuple[float, ...]]) -> dict[str, bool]
             < min(
                 bench.recipe(name, ranks).kl
                 for name in library()
-                if name not in ("drop-sync", "ladder-then-desync", "tensor-parallel", *LEFT_OUT)
+                if name not in ("drop-sync", "ladder-then-desync", "tensor-parallel", *QUANTIZED.values(), *LEFT_OUT)
             )
             for ranks in RANKS
+        ),
+        "8 bits cost less than a thousandth of a nat": all(
+            quantized(bench, "int8", ranks).kl < 1e-3 for ranks in RANKS
+        ),
+        "on a ladder 8 bits are within its standard error": all(
+            abs(row.kl - bench.recipe("ladder", 2).kl) < row.error
+            for row in (bench.recipe("ladder-int8", ranks) for ranks in RANKS)
+        ),
+        "4 bits are closer rotated": all(
+            quantized(bench, "int4-hadamard", ranks).kl < quantized(bench, "int4", ranks).kl for ranks in RANKS
         ),
         "the first layer is the dearest": all(ranked(per_layer)[-1] == 0 for per_layer in found.values()),
         "the cheapest beat the dearest": all(
@@ -314,6 +350,7 @@ def main() -> int:
         "sensitivities": sensitivities(found),
         "counts": counts(bench, found),
         "norms": norms(bench),
+        "formats": formats(bench),
     }
     wrong = [claim for claim, holds in claims(bench, found).items() if not holds]
     if wrong:

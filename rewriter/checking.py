@@ -47,12 +47,11 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     result.require("adapted checkpoint = golden logits", single[0][0, -1], golden["logits"], REAL_WEIGHTS)
     name = f"sharded module on {ranks} rank{'s' * (ranks > 1)} = golden logits"
     if parallel and "sharded_logits" in golden:
-        told = f"{name}, in parts of what quantization changes"
         last, expected, exact = parallel[0][0, -1:], golden["sharded_logits"][None], golden["logits"][None]
-        result.require_quantized(told, [last], [expected], [exact], QUANTIZED_REAL_WEIGHTS)
+        result.require_quantized(f"{name}, quantized", [last], [expected], [exact], QUANTIZED_REAL_WEIGHTS)
     elif parallel:
         result.require(name, parallel[0][0, -1], golden["logits"], REAL_WEIGHTS)
-    return table | result.figures()
+    return table | result.figures() | ({"note": "; ".join(result.notes)} if result.notes else {})
 
 
 def check_files(

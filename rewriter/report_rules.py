@@ -26,8 +26,10 @@ def unfired(program: Program) -> list[Rule]:
 def standard_layers(program: Program) -> list[Rule]:
     """The layers that no rewiring pass touched, and the block that has nothing to skip."""
     from rewriter.analysis.residual import residual_blocks
+    from rewriter.passes.base import scopes
 
-    entries = [r for r in program.history if r.kind == "approximating"]
+    applied = zip(program.history, scopes(program), strict=True)
+    entries = [r for r, scope in applied if r.kind == "approximating" and scope != "runtime"]
     if not entries:
         return []
     blocks = residual_blocks(program)

@@ -147,8 +147,8 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
         table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
     for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
         table.add_row(f"{_PLACES[place]}", *(_place(side["places"].get(place)) for _, side in sides))
-    if any(side["quantized"] for _, side in sides):
-        table.add_row("  of them quantized", *(_quantized(side["quantized"]) for _, side in sides))
+        if place == "block" and any(side["quantized"] for _, side in sides):
+            table.add_row("  quantized", *(_quantized(side["quantized"]) for _, side in sides))
     table.caption, table.caption_justify = found["convention"], "left"
     return table
 

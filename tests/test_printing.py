@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 CASES = [
     "llama-traced", "llama-ladder-upper-half-tp2", "gpt_neox-ladder-tp2", "llama-attention2d-sp4",
-    "llama-ladder-sp2-tp2",
+    "llama-ladder-sp2-tp2", "llama-ladder-int8-tp2",
 ]  # fmt: skip
 
 
@@ -35,6 +35,8 @@ def shown(case: str) -> Program:
         return apply_recipe(programs.traced("llama"), _sharing([1, 2, 2]), sp=4)[0]
     if case == "llama-ladder-sp2-tp2":
         return apply_recipe(programs.traced("llama"), _sharing([1, 2, 1], {"pass": "ladder"}), tp=2, sp=2)[0]
+    if case == "llama-ladder-int8-tp2":
+        return apply_recipe(programs.traced("llama"), Recipe.load("ladder-int8"), tp=2)[0]
     return programs.program("gpt_neox", range(4), tp=2)
 
 

@@ -10,16 +10,25 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zoo
 from oracles import ladder_oracle, relative_error
-from programs import traced, weights
+from programs import shards, traced, weights
+from ranks import run_ranks
+from safetensors.torch import load_file
+from test_emitted_runtime import build
 
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes, slice_length
+from rewriter.apply import check_bound
+from rewriter.checking import verify
+from rewriter.convert import convert
+from rewriter.emit.manifest import read_manifest
+from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.errors import RewriterError, VerificationError
 from rewriter.kernels import dequantize, parse_format, quantize
 from rewriter.passes import available
@@ -27,6 +36,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
 from rewriter.program import Program
 from rewriter.recipes import Recipe
+from rewriter.report import inspect
 from rewriter.verify.compare import Verification
 from rewriter.verify.lane_reference import LaneReference, LayerMode
 from rewriter.verify.rank_threads import Group
@@ -324,6 +334,138 @@ def test_the_bytes_of_a_message_hold_padding() -> None:
     """100 elements over 4 ranks: slices of a whole block of 128, each 128 + 2 bytes, in rows of 16."""
     assert slice_length(100, 4, parse_format("int8")) == 128
     assert sent_bytes(100, 4, "int8") == 2 * 3 * 144
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+RANKS = 2
+SUM = ("desync", {"n": 2, "resync": "sum"})
+CASES: dict[str, list[Step]] = {
+    "tensor parallel": [quantizing(), OVERLAP],
+    "ladder": [("ladder", {}), quantizing("int4-hadamard"), OVERLAP],
+    "desync": [SUM, quantizing(), OVERLAP],
+    "exact when short": [quantizing("int8", 1 << 20), OVERLAP],
+}
+
+
+def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
+    """Per case: logits, gradients by name, bytes sent and sums started in a prefill and a decode step."""
+    from rewriter.runtime import Context, StaticCache, record_events
+
+    results = []
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    for source, tensors, ties in cases:
+        model = build(source, tensors[group.rank()], ties, group)
+        logits = model(ids, positions, Context())
+        logits.square().mean().backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
+        counts = []
+        for tokens, at, step in ((ids, positions, Context(cache)), (ids[:, :1], positions[:, -1:] + 1, None)):
+            with torch.no_grad(), record_events() as events:
+                model(tokens, at, step or Context(cache, torch.tensor(ids.shape[1])))
+            counts.append((sum(e.sent for e in events if e.kind == "wire"), sum(e.kind == "start" for e in events)))
+        results.append((logits.detach(), grads, counts))
+    return results
+
+
+@functools.cache
+def real() -> tuple[dict[str, Program], list[dict[str, Any]]]:
+    """The programs of CASES, and by rank what their modules computed and sent."""
+    programs = {name: wired("llama", RANKS, *steps) for name, steps in CASES.items()}
+    cases = [(emit_runtime_module(p), shards(p, weights("llama")), dict(p.ties)) for p in programs.values()]
+    by_rank = run_ranks(on_rank, RANKS, cases, batch("llama"), timeout=240)
+    return programs, [dict(zip(CASES, results, strict=True)) for results in by_rank]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_real_ranks_compute_what_simulated_ones_do(case: str) -> None:
+    programs, by_rank = real()
+    leaves = {n: t.clone().requires_grad_() for n, t in weights("llama").items()}
+    traced_logits = simulate(programs[case], batch("llama"), weights=leaves)
+    traced_logits.square().mean().backward()
+    expected = traced_logits.detach()
+    with torch.no_grad():
+        plain = simulate(exact(programs[case]), batch("llama"), weights=weights("llama"))
+    logits = [rank[case][0] for rank in by_rank]
+    assert torch.equal(*logits)
+    if case == "exact when short":
+        assert relative_error(logits[0], plain) <= 1e-4
+    else:
+        assert relative_error(expected, plain) >= VISIBLE
+        Verification().require_quantized(case, logits[:1], [expected], [plain], 0.1)
+    for name, parameter in programs[case].parameters.items():
+        for rank, results in enumerate(by_rank):
+            part = leaves[name].grad
+            if parameter.ranges is not None:
+                spans = parameter.ranges[rank]
+                part = torch.cat([part.narrow(parameter.dim, a, b - a) for a, b in spans], parameter.dim)
+            # a message that jumps by a step moves gradients a little; a gradient that is summed twice doubles
+            assert relative_error(results[case][1][name], part) <= 0.05, f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_send_the_bytes_that_inspect_tells(case: str) -> None:
+    """Exactly, with padding; and for long messages the bytes per token. Exact sums are no messages of ours."""
+    programs, by_rank = real()
+    found = [c for c in collectives(programs[case]) if c.kind == "all-reduce"]
+    travel = quantized(found)
+    assert travel is not None
+    for results in by_rank:
+        for tokens, (sent, started) in zip((2 * 21, 2), results[case][2], strict=True):
+            each = sent_bytes(tokens * zoo.HIDDEN, RANKS, travel.format) if tokens >= travel.from_tokens else 0
+            assert (sent, started) == (travel.reductions * each, len(found))
+    long = 1 << 16
+    wire = travel.reductions * sent_bytes(long * zoo.HIDDEN, RANKS, travel.format)
+    assert wire == pytest.approx(2 * (RANKS - 1) / RANKS * long * travel.bytes_per_token, rel=0.02)
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_tells_what_is_quantized_and_from_when_on() -> None:
+    found = inspect(zoo.config("llama"), "tensor-parallel-int4", RANKS)
+    before, after = found.data["communication"]["before"], found.data["communication"]["after"]
+    assert before["quantized"] is None
+    assert after["quantized"] == {
+        "format": "int4-hadamard",
+        "min_bytes": 1 << 20,
+        "from_tokens": (1 << 20) // (4 * zoo.HIDDEN),
+        "reductions": 8,
+        "bytes_per_token": 8 * 33,
+        "exact_bytes_per_token": 8 * 256,
+    }
+    assert before["total"]["bytes_per_token"] - after["total"]["bytes_per_token"] == 8 * (256 - 33)
+    assert {rule["rule"] for rule in found.data["rules"]} == {"merge_reductions", "overlap"}
+
+
+def test_one_rank_is_refused_before_any_work() -> None:
+    recipe = Recipe.load("ladder-int8")
+    with pytest.raises(RewriterError, match=r"quantize_collectives: one rank sends nothing\. Give --tp 2"):
+        check_bound(recipe, recipe.build(), 1)
+    check_bound(recipe, recipe.build(), 2)
+
+
+@pytest.mark.slow
+def test_a_conversion_measures_the_ranks_and_leaves_the_checkpoint_exact(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    zoo.save("llama", source)
+    options = {"quantize_collectives.min_bytes": 0}  # so that the 16 golden tokens are quantized too
+    convert(source, "tensor-parallel-int8", out=out, tp=2, verify="full", set=options)
+    manifest = read_manifest(out)
+    quantized_checks = [c for c in manifest.verification.checks if "quantized" in c.name]
+    assert [c.name.partition(":")[0] for c in quantized_checks if "real" in c.name] == ["real weights"]
+    assert len(quantized_checks) == 2
+    assert manifest.adapted.modeling is None
+    assert manifest.quantized is not None
+    assert (manifest.quantized.min_bytes, manifest.quantized.bytes_per_token) == (0, 8 * 65)
+    assert manifest.verification.drift is not None
+    assert manifest.verification.drift.kl > 0
+    assert "sharded_logits" in load_file(out / "golden.safetensors")
+    card = " ".join((out / "README.md").read_text().split())
+    assert "8 all-reduces of a forward pass travel as `int8`" in card
+    assert "520 bytes per token with scales instead of 2,048 (25%)" in card
+    assert any("sharded module" in name and value <= 0.5 for name, value in verify(out).items() if name != "note")
 
 
 # --- the figure by which quantized logits are compared ---------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -100,12 +100,10 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     if plan is None:
         return []
     used = SequencePlan(**plan.model_dump())
-    exact, reads = replace(used, quantized=None), "is exact over" if used.quantized is None else "reads"
     return [
         "",
-        f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention {reads} all of them,",
-        f"as {exact} (heads × rows × columns): {travels(used)}.",
-        *_quantized_keys(used),
+        f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention is exact over all of them,",
+        f"as {used} (heads × rows × columns): {travels(used)}.",
         "Every rank passes whole sequences:",
         "",
         "```python",
@@ -156,28 +154,18 @@ def _lanes(lanes: Lanes) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _quantized_keys(plan: SequencePlan) -> list[str]:
-    """That keys and values are quantized, and which of the two models that concerns."""
-    if plan.quantized is None:
-        return []
-    least = f" where a rank has {plan.min_bytes:,} bytes of them in a layer or more," if plan.min_bytes else ""
-    return [
-        f"Keys and values travel as `{plan.quantized}`,{least} and all ranks attend with the dequantized ones: the",
-        "checkpoint above, on one device, attends with exact ones, and differs from the sharded module by that.",
-    ]
-
-
 def _quantized(found: Quantized) -> str:
     """What is quantized, what is not, and which of the two models that concerns."""
     always = found.min_bytes == 0
-    when = "" if always else f" in calls of {found.from_tokens:,} tokens or more per rank, exact in smaller ones"
+    when = "" if always else f" in calls of {found.from_tokens:,} tokens or more, exact in smaller ones"
     part = found.bytes_per_token / found.exact_bytes_per_token
-    return (
+    text = (
         f"On ranks, {found.reductions} all-reduces of a forward pass travel as `{found.format}`{when}: "
-        f"{found.bytes_per_token:,} bytes\nper token with scales instead of {found.exact_bytes_per_token:,} "
-        f"({part:.0%}). The checkpoint above, on one device, sums exactly: what it computes differs from\nthe sharded "
-        "module by the quantization, and by nothing else.\n"
+        f"{found.bytes_per_token:,} bytes per token with scales instead of {found.exact_bytes_per_token:,} "
+        f"({part:.0%}). The checkpoint above, on one device, sums exactly: what it computes differs from that of the "
+        "sharded module by the quantization, and by nothing else."
     )
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -178,14 +178,14 @@ def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
 
 
 def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
-    """A sum over the group, quantized where the node says a format."""
-    exact, quantized = _on_group(function), _on_group(f"quantized_{function}")
+    """A sum over the group, with a format where it travels quantized."""
+    call = _on_group(function)
 
     def show(p: Printer, node: fx.Node) -> str:
         if not node.kwargs:
-            return exact(p, node)
+            return call(p, node)
         options = f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}'
-        return f"{quantized(p, node).removesuffix(')')}, {options})"
+        return f"{call(p, node).removesuffix(')')}, {options})"
 
     return show
 

@@ -276,8 +276,6 @@ _RUNTIME_NAMES = [
     "experts",
     "gather_tokens",
     "last_tokens",
-    "quantized_all_reduce",
-    "quantized_all_reduce_start",
     "repeat_shard",
     "shard_tokens",
     "shared_gradient",

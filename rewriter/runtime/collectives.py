@@ -66,7 +66,9 @@ __all__ = [
 # --- all-reduce ---
 
 
-def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> Pending:
+def all_reduce_start(
+    x: Tensor, group: ProcessGroup | None, name: str = "", *, format: str | None = None, min_bytes: int = 0
+) -> Pending:
     """Begin the sum of `x` over `group`, in place on `x`'s memory; the caller must not read or write `x` afterwards.
 
     Any shape and floating dtype (bf16 included, on gloo and NCCL). Only a non-contiguous `x` is copied first.
@@ -74,7 +76,12 @@ def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> P
     because the gradient of the sum with respect to this rank's partial is the identity. If the operation that
     produced `x` saved its output for its own backward (exp, softmax, tanh), backward raises torch's "modified by an
     inplace operation" instead of using the sum.
+
+    With a `format`, an `x` of `min_bytes` bytes or more travels quantized (see `quantized_all_reduce_start`, which does
+    not work in place): all ranks decide alike, for they hold the same shape and dtype.
     """
+    if format is not None and x.nbytes >= min_bytes:
+        return quantized_all_reduce_start(x, group, format=format, name=name)
     if group is None or group.size() == 1:
         return Pending(x, None, name, None)
     with record_function(f"rewriter::all_reduce_start {name}".rstrip()):
@@ -87,8 +94,15 @@ def all_reduce_start(x: Tensor, group: ProcessGroup | None, name: str = "") -> P
     return Pending(x, work, name, group)
 
 
-def all_reduce(x: Tensor, group: ProcessGroup | None, name: str = "") -> Tensor:
-    """Sum of the partial `x` over `group`, in place on `x`'s memory (see `all_reduce_start`); gradient: identity."""
+def all_reduce(
+    x: Tensor, group: ProcessGroup | None, name: str = "", *, format: str | None = None, min_bytes: int = 0
+) -> Tensor:
+    """Sum of the partial `x` over `group`, in place on `x`'s memory (see `all_reduce_start`); gradient: identity.
+
+    With a `format`, an `x` of `min_bytes` bytes or more travels quantized.
+    """
+    if format is not None and x.nbytes >= min_bytes:
+        return quantized_all_reduce(x, group, format=format, name=name)
     return all_reduce_wait(all_reduce_start(x, group, name))
 
 
