@@ -6,7 +6,8 @@ parameters, gradients and optimizer state over these ranks (`shard_parameters`).
 their parameters are their own.
 
 Where nodes have slow links between them, `zero_plus_plus` quantizes what FSDP2 communicates, and `node_resident` keeps
-weights in the node: see `rewriter.runtime.zero`.
+weights in the node: see `rewriter.runtime.zero`. `quantize_frozen` keeps weights that are not trained as bytes, and
+`export_quantized` writes those that were.
 """
 
 from __future__ import annotations
@@ -21,16 +22,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.zero import NodeResident, ZeroPlusPlus, node_mesh, node_resident, zero_plus_plus
+from rewriter.runtime.zero import (
+    Exported,
+    Frozen,
+    NodeResident,
+    ZeroPlusPlus,
+    export_quantized,
+    load_quantized,
+    node_mesh,
+    node_resident,
+    quantize_frozen,
+    zero_plus_plus,
+)
 
 if TYPE_CHECKING:
     from rewriter.runtime.module import RuntimeModel
 
 __all__ = [
+    "Exported",
+    "Frozen",
     "NodeResident",
     "ZeroPlusPlus",
+    "export_quantized",
+    "load_quantized",
     "node_mesh",
     "node_resident",
+    "quantize_frozen",
     "shard_parameters",
     "sum_gradients",
     "zero_plus_plus",

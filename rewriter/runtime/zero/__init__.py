@@ -1,8 +1,21 @@
-"""Training over nodes with slow links between them, on FSDP2: ZeRO++'s three parts, and weights that stay in the
-node."""
+"""Training over nodes with slow links between them, on FSDP2: ZeRO++'s three parts, weights that stay in the node,
+frozen weights kept quantized, and weights written quantized."""
 
+from rewriter.runtime.zero.export import Exported, export_quantized, load_quantized
+from rewriter.runtime.zero.frozen import Frozen, quantize_frozen
 from rewriter.runtime.zero.nodes import node_mesh
 from rewriter.runtime.zero.plus_plus import ZeroPlusPlus, zero_plus_plus
 from rewriter.runtime.zero.resident import NodeResident, node_resident
 
-__all__ = ["NodeResident", "ZeroPlusPlus", "node_mesh", "node_resident", "zero_plus_plus"]
+__all__ = [
+    "Exported",
+    "Frozen",
+    "NodeResident",
+    "ZeroPlusPlus",
+    "export_quantized",
+    "load_quantized",
+    "node_mesh",
+    "node_resident",
+    "quantize_frozen",
+    "zero_plus_plus",
+]

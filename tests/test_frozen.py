@@ -1,0 +1,477 @@
+"""Frozen weights kept quantized: the function, gradients and bytes of layers whose weight is a payload, alone, with
+peft's adapters and under FSDP2; and weights written quantized after training, with what that does to the loss."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rewriter.errors import RewriterError
+from rewriter.kernels import dequantize, parse_format, quantize
+from rewriter.runtime.training import export_quantized, load_quantized, quantize_frozen
+from rewriter.runtime.zero.export import DESCRIPTION, WEIGHTS
+from rewriter.runtime.zero.frozen import FrozenLinear
+
+WIDTH, DEPTH, SMALL = 128, 3, 4096
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a low-rank update, as in LoRA."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(width, width)
+        self.base_layer.requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Stack(nn.Module):
+    """Residual blocks of adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Adapter(WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        y = self.head(x)
+        return y if labels is None else Output(F.cross_entropy(y, labels))
+
+
+class Output:
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def rounded(model: nn.Module, format: str, names: list[str]) -> nn.Module:
+    """A copy whose weights `names` are as they are read from payloads, each row quantized by itself."""
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in names:
+            weight = made.get_parameter(name)
+            for row in weight:
+                row.copy_(dequantize(quantize(row, format), format, row.shape, row.dtype))
+    return made
+
+
+BASES = [f"layers.{i}.base_layer.weight" for i in range(DEPTH)]
+
+
+def batch(rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(8, (rows,), generator=generator)
+
+
+def gradients(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    model(x, labels).loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+# --- alone ---
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-hadamard@32", "int3-hadamard@16"])
+def test_a_frozen_layer_computes_with_the_dequantized_weight(format):
+    model = Stack()
+    model.layers[1].base_layer.bias.requires_grad_(True)  # as LoRA with bias: all
+    expected = rounded(model, format, BASES)
+    done = quantize_frozen(model, format, min_elements=SMALL)
+    assert list(done.weights) == BASES
+    assert done.before == DEPTH * WIDTH * WIDTH * 4
+    assert done.after == DEPTH * WIDTH * parse_format(format).payload_bytes(WIDTH)
+    assert done.after == sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    x, labels = batch()
+    first, second = (x.clone().requires_grad_() for _ in range(2))
+    found, wanted = gradients(model, first, labels), gradients(expected, second, labels)
+    assert torch.equal(first.grad, second.grad)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for layer, name in zip(model.layers, BASES, strict=True):
+        assert torch.equal(layer.base_layer.dequantized(), expected.get_parameter(name))
+
+
+def test_backward_keeps_the_payload_and_not_the_weight():
+    model = Stack()
+    quantize_frozen(model, "int8", min_elements=SMALL)
+    saved = []
+    x, labels = batch()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        model(x.requires_grad_(), labels)
+    assert not [t for t in saved if t.shape == (WIDTH, WIDTH)]
+    payloads = {p.data_ptr() for p in model.parameters() if p.dtype == torch.uint8}
+    assert {t.data_ptr() for t in saved if t.dtype == torch.uint8} == payloads
+
+
+def test_autocast_and_half_precision_compute_as_a_linear_layer_does():
+    model = Stack()
+    expected = rounded(model, "int8", BASES)
+    quantize_frozen(model, "int8", min_elements=SMALL)
+    x, _ = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), expected(x))
+    model, expected = Stack().bfloat16(), Stack().bfloat16()
+    quantize_frozen(model, "int8", min_elements=SMALL)
+    again = model.layers[0].base_layer
+    assert again.payload.dtype == torch.uint8
+    assert torch.equal(model.to(torch.bfloat16)(x.bfloat16()), rounded(expected, "int8", BASES)(x.bfloat16()))
+
+
+class Other(nn.Linear):
+    """One that computes in a way of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_what_cannot_be_replaced_is_kept_and_named():
+    model = Stack().requires_grad_(False)
+    model.tied, model.embedding = nn.Linear(WIDTH, 64, bias=False), nn.Embedding(64, WIDTH)
+    model.tied.weight = model.embedding.weight
+    model.other, model.hooked = Other(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model.hooked.register_forward_hook(lambda *_: None)
+    model.shared = nn.ModuleList([model.layers[0].base_layer, model.layers[0].base_layer])
+    model.requires_grad_(False)
+    done = quantize_frozen(model, "int8", min_elements=SMALL)
+    assert list(done.weights) == BASES
+    assert model.shared[0] is model.shared[1] is model.layers[0].base_layer
+    assert done.kept["tied.weight"] == "other modules share it"
+    assert done.kept["other.weight"] == "a Other computes in a way of its own"
+    assert done.kept["hooked.weight"] == "hooks of its layer would be lost"
+    assert done.kept["head.weight"] == "1,024 elements are fewer than 4,096"
+    assert torch.equal(model.tied.weight, model.embedding.weight)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "format", "message"),
+    [
+        (lambda m: m, "int5", r"quantize_frozen: format 'int5': expected one of int8"),
+        (lambda m: m.requires_grad_(True), "int8", r"Stack has no frozen weight .*requires_grad_\(False\)"),
+        (nn.Identity, "int8", r"Identity has no frozen weight"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(prepare, format, message):
+    with pytest.raises(RewriterError, match=message):
+        quantize_frozen(prepare(Stack()), format, min_elements=SMALL)
+
+
+def test_adapters_cannot_be_merged_into_a_copy_and_lost():
+    model = Stack()
+    quantize_frozen(model, "int8", min_elements=SMALL)
+    with pytest.raises(RewriterError, match=r"keeps it as int8\. Read it with dequantized\(\)"):
+        model.layers[0].base_layer.weight.data += 1
+
+
+def test_pefts_adapters_train_on_a_quantized_base():
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=50, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lora = LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM(config), lora)
+    frozen = [n for n, m in model.named_modules() if type(m) is nn.Linear and not m.weight.requires_grad]
+    expected = rounded(model, "int8@32", [f"{name}.weight" for name in frozen])
+    done = quantize_frozen(model, "int8@32", min_elements=1024)
+    assert set(done.weights) == {f"{name}.weight" for name in frozen}
+    assert len(done.weights) == 2 * 7 + 1
+    assert model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer").format.bits == 8
+    ids = torch.arange(24).view(2, 12)
+    losses = []
+    for trained in (model, expected):
+        optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(4):
+            loss = trained(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+# --- sharded ---
+
+
+def sharded(group: Any, format: str | None, policy: MixedPrecisionPolicy, mesh_of: Any = None) -> dict[str, Any]:
+    """Gradients of adapters on all ranks' rows together, and the bytes that a step gathers and a rank holds."""
+    model = Stack()
+    if format is not None:
+        quantize_frozen(model, format, min_elements=SMALL)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    gathered = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        tensors = [t for t in (*arguments, *options.values()) if isinstance(t, Tensor)]
+        gathered.append(max(t.nbytes for t in tensors))
+        return gather(*arguments, **options)
+
+    setattr(dist, name, counted)
+    x, labels = batch()
+    rows = slice(group.rank() * 3, group.rank() * 3 + 3)
+    found = gradients(model, x[rows], labels[rows])
+    setattr(dist, name, gather)
+    held = sum(p.to_local().nbytes for p in model.parameters())
+    refusal = ""
+    try:
+        quantize_frozen(model, "int8", min_elements=SMALL)
+    except RewriterError as error:
+        refusal = str(error)
+    return {"gradients": found, "gathered": sum(gathered), "held": held, "refusal": refusal}
+
+
+def on_ranks(group: Any, folder: str) -> dict[str, Any]:
+    exact, mixed = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return {
+        "plain": sharded(group, None, exact),
+        "int8": sharded(group, "int8", exact),
+        "int4": sharded(group, "int4@32", exact),
+        "mixed": sharded(group, "int8", mixed),
+        "plain mixed": sharded(group, None, mixed),
+        "exported": exporting(group, folder),
+    }
+
+
+def exporting(group: Any, folder: str) -> dict[str, Any]:
+    """What a sharded model writes, and whether it still has its weights."""
+    model = Stack().requires_grad_(True)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    x, labels = batch()
+    rows = slice(group.rank() * 3, group.rank() * 3 + 3)
+    given = [{"x": x[rows], "labels": labels[rows]}]
+    done = export_quantized(model, Path(folder, "sharded"), "int4@32", batches=given)
+    model(x[rows])  # gathers again what it computes with
+    model.reshard()
+    after = {n: p.full_tensor() for n, p in model.named_parameters()}
+    refusal = ""
+    try:
+        export_quantized(model, Path(folder, "sharded"), "int4@32")
+    except RewriterError as error:
+        refusal = str(error)
+    return {
+        "losses": (done.loss_before, done.loss_after),
+        "kept": all(torch.equal(before[n], after[n]) for n in before),
+        "refusal": refusal,
+    }
+
+
+TAKES_BYTES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)  # FSDP2 as a parameter
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    if not TAKES_BYTES:
+        pytest.skip("FSDP2 refuses parameters of integers")
+    folder = tmp_path_factory.mktemp("frozen")
+    return run_ranks(on_ranks, 4, str(folder)), folder
+
+
+@pytest.mark.parametrize(("name", "format", "limit"), [("int8", "int8", 1e-5), ("int4", "int4@32", 1e-5)])
+def test_sharded_gradients_are_those_of_one_device(by_rank, name, format, limit):
+    wanted = gradients(rounded(Stack(), format, BASES), *batch())
+    for found in by_rank[0]:
+        assert found[name]["gradients"].keys() == wanted.keys()
+        for parameter, gradient in wanted.items():
+            error = (found[name]["gradients"][parameter] - gradient).norm() / gradient.norm()
+            assert error < limit, parameter
+
+
+def test_in_mixed_precision_bytes_stay_whole(by_rank):
+    """A policy that casts parameters must not cast a payload."""
+    wanted = gradients(rounded(Stack(), "int8", BASES), *batch())
+    for found in by_rank[0]:
+        for parameter, gradient in wanted.items():
+            error = (found["mixed"]["gradients"][parameter] - gradient).norm() / gradient.norm()
+            assert error < 0.03, parameter
+
+
+def test_a_step_gathers_and_a_rank_holds_bytes_of_payloads(by_rank):
+    """Forward and backward gather each layer: the root stays, and 3 · 128 rows of 144 bytes stand for 512."""
+    rows = DEPTH * WIDTH
+    for found in by_rank[0]:
+        for name, size in (("int8", 144), ("int4", 80)):
+            assert found["plain"]["gathered"] - found[name]["gathered"] == 2 * rows * (WIDTH * 4 - size)
+            assert found["plain"]["held"] - found[name]["held"] == rows * (WIDTH * 4 - size) // 4
+        assert found["plain mixed"]["gathered"] - found["mixed"]["gathered"] == 2 * rows * (WIDTH * 2 - 144)
+        assert "layers.0.base_layer" in found["int8"]["refusal"]
+        assert "before fully_shard" in found["int8"]["refusal"]
+
+
+# --- written after training ---
+
+
+def test_a_sharded_model_writes_what_one_device_writes_and_keeps_its_weights(by_rank, tmp_path):
+    found, folder = by_rank
+    x, labels = batch()
+    done = export_quantized(Stack(), tmp_path / "alone", "int4@32", batches=[{"x": x, "labels": labels}])
+    assert (folder / "sharded" / DESCRIPTION).read_bytes() == (tmp_path / "alone" / DESCRIPTION).read_bytes()
+    alone, together = (load_file(path / WEIGHTS) for path in (tmp_path / "alone", folder / "sharded"))
+    assert alone.keys() == together.keys()
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+    for rank in found:
+        assert rank["exported"]["losses"] == pytest.approx((done.loss_before, done.loss_after), rel=1e-6)
+        assert rank["exported"]["kept"]
+        assert "exists. Choose another folder" in rank["exported"]["refusal"]
+    assert sorted(path.name for path in folder.iterdir()) == ["sharded"]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-hadamard@32"])
+def test_losses_are_those_of_the_weights_that_are_read_back(tmp_path, format):
+    model = Stack()
+    model.head.weight.requires_grad_(False)
+    x, labels = batch()
+    batches = [{"x": x[:8], "labels": labels[:8]}, {"x": x[8:], "labels": labels[8:]}]
+    before = copy.deepcopy(model.state_dict())
+    done = export_quantized(model, tmp_path / "out", format, batches=batches)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    read = Stack()
+    read.load_state_dict(load_quantized(tmp_path / "out"))
+
+    def mean(m: nn.Module) -> float:
+        return sum(float(m(**b).loss.detach()) for b in batches) / 2
+
+    assert done.loss_before == pytest.approx(mean(model), rel=1e-6)
+    assert done.loss_after == pytest.approx(mean(read), rel=1e-6)
+    assert done.difference == done.loss_after - done.loss_before != 0
+    exactly = rounded(model, format, [n for n, p in model.named_parameters() if p.dim() == 2])
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), exactly.parameters(), strict=True))
+    assert done.bytes_before == sum(p.nbytes for p in model.parameters())
+    assert done.bytes_after == sum(t.nbytes for t in load_file(tmp_path / "out" / WEIGHTS).values())
+
+
+def test_weights_that_are_quantized_already_are_written_as_they_are_and_ties_are_kept(tmp_path):
+    model = Stack()
+    model.first, model.second = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+    model.second.weight = model.first.weight
+    model.register_buffer("scale", torch.arange(6.0).view(2, 3))
+    quantize_frozen(model, "int8", min_elements=SMALL)
+    export_quantized(model, tmp_path / "out", "int4")
+    table = json.loads((tmp_path / "out" / DESCRIPTION).read_text())
+    assert table["weights"][BASES[0]] == {"format": "int8", "shape": [WIDTH, WIDTH], "dtype": "float32"}
+    assert table["weights"]["head.weight"]["format"] == "int4"
+    assert table["tied"] == {"second.weight": "first.weight"}
+    read = load_quantized(tmp_path / "out")
+    assert torch.equal(read[BASES[0]], model.layers[0].base_layer.dequantized())
+    assert torch.equal(read["second.weight"], read["first.weight"])
+    assert torch.equal(read["scale"], model.scale)
+    assert isinstance(model.layers[0].base_layer, FrozenLinear)
+
+
+# --- directories that are not as they were written ---
+
+
+def change(path: Path, function: Any) -> None:
+    table = json.loads((path / DESCRIPTION).read_text())
+    function(table)
+    (path / DESCRIPTION).write_text(json.dumps(table))
+
+
+def entry(**values: Any) -> Any:
+    return lambda path: change(path, lambda table: table["weights"]["head.weight"].update(values))
+
+
+def shorter(path: Path) -> None:
+    tensors = load_file(path / WEIGHTS)
+    save_file({**tensors, "head.weight": tensors["head.weight"][:, :-16].contiguous()}, path / WEIGHTS)
+
+
+def cut(path: Path) -> None:
+    data = (path / WEIGHTS).read_bytes()
+    (path / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+DAMAGED = {
+    "format": (entry(format="int5"), r"head\.weight: format 'int5': expected one of int8"),
+    "format type": (entry(format=8), r"head\.weight: format 8; expected a name"),
+    "other format": (
+        entry(format="int4"),
+        r"head\.weight: torch.uint8 \[8, 144\]; expected torch.uint8 \[8, 80\] for int4",
+    ),
+    "shape": (entry(shape=[9, 128]), r"expected torch.uint8 \[9, 144\]"),
+    "shape type": (entry(shape=[8, -128]), r"shape \[8, -128\]; expected two sizes"),
+    "shape size": (entry(shape=[1 << 62, 128]), r"expected torch.uint8 \[4611686018427387904, 144\]"),
+    "dtype": (entry(dtype="float64"), r"dtype 'float64'; expected one of float32"),
+    "no table": (lambda p: change(p, lambda t: t["weights"].update({"head.weight": 3})), "3; expected format, shape"),
+    "payload": (shorter, r"torch.uint8 \[8, 128\]; expected torch.uint8 \[8, 144\]"),
+    "missing": (lambda p: change(p, lambda t: t["weights"].update(x={})), "it has no x, which quantization.json lists"),
+    "tie": (lambda p: change(p, lambda t: t["tied"].update(x="y")), "x is tied to y, which is not there"),
+    "tie type": (lambda p: change(p, lambda t: t["tied"].update(x=[1])), "'tied' names things that are no names"),
+    "tables": (lambda p: change(p, lambda t: t.pop("tied")), "expected tables 'weights' and 'tied'"),
+    "version": (lambda p: change(p, lambda t: t.update(version=9)), "version 9; expected 1"),
+    "json": (lambda p: (p / DESCRIPTION).write_text("{"), "cannot be read as JSON"),
+    "bytes": (lambda p: (p / DESCRIPTION).write_bytes(b"\xff"), "cannot be read as JSON"),
+    "list": (lambda p: (p / DESCRIPTION).write_text("[]"), "version None; expected 1"),
+    "no json": (lambda p: (p / DESCRIPTION).unlink(), r"quantization.json is not there"),
+    "no weights": (lambda p: (p / WEIGHTS).unlink(), r"model.safetensors: cannot be read"),
+    "cut": (cut, r"model.safetensors: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_directory_is_refused_by_name(tmp_path, damage, message):
+    export_quantized(Stack(), tmp_path / "out", "int8")
+    damage(tmp_path / "out")
+    with pytest.raises(RewriterError, match=message):
+        load_quantized(tmp_path / "out")
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
+    model = Stack()
+    model.head.double()
+    with pytest.raises(RewriterError, match=r"head\.weight is torch.float64; expected one of float32"):
+        export_quantized(model, tmp_path / "out", "int8")
+    with pytest.raises(RewriterError, match="format 'int5'"):
+        export_quantized(Stack(), tmp_path / "out", "int5")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("rewriter.runtime.zero.export.save_file", full)
+    with pytest.raises(RewriterError, match="no space left"):
+        export_quantized(Stack(), tmp_path / "out", "int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_come_back_when_a_loss_fails(tmp_path):
+    model, calls = Stack(), []
+    before = copy.deepcopy(model.state_dict())
+
+    def failing(m: nn.Module, given: Any) -> Tensor:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyError("loss")
+        return torch.zeros(())
+
+    with pytest.raises(KeyError, match="loss"):
+        export_quantized(model, tmp_path / "out", "int2", batches=[0], loss=failing)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not list(tmp_path.iterdir())
