@@ -14,10 +14,11 @@ from torch import Tensor
 from rewriter.kernels.formats import Format
 
 SMALLEST = 2.0**-126  # the smallest normal fp32; a scale below it becomes 0, as its reciprocal has no use
-_SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
-_LARGEST_SCALE, _NAN_SCALE = 0xFEFF, 0xFF80
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples are spread evenly
+SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
+LARGEST_SCALE, NAN_SCALE = 0xFEFF, 0xFF80
+GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples are spread evenly
 DITHER_STEPS = 128
+FIT_STEPS = 256  # numbers are rounded to this part of a level's distance where scales are fitted to them
 
 
 def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0) -> tuple[Tensor, Tensor]:
@@ -40,13 +41,13 @@ def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0
         codes, scales = _clipped(x_RKE, top, format)
     else:
         codes, scales = _symmetric(x_RKE, top, format)
-    return codes, scales.masked_fill(broken, _NAN_SCALE).squeeze(-1)
+    return codes, scales.masked_fill(broken, NAN_SCALE).squeeze(-1)
 
 
 def _symmetric(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     largest = (1 << (format.bits - 1)) - 1
     # no larger than what keeps largest · scale finite
-    scales = _rounded_up(top * (1.0 / largest)).clamp_(max=_finite(largest))
+    scales = _rounded_up(top * (1.0 / largest)).clamp_(max=finite(largest))
     codes = (x * _reciprocal(decode_scales(scales))).round_().add_(largest + 1)
     return codes.to(torch.uint8), scales
 
@@ -59,7 +60,7 @@ def _dithered(x: Tensor, top: Tensor, format: Format, offsets: Tensor) -> tuple[
         scales = _rounded_up(top * (0.5 / (half - 0.5)))
         v = x * _reciprocal(decode_scales(scales) * 2)
         return v.add_(offsets).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8), scales
-    scales = _rounded_up(top * (1.0 / (half - 1))).clamp_(max=_finite(half - 1))
+    scales = _rounded_up(top * (1.0 / (half - 1))).clamp_(max=finite(half - 1))
     v = x * _reciprocal(decode_scales(scales))
     return v.add_(offsets).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8), scales
 
@@ -67,7 +68,8 @@ def _dithered(x: Tensor, top: Tensor, format: Format, offsets: Tensor) -> tuple[
 def _clipped(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     half = 1 << (format.bits - 1)
     step = top * (format.clip / half)
-    v = x * _reciprocal(step)
+    # so few bits that sums are the same in any order, up to blocks of 4096
+    v = (x * _reciprocal(step)).mul_(FIT_STEPS).round_().mul_(1 / FIT_STEPS)
     codes = v.floor().clamp_(-half, half - 1).add_(half)
     levels = (codes * 2).add_(1 - 2 * half)
     return codes.to(torch.uint8), _fitted(v, levels, step)
@@ -140,26 +142,26 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _rounded_up(x: Tensor) -> Tensor:
-    return ((_bits(x) + ((1 << _SCALE_SHIFT) - 1)) >> _SCALE_SHIFT).clamp_(max=_LARGEST_SCALE)
+    return ((_bits(x) + ((1 << SCALE_SHIFT) - 1)) >> SCALE_SHIFT).clamp_(max=LARGEST_SCALE)
 
 
 def _rounded(x: Tensor) -> Tensor:
     """To the nearest, ties to even."""
     bits = _bits(x)
-    half = (1 << (_SCALE_SHIFT - 1)) - 1
-    return ((bits + half + ((bits >> _SCALE_SHIFT) & 1)) >> _SCALE_SHIFT).clamp_(max=_LARGEST_SCALE)
+    half = (1 << (SCALE_SHIFT - 1)) - 1
+    return ((bits + half + ((bits >> SCALE_SHIFT) & 1)) >> SCALE_SHIFT).clamp_(max=LARGEST_SCALE)
 
 
 @cache
-def _finite(largest: int) -> int:
+def finite(largest: int) -> int:
     """The largest scale whose product with the largest level is finite."""
     bound = torch.tensor(torch.finfo(torch.float32).max / largest)
-    return int(bound.view(torch.int32).item()) >> _SCALE_SHIFT
+    return int(bound.view(torch.int32).item()) >> SCALE_SHIFT
 
 
 def decode_scales(scales: Tensor) -> Tensor:
     """fp32 from the 16 bits of each (int32)."""
-    return (scales << _SCALE_SHIFT).view(torch.float32)
+    return (scales << SCALE_SHIFT).view(torch.float32)
 
 
 def _reciprocal(x: Tensor) -> Tensor:
@@ -184,6 +186,6 @@ def _offsets(format: Format, seed: int, first_block: int, like_RKE: Tensor) -> T
     """
     blocks = torch.arange(first_block, first_block + like_RKE.shape[-2], device=like_RKE.device)
     start = mix((blocks + mix(torch.tensor(seed & 0xFFFFFFFF, device=like_RKE.device))) & 0xFFFFFFFF)
-    steps = torch.arange(format.block, device=like_RKE.device) * _GOLDEN
+    steps = torch.arange(format.block, device=like_RKE.device) * GOLDEN
     hashed = (start[:, None] + steps[None, :]) & 0xFFFFFFFF
     return ((hashed >> 25).to(torch.float32) - (DITHER_STEPS / 2 - 0.5)) / DITHER_STEPS

@@ -30,13 +30,13 @@ ALIGNMENT = 16  # bytes: the widest access of a GPU thread
 DEFAULT_BLOCK = 128
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1 << 20
 
-_PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
+PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
 
 # The levels of Lloyd and Max for a normal distribution, in 1/128 of its standard deviation; the negative ones mirror
 # them (Max 1960, table I: 0.4528 1.510; 0.2451 0.7560 1.344 2.152)
-_LLOYD_MAX = {2: (58, 193), 3: (31, 97, 172, 275)}
+LLOYD_MAX = {2: (58, 193), 3: (31, 97, 172, 275)}
 
-_CLIP = {4: 0.95, 2: 0.7}  # of the largest magnitude: the least squared error on normal blocks of 128
+CLIP = {4: 0.95, 2: 0.7}  # of the largest magnitude: the least squared error on normal blocks of 128
 
 _NAMES = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard")
 
@@ -70,22 +70,22 @@ class Format:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths in bits of the planes, the one of the lowest bits first."""
-        return _PLANES[self.bits]
+        return PLANES[self.bits]
 
     @property
     def odd(self) -> bool:
         """Levels are the odd integers about zero, instead of all; uniform ones of dithered messages too."""
-        return self.bits in _CLIP and (self.rotated or self.bits == 2)
+        return self.bits in CLIP and (self.rotated or self.bits == 2)
 
     @property
     def positive_levels(self) -> tuple[int, ...]:
         """Lloyd-Max levels above zero, ascending; empty where levels are uniform."""
-        return _LLOYD_MAX.get(self.bits, ()) if self.rotated else ()
+        return LLOYD_MAX.get(self.bits, ()) if self.rotated else ()
 
     @property
     def clip(self) -> float:
         """The largest value of uniform odd levels, as a part of the largest magnitude."""
-        return _CLIP[self.bits]
+        return CLIP[self.bits]
 
     @property
     def block_bytes(self) -> int:

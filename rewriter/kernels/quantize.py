@@ -14,7 +14,9 @@ about 2**-119 come back as zeros. Shape suffixes: R rows, N elements of a row, B
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format, parse_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST_BLOCK = 4096  # of which a program of a kernel holds one in registers
 _PIECE = 1 << 17  # elements at a time on a CPU: half a MiB of fp32
 
 
@@ -71,7 +74,12 @@ def quantize_rows(
         out = torch.empty(rows, size, dtype=torch.uint8, device=x_RN.device)
     elif out.shape != (rows, size) or out.dtype != torch.uint8:
         raise ValueError(f"quantize: out is {out.dtype} {list(out.shape)}, expected torch.uint8 [{rows}, {size}]")
-    _quantize_rows(x_RN if order is None else x_RN[list(order)], format, seed, out)
+    if _kernels(x_RN, format):
+        from rewriter.kernels import quantize_triton
+
+        quantize_triton.quantize_rows(x_RN, format, order, seed, out)
+    else:
+        _quantize_rows(x_RN if order is None else x_RN[list(order)], format, seed, out)
     return out
 
 
@@ -113,7 +121,17 @@ def dequantize_rows(
         out = torch.empty(rows, n, dtype=dtype, device=payload_RB.device)
     elif out.shape != (rows, n) or out.dtype != dtype:
         raise ValueError(f"dequantize: out is {out.dtype} {list(out.shape)}, expected {dtype} [{rows}, {n}]")
-    finite = torch.finfo(dtype).max
+    if _kernels(payload_RB, format):
+        from rewriter.kernels import quantize_triton
+
+        quantize_triton.dequantize_rows(payload_RB, format, n, seed, out)
+    else:
+        _dequantize_rows(payload_RB, format, n, seed, out)
+    return out
+
+
+def _dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | None, out_RN: Tensor) -> None:
+    finite, rows = torch.finfo(out_RN.dtype).max, out_RN.shape[0]
     # rows of one sender are dithered alike, and decoded at once where there is no dither
     for group in [slice(0, rows)] if seed is None else [slice(row, row + 1) for row in range(rows)]:
         some_seed = None if seed is None else seed + group.start
@@ -121,8 +139,7 @@ def dequantize_rows(
             # a rotation, or the rounding of a scale, may have passed the largest number by a little; NaN stays
             x = blocks.rotate_back(levels, format).mul_(scales).clamp_(-finite, finite)
             start, end = first * format.block, min(last * format.block, n)
-            out[group][some, start:end] = x.flatten(1)[:, : end - start]
-    return out
+            out_RN[group][some, start:end] = x.flatten(1)[:, : end - start]
 
 
 def dequantize_reduce(
@@ -178,6 +195,16 @@ def dequantize_reduce_quantize(
     """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory."""
     total = dequantize_reduce(payload_PRB, format, n, torch.float32, seed=seed, skip=skip, add=add, factor=factor)
     return quantize_rows(total, to, order=order, seed=to_seed)
+
+
+def _kernels(x: Tensor, *formats: Format) -> bool:
+    """Whether Triton kernels do it. Blocks that a program cannot hold in registers are PyTorch's on any device."""
+    return x.is_cuda and _triton() and all(format.block <= _LARGEST_BLOCK for format in formats)
+
+
+@cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check(payload: Tensor, format: Format, n: int, dimensions: int) -> None:
