@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,11 @@ from oracles import ladder_oracle, relative_error
 from programs import shards, traced, weights
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_emitted_runtime import build
+from test_emitted_runtime import build, import_source, load
 
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes, slice_length
-from rewriter.apply import check_bound
+from rewriter.apply import apply_recipe, check_bound
 from rewriter.checking import verify
 from rewriter.convert import convert
 from rewriter.emit.manifest import read_manifest
@@ -216,6 +217,22 @@ def test_reductions_are_merged_whether_they_are_quantized_before_or_after() -> N
     travel = quantized(collectives(programs[0]))
     assert travel is not None
     assert travel.reductions == traced("llama").source.num_layers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_place_behind_tensor_parallelism_gives_the_same_program(seed: int) -> None:
+    others: list[Step] = [
+        ("drop_sync", {"layers": [0]}), ("ladder", {"layers": [1]}), ("parallel_block", {"layers": [2]}),
+        ("desync", {"layers": [3], "n": 2, "resync": "sum"}), MERGE,
+    ]  # fmt: skip
+    random.Random(seed).shuffle(others)
+    others.append(OVERLAP)
+    orders = [[*others[:place], quantizing(), *others[place:]] for place in range(len(others) + 1)]
+    first, *rest = [wired("llama", 2, *steps) for steps in orders]
+    assert all(program.with_(history=()).text() == first.with_(history=()).text() for program in rest)
+    travel = quantized(collectives(first))
+    assert travel is not None
+    assert travel.reductions == sum(c.place == "block" for c in collectives(first))
 
 
 def test_reductions_that_travel_otherwise_are_not_merged() -> None:
@@ -418,6 +435,35 @@ def test_ranks_send_the_bytes_that_inspect_tells(case: str) -> None:
     long = 1 << 16
     wire = travel.reductions * sent_bytes(long * zoo.HIDDEN, RANKS, travel.format)
     assert wire == pytest.approx(2 * (RANKS - 1) / RANKS * long * travel.bytes_per_token, rel=0.02)
+
+
+def over_tokens(
+    group: Any, source: str, tensors: list[Any], ties: dict[str, str], grid: Any, ids: torch.Tensor
+) -> torch.Tensor:
+    """A rank's logits of all tokens, where ranks share tokens and channels."""
+    from rewriter.runtime import sequence_mesh
+
+    mesh = sequence_mesh("cpu", grid, tensor_parallel=RANKS)
+    model = load(import_source(source).Model(mesh), tensors[mesh.get_local_rank("tp")], ties)
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids)
+    return logits
+
+
+@pytest.mark.slow
+def test_ranks_that_share_tokens_too_quantize_the_sums_of_their_own() -> None:
+    steps = [("ladder", {"layers": [2, 3]}), quantizing()]
+    tokens = {"pass": "sequence_parallel", "kind": "attention2d", "grid": [1, 2, 1]}
+    passes = [{"pass": name, **options} for name, options in [("tensor_parallel", {}), *steps]]
+    recipe = Recipe.model_validate({"name": "x", "summary": "x", "paper": "x", "passes": [*passes, tokens]})
+    program = apply_recipe(traced("llama"), recipe, tp=RANKS, sp=2)[0]
+    source, tensors = emit_runtime_module(program), shards(program, weights("llama"))
+    results = run_ranks(over_tokens, 4, source, tensors, dict(program.ties), (1, 2, 1), batch("llama"), timeout=240)
+    with torch.no_grad():
+        expected = simulate(program, batch("llama"), weights=weights("llama"))
+        plain = simulate(exact(program), batch("llama"), weights=weights("llama"))
+    assert all(torch.equal(result, results[0]) for result in results)
+    Verification().require_quantized("tokens", results[:1], [expected], [plain], 0.1)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
