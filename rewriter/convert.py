@@ -33,6 +33,7 @@ from rewriter.emit.manifest import (
 from rewriter.errors import RewriterError
 from rewriter.output import MANIFEST, OutputDirectory
 from rewriter.passes.base import single_device
+from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.program import Program
 from rewriter.verify.compare import Verification
 from rewriter.verify.drift import golden_tokens, too_large
@@ -184,7 +185,9 @@ def save(
         golden: Golden | None = None
         real: RealWeights | None = None
         if verify != "none":
-            if reason := too_large(single_device(program), copies=2 if dtype is not None else 1):
+            # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
+            copies = 1 + (dtype is not None) + is_quantized(program)
+            if reason := too_large(single_device(program), copies):
                 found.notes.append(reason)
             else:
                 real = RealWeights(program, dtype, progress)
