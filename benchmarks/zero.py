@@ -1,0 +1,237 @@
+"""What ZeRO++ and weights that stay in the node save over slow links between nodes, and what they cost in loss.
+
+    sudo python benchmarks/zero.py [--part volume] [--part steps] [--part loss] [--quick] [--json]
+
+Four ranks as two nodes of two: each node is a network namespace, a rate-limited veth pair joins them, and neighbours
+talk over the namespace's own loopback. Ranks of a node share a core.
+
+    volume   bytes between nodes per step, as what a node receives from the other ÷ (1 − 1/nodes), in M (the bytes of
+             the 16-bit parameters), counted by the interface and by our own events
+    steps    the time of a step at two rates, against the time without a limit plus those bytes ÷ rate (the paper's
+             figure 10)
+    loss     on text that was not seen, with weights at 16, 8, 6, 4 and 2 bits, scales by block and by tensor, and with
+             weights that stay in the node (figure 9, tables 2 and 3 in small); needs no namespaces
+
+Exit code: 0 if the quantized steps are faster than the plain one by what bytes predict within 25 %, and within the
+volumes that the paper promises; 1 if not, 2 where it cannot be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from namespaces import INTERFACE, Link, LinkError
+from rich.console import Console
+from rich.table import Table
+
+RANKS, NODES, LOCAL = 4, 2, 2
+TOLERANCE = 0.25
+SECONDS = 600.0  # of one launch
+
+SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain, hierarchical": {"gather": "hierarchical", "reduce": "hierarchical"},
+    "qwZ int8": {"weights": "int8"},
+    "hpZ": {"secondary": LOCAL},
+    "qgZ int8/int4": {"gradients": "int8/int4"},
+    "all three": {"weights": "int8", "gradients": "int8/int4", "secondary": LOCAL},
+    "resident int4": {"resident": {"weights": "int4", "gradients": "int4-hadamard"}},
+}
+PLAIN = {  # what FSDP2's own collectives could be; gloo's gathers go round a ring
+    "plain, direct gathers": {"gather": "direct"},
+    "plain, hierarchical gathers": {"gather": "hierarchical"},
+}
+PROMISED = {"all three": 0.77, "resident int4": 0.55}  # M between nodes
+
+TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+WHOLE = 4096  # a block that holds any rank's part of any of that model's tensors: one scale for each
+LOSSES: dict[str, dict[str, Any]] = {
+    "16 bits": {},
+    **{name: {"weights": name} for name in ("int8", "int6", "int4", "int4-hadamard@32", "int2", "int2-hadamard@32")},
+    **{f"{name}, by tensor": {"weights": f"{name}@{WHOLE}"} for name in ("int8", "int6", "int4", "int2")},
+    "all three 8, 8/4": {"weights": "int8", "gradients": "int8/int4-hadamard", "secondary": LOCAL},
+    "all three 6, 8/4": {"weights": "int6", "gradients": "int8/int4-hadamard", "secondary": LOCAL},
+    "resident 4, 4": {"resident": {"weights": "int4", "gradients": "int4-hadamard"}},
+    "resident 2, 2": {"resident": {"weights": "int2", "gradients": "int2-hadamard"}},
+}
+
+
+class BenchmarkError(Exception):
+    """A rank failed; the message has its last words."""
+
+
+def launch(spec: dict[str, Any], inside: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Start all ranks with `spec`, each behind the words of its node; returns what each found, by system."""
+    root = Path(__file__).resolve().parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        spec = {**spec, "store": f"{name}/store", "cores": [cores[0], cores[-1]], "lr": 3e-3}
+        (scratch / "spec.json").write_text(json.dumps(spec))
+        processes = []
+        for rank in range(RANKS):
+            command = [*inside[rank // LOCAL], sys.executable, str(root / "zero_rank.py"), str(scratch / "spec.json")]
+            with (scratch / f"log-{rank}").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, str(rank), str(scratch / f"result-{rank}")],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        deadline = time.monotonic() + SECONDS
+        try:
+            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+                if any(p.poll() for p in processes):
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        for rank in range(RANKS):
+            if not (scratch / f"result-{rank}").is_file():
+                tail = (scratch / f"log-{rank}").read_text(errors="replace").strip()[-2000:]
+                raise BenchmarkError(f"rank {rank} gave no result:\n{tail}")
+        return [json.loads((scratch / f"result-{rank}").read_text()) for rank in range(RANKS)]
+
+
+def steps(link: Link, systems: dict[str, dict[str, Any]], rate: float | None, quick: bool) -> dict[str, dict[str, Any]]:
+    """By system, at a rate in bytes per second: median seconds of a step, median bytes that a node received by its
+    interface, bytes by our count, and M."""
+    link.set_rate(rate)
+    spec = {
+        "mode": "step",
+        "interface": INTERFACE,
+        "systems": systems,
+        "sizes": {**SIZES, "num_hidden_layers": 1 if quick else 4},
+        "tokens": 32,
+        "warm_up": 1,
+        "repetitions": 2 if quick else 5,
+    }
+    found = launch(spec, [link.inside(node) for node in range(NODES)])
+    return {
+        name: {
+            "seconds": statistics.median(map(max, *(rank[name]["seconds"] for rank in found))),
+            "arrived": statistics.median(found[0][name]["arrived"]),
+            "counted": sum(rank[name]["counted"] for rank in found[:LOCAL]),
+            "m": found[0][name]["m"],
+        }
+        for name in systems
+    }
+
+
+def volume(console: Console, link: Link, quick: bool) -> dict[str, Any]:
+    found = steps(link, {**SYSTEMS, **PLAIN}, None, quick)
+    table = Table("system", "interface", "our count", "promised", title="bytes between nodes per step, in M")
+    missed = []
+    for name, result in found.items():
+        by_interface, by_count = (result[which] / (1 - 1 / NODES) / result["m"] for which in ("arrived", "counted"))
+        result["units"] = by_interface, by_count
+        limit = PROMISED.get(name)
+        if limit is not None and by_count > limit:
+            missed.append(f"{name}: {by_count:.3f} M, promised {limit}")
+        table.add_row(
+            name,
+            f"{by_interface:.3f}",
+            f"{by_count:.3f}" if by_count else "",
+            "" if limit is None else f"{limit:.2f}",
+        )
+    console.print(table)
+    return {"volume": found, "missed": missed}
+
+
+def times(console: Console, link: Link, quick: bool) -> dict[str, Any]:
+    """A step takes what it takes without a limit, and what its bytes take at the rate."""
+    free = steps(link, SYSTEMS, None, quick)
+    # so that a plain step waits for the link three times, and then as long, as it works
+    needed = free["plain"]["arrived"] / free["plain"]["seconds"]
+    missed, results = [], {}
+    for rate in (needed / 8, needed / 2):
+        found = steps(link, SYSTEMS, rate, quick)
+        title = f"{rate / 1e6:.1f} MB/s in each direction: seconds of a step, and × as fast as plain"
+        table = Table("system", "no limit", "predicted", "measured", "× predicted", "× measured", title=title)
+        predicted = {name: free[name]["seconds"] + found[name]["arrived"] / rate for name in SYSTEMS}
+        for name in SYSTEMS:
+            expected = predicted["plain"] / predicted[name]
+            measured = found["plain"]["seconds"] / found[name]["seconds"]
+            if abs(measured / expected - 1) > TOLERANCE:
+                missed.append(f"{name} at {rate / 1e6:.1f} MB/s: × {measured:.2f}, predicted × {expected:.2f}")
+            figures = (free[name]["seconds"], predicted[name], found[name]["seconds"], expected, measured)
+            table.add_row(name, *(f"{figure:.2f}" for figure in figures))
+        console.print(table)
+        results[f"{rate:.0f}"] = found
+    if link.dropped():
+        missed.append(f"the limit dropped {link.dropped()} segments")
+    return {"free": free, "rates": results, "missed": missed}
+
+
+def loss(console: Console, quick: bool) -> dict[str, Any]:
+    total = 40 if quick else 300
+    spec = {
+        "mode": "train",
+        "interface": "lo",
+        "systems": LOSSES,
+        "sizes": TINY,
+        "steps": total,
+        "every": total // 4,
+    }
+    found = launch(spec, [[], []])[0]
+    table = Table("weights", *(f"step {total // 4 * k}" for k in range(1, 5)), "to 16 bits", title="loss, unseen text")
+    last = found["16 bits"]["losses"][-1]
+    for name, result in found.items():
+        losses = result["losses"]
+        table.add_row(name, *(f"{x:.4f}" for x in losses), f"{100 * (losses[-1] / last - 1):+.2f} %")
+    console.print(table)
+    return {"loss": found, "missed": []}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--part", action="append", choices=("volume", "steps", "loss"), help="default: all")
+    parser.add_argument("--quick", action="store_true", help="a small model, to see whether it runs")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON, tables to stderr")
+    arguments = parser.parse_args()
+    console = Console(stderr=arguments.json)
+    parts = arguments.part or ["volume", "steps", "loss"]
+    results: dict[str, Any] = {}
+    try:
+        if {"volume", "steps"} & set(parts):
+            with Link() as link:
+                if "volume" in parts:
+                    results["volume"] = volume(console, link, arguments.quick)
+                if "steps" in parts:
+                    results["steps"] = times(console, link, arguments.quick)
+        if "loss" in parts:
+            results["loss"] = loss(console, arguments.quick)
+    except (LinkError, BenchmarkError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    missed = [line for part in results.values() for line in part["missed"]]
+    if arguments.json:
+        print(json.dumps(results))
+    for line in missed:
+        console.print(f"missed: {line}")
+    return 1 if missed and not arguments.quick else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

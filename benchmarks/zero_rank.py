@@ -1,0 +1,164 @@
+"""One rank of benchmarks/zero.py, which starts it: training steps of a random Llama, timed, or trained on text.
+
+python zero_rank.py SPEC.json RANK RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rewriter.runtime import record_events
+from rewriter.runtime.training import node_mesh, node_resident, zero_plus_plus
+from rewriter.runtime.wire import all_to_all_start, gather_start
+from rewriter.runtime.zero.fsdp import DefaultAllGather, DefaultReduceScatter, reduction_factor
+
+RANKS, LOCAL = 4, 2
+TOKENS = 64  # of the text
+
+
+def main() -> None:
+    spec_path, rank_text, result_path = sys.argv[1:]
+    spec, rank = json.loads(Path(spec_path).read_text()), int(rank_text)
+    os.sched_setaffinity(0, {spec["cores"][rank // LOCAL]})  # before any thread exists: gloo's inherit it
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(spec["store"], RANKS))
+    run = {"step": timed, "train": trained}[spec["mode"]]
+    Path(result_path).write_text(json.dumps({name: run(spec, system) for name, system in spec["systems"].items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build(spec: dict[str, Any], system: dict[str, Any]) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+    """The model, sharded, and its optimizer. `system`: arguments of zero_plus_plus or of node_resident ("resident"),
+    or how plain weights are gathered ("gather")."""
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(LlamaConfig(**spec["sizes"]))
+    resident, nodes = system.get("resident"), node_mesh("cpu", LOCAL)
+    mesh = nodes["local"] if resident else init_device_mesh("cpu", (RANKS,))
+    if resident:
+        made = made.bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in [*made.model.layers, made]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        if "gather" in system:
+            module.set_custom_all_gather(GATHERS[system["gather"]](nodes))
+        if "reduce" in system:
+            module.set_custom_reduce_scatter(HierarchicalSum(nodes))
+    plus_plus = {key: value for key, value in system.items() if key in ("weights", "gradients", "secondary")}
+    if plus_plus:
+        zero_plus_plus(made, **plus_plus, node=LOCAL)
+    if resident:
+        return made, node_resident(made, nodes, lambda groups: torch.optim.AdamW(groups, lr=spec["lr"]), **resident)
+    return made, torch.optim.AdamW(made.parameters(), lr=spec["lr"])
+
+
+class Direct(DefaultAllGather):
+    """Every rank sends its shard to every other one."""
+
+    def __init__(self, nodes: DeviceMesh) -> None:
+        self.nodes = nodes
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        found = gather_start([input_tensor], group, "direct").wait()
+        output_tensor.view(group.size(), -1).copy_(torch.stack([shard for (shard,) in found]))
+
+
+class Hierarchical(Direct):
+    """A shard goes to one rank of the other node, and there to its neighbours."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        found = gather_start([input_tensor], self.nodes.get_group("node"), "hierarchical", "node").wait()
+        mine = torch.stack([shard for (shard,) in found])
+        both = gather_start([mine], self.nodes.get_group("local"), "hierarchical", "local").wait()
+        output_tensor.view(RANKS // LOCAL, LOCAL, -1).copy_(torch.stack([rows for (rows,) in both], 1))
+
+
+class HierarchicalSum(DefaultReduceScatter):
+    """Inside the node first, so that nodes exchange one sum instead of each rank's part."""
+
+    def __init__(self, nodes: DeviceMesh) -> None:
+        self.nodes = nodes
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        parts = input_tensor.view(RANKS // LOCAL, LOCAL, -1).transpose(0, 1)  # what each local rank of all nodes gets
+        for axis in ("local", "node"):
+            whole = all_to_all_start(
+                [(part.contiguous(),) for part in parts], self.nodes.get_group(axis), axis, axis=axis
+            )
+            parts = torch.stack([part for (part,) in whole.wait()]).float().sum(0).to(input_tensor.dtype)
+        output_tensor.copy_(parts).mul_(reduction_factor(op, RANKS))
+
+
+GATHERS = {"direct": Direct, "hierarchical": Hierarchical}
+
+
+def received(interface: str) -> int:
+    """Bytes that have come into this network namespace by `interface`, headers of frames and segments included."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/rx_bytes").read_text())
+
+
+def timed(spec: dict[str, Any], system: dict[str, Any]) -> dict[str, Any]:
+    """Per step: seconds, bytes that came into the node by its interface, and those between nodes by our own count."""
+    made, optimizer = build(spec, system)
+    ids = torch.randint(0, spec["sizes"]["vocab_size"], (1, spec["tokens"]))
+    seconds, arrived, counted = [], [], 0
+    for step in range(spec["warm_up"] + spec["repetitions"]):
+        dist.barrier()
+        before, begin = received(spec["interface"]), time.perf_counter()
+        with record_events() as events:
+            optimizer.zero_grad()
+            made(ids, labels=ids).loss.backward()
+            optimizer.step()
+        dist.barrier()
+        if step >= spec["warm_up"]:
+            seconds.append(time.perf_counter() - begin)
+            arrived.append(received(spec["interface"]) - before)
+        counted = sum(e.received for e in events if e.kind == "wire" and e.axis == "node")
+    parameters = sum(p.numel() for p in made.parameters())
+    return {"seconds": seconds, "arrived": arrived, "counted": counted, "m": 2 * parameters}
+
+
+def trained(spec: dict[str, Any], system: dict[str, Any]) -> dict[str, Any]:
+    """The loss on text that was not seen, every so many steps."""
+    made, optimizer = build(spec, system)
+    generator = torch.Generator().manual_seed(10 + dist.get_rank())
+    unseen = text(torch.Generator().manual_seed(99), 64)
+    losses = []
+    for step in range(1, spec["steps"] + 1):
+        ids = text(generator, 4)
+        optimizer.zero_grad()
+        made(ids, labels=ids).loss.backward()
+        optimizer.step()
+        if step % spec["every"] == 0:
+            with torch.no_grad():
+                losses.append(float(made(unseen, labels=unseen).loss))
+    return {"losses": losses}
+
+
+def text(generator: torch.Generator, rows: int, length: int = 32) -> Tensor:
+    """Of a Markov chain with four followers of each token: 0.91 nats each, once the chain is known."""
+    table = torch.randint(0, TOKENS, (TOKENS, 4), generator=torch.Generator().manual_seed(1))
+    likely = torch.tensor([0.7, 0.15, 0.1, 0.05])
+    found = [torch.randint(0, TOKENS, (rows,), generator=generator)]
+    for _ in range(length - 1):
+        found.append(table[found[-1], torch.multinomial(likely, rows, True, generator=generator)])
+    return torch.stack(found, 1)
+
+
+if __name__ == "__main__":
+    main()
