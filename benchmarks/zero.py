@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from rich.table import Table
 
 RANKS, NODES, LOCAL = 4, 2, 2
 TOLERANCE = 0.25
-SECONDS = 600.0  # of one launch
+SECONDS = 900.0  # of one launch
+SLOWER = (8.0, 2.0)  # rates: a plain step's bytes take so many times as long as the step without a limit
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4}
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -71,8 +72,13 @@ class BenchmarkError(Exception):
     """A rank failed; the message has its last words."""
 
 
-def launch(spec: dict[str, Any], inside: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Start all ranks with `spec`, each behind the words of its node; returns what each found, by system."""
+def launch(
+    spec: dict[str, Any],
+    inside: Sequence[Sequence[str]] = ((), ()),
+    prepare: Callable[[int, list[dict[str, Any]]], None] | None = None,
+) -> list[Any]:
+    """Start all ranks with `spec`, each behind the words of its node; returns what each found. `prepare` is called
+    before every phase with its number and what rank 0 has found so far."""
     root = Path(__file__).resolve().parent
     environment = {
         **os.environ,
@@ -82,26 +88,25 @@ def launch(spec: dict[str, Any], inside: Sequence[list[str]]) -> list[dict[str, 
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        spec = {**spec, "store": f"{name}/store", "cores": [cores[0], cores[-1]], "lr": 3e-3}
+        spec = {**spec, "directory": name, "store": f"{name}/store", "cores": [cores[0], cores[-1]], "lr": 3e-3}
         (scratch / "spec.json").write_text(json.dumps(spec))
         processes = []
         for rank in range(RANKS):
             command = [*inside[rank // LOCAL], sys.executable, str(root / "zero_rank.py"), str(scratch / "spec.json")]
+            command += [str(rank), str(scratch / f"result-{rank}")]
             with (scratch / f"log-{rank}").open("wb") as log:
                 processes.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(scratch / f"result-{rank}")],
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                    )
+                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 )
-        deadline = time.monotonic() + SECONDS
+        deadline, phase = time.monotonic() + SECONDS, 0
         try:
             while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
                 if any(p.poll() for p in processes):
                     break
+                if prepare is not None and (scratch / f"ready-{phase}").is_file():
+                    prepare(phase, json.loads((scratch / f"ready-{phase}").read_text()))
+                    (scratch / f"go-{phase}").touch()
+                    phase += 1
                 time.sleep(0.05)
         finally:
             for process in processes:
@@ -114,59 +119,74 @@ def launch(spec: dict[str, Any], inside: Sequence[list[str]]) -> list[dict[str, 
         return [json.loads((scratch / f"result-{rank}").read_text()) for rank in range(RANKS)]
 
 
-def steps(link: Link, systems: dict[str, dict[str, Any]], rate: float | None, quick: bool) -> dict[str, dict[str, Any]]:
-    """By system, at a rate in bytes per second: median seconds of a step, median bytes that a node received by its
-    interface, bytes by our count, and M."""
-    link.set_rate(rate)
+Figures = dict[str, dict[str, float]]
+
+
+def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: Sequence[float]) -> list[Figures]:
+    """One phase without a limit, and one for each of `slower`: at the rate at which a plain step's bytes take so many
+    times as long as it takes without a limit.
+
+    By system: seconds of the fastest step (others were disturbed), median bytes that a node received by its interface, bytes by our count, M, and
+    the rate in bytes per second (0: none).
+    """
+    rates: list[float] = []
+
+    def prepare(phase: int, found: list[dict[str, Any]]) -> None:
+        if phase > 0:
+            plain = found[0]["plain"]
+            needed = statistics.median(plain["arrived"]) / min(plain["seconds"])
+            rates.append(needed / slower[phase - 1])
+            link.set_rate(rates[-1])
+
     spec = {
-        "mode": "step",
+        "mode": "steps",
+        "phases": 1 + len(slower),
         "interface": INTERFACE,
         "systems": systems,
-        "sizes": {**SIZES, "num_hidden_layers": 1 if quick else 4},
+        "sizes": {**SIZES, "num_hidden_layers": 1 if quick else 3},
         "tokens": 32,
-        "warm_up": 1,
-        "repetitions": 2 if quick else 5,
+        "repetitions": 2 if quick else 4,
     }
-    found = launch(spec, [link.inside(node) for node in range(NODES)])
-    return {
-        name: {
-            "seconds": statistics.median(map(max, *(rank[name]["seconds"] for rank in found))),
-            "arrived": statistics.median(found[0][name]["arrived"]),
-            "counted": sum(rank[name]["counted"] for rank in found[:LOCAL]),
-            "m": found[0][name]["m"],
+    found = launch(spec, [link.inside(node) for node in range(NODES)], prepare)
+    dropped = link.dropped() if slower else 0
+    if dropped:
+        raise BenchmarkError(f"the link's limit dropped {dropped} segments: nothing can be said")
+    return [
+        {
+            name: {
+                "seconds": min(map(max, *(rank[phase][name]["seconds"] for rank in found))),
+                "arrived": statistics.median(found[0][phase][name]["arrived"]),
+                "counted": sum(rank[phase][name]["counted"][0] for rank in found[:LOCAL]),
+                "m": found[0][phase][name]["m"][0],
+                "rate": rate,
+            }
+            for name in systems
         }
-        for name in systems
-    }
+        for phase, rate in enumerate([0.0, *rates])
+    ]
 
 
 def volume(console: Console, link: Link, quick: bool) -> dict[str, Any]:
-    found = steps(link, {**SYSTEMS, **PLAIN}, None, quick)
+    (found,) = steps(link, {**SYSTEMS, **PLAIN}, quick, [])
     table = Table("system", "interface", "our count", "promised", title="bytes between nodes per step, in M")
     missed = []
     for name, result in found.items():
         by_interface, by_count = (result[which] / (1 - 1 / NODES) / result["m"] for which in ("arrived", "counted"))
-        result["units"] = by_interface, by_count
         limit = PROMISED.get(name)
         if limit is not None and by_count > limit:
             missed.append(f"{name}: {by_count:.3f} M, promised {limit}")
-        table.add_row(
-            name,
-            f"{by_interface:.3f}",
-            f"{by_count:.3f}" if by_count else "",
-            "" if limit is None else f"{limit:.2f}",
-        )
+        counted = f"{by_count:.3f}" if by_count else ""
+        table.add_row(name, f"{by_interface:.3f}", counted, "" if limit is None else f"{limit:.2f}")
     console.print(table)
     return {"volume": found, "missed": missed}
 
 
 def times(console: Console, link: Link, quick: bool) -> dict[str, Any]:
     """A step takes what it takes without a limit, and what its bytes take at the rate."""
-    free = steps(link, SYSTEMS, None, quick)
-    # so that a plain step waits for the link three times, and then as long, as it works
-    needed = free["plain"]["arrived"] / free["plain"]["seconds"]
-    missed, results = [], {}
-    for rate in (needed / 8, needed / 2):
-        found = steps(link, SYSTEMS, rate, quick)
+    free, *limited = steps(link, SYSTEMS, quick, SLOWER)
+    missed = []
+    for found in limited:
+        rate = found["plain"]["rate"]
         title = f"{rate / 1e6:.1f} MB/s in each direction: seconds of a step, and × as fast as plain"
         table = Table("system", "no limit", "predicted", "measured", "× predicted", "× measured", title=title)
         predicted = {name: free[name]["seconds"] + found[name]["arrived"] / rate for name in SYSTEMS}
@@ -178,27 +198,16 @@ def times(console: Console, link: Link, quick: bool) -> dict[str, Any]:
             figures = (free[name]["seconds"], predicted[name], found[name]["seconds"], expected, measured)
             table.add_row(name, *(f"{figure:.2f}" for figure in figures))
         console.print(table)
-        results[f"{rate:.0f}"] = found
-    if link.dropped():
-        missed.append(f"the limit dropped {link.dropped()} segments")
-    return {"free": free, "rates": results, "missed": missed}
+    return {"steps": [free, *limited], "missed": missed}
 
 
 def loss(console: Console, quick: bool) -> dict[str, Any]:
     total = 40 if quick else 300
-    spec = {
-        "mode": "train",
-        "interface": "lo",
-        "systems": LOSSES,
-        "sizes": TINY,
-        "steps": total,
-        "every": total // 4,
-    }
-    found = launch(spec, [[], []])[0]
+    spec = {"mode": "losses", "interface": "lo", "systems": LOSSES, "sizes": TINY, "steps": total, "every": total // 4}
+    found = launch(spec)[0]
     table = Table("weights", *(f"step {total // 4 * k}" for k in range(1, 5)), "to 16 bits", title="loss, unseen text")
-    last = found["16 bits"]["losses"][-1]
-    for name, result in found.items():
-        losses = result["losses"]
+    last = found["16 bits"][-1]
+    for name, losses in found.items():
         table.add_row(name, *(f"{x:.4f}" for x in losses), f"{100 * (losses[-1] / last - 1):+.2f} %")
     console.print(table)
     return {"loss": found, "missed": []}

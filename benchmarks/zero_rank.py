@@ -35,8 +35,8 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(spec["store"], RANKS))
-    run = {"step": timed, "train": trained}[spec["mode"]]
-    Path(result_path).write_text(json.dumps({name: run(spec, system) for name, system in spec["systems"].items()}))
+    result = (steps if spec["mode"] == "steps" else losses)(spec)
+    Path(result_path).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -112,42 +112,63 @@ def received(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/rx_bytes").read_text())
 
 
-def timed(spec: dict[str, Any], system: dict[str, Any]) -> dict[str, Any]:
-    """Per step: seconds, bytes that came into the node by its interface, and those between nodes by our own count."""
-    made, optimizer = build(spec, system)
+def steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per phase and system: seconds of each step, bytes that came into the node by its interface, those between nodes
+    by our own count, and M. Systems take turns. Before a phase, `zero.py` sets the link's rate."""
+    built = {name: build(spec, system) for name, system in spec["systems"].items()}
+    found: list[dict[str, Any]] = []
+    for phase in range(spec["phases"]):
+        if dist.get_rank() == 0:
+            ready = Path(spec["directory"], f"ready-{phase}")
+            ready.with_suffix(".part").write_text(json.dumps(found))
+            ready.with_suffix(".part").rename(ready)
+            while not Path(spec["directory"], f"go-{phase}").exists():
+                time.sleep(0.02)
+        dist.barrier()
+        # the first step finds connections that know another rate
+        taken = {
+            name: [step(spec, *system) for _ in range(1 + spec["repetitions"])][1:] for name, system in built.items()
+        }
+        found.append({name: {key: [one[key] for one in each] for key in each[0]} for name, each in taken.items()})
+    return found
+
+
+def step(spec: dict[str, Any], made: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     ids = torch.randint(0, spec["sizes"]["vocab_size"], (1, spec["tokens"]))
-    seconds, arrived, counted = [], [], 0
-    for step in range(spec["warm_up"] + spec["repetitions"]):
-        dist.barrier()
-        before, begin = received(spec["interface"]), time.perf_counter()
-        with record_events() as events:
-            optimizer.zero_grad()
-            made(ids, labels=ids).loss.backward()
-            optimizer.step()
-        dist.barrier()
-        if step >= spec["warm_up"]:
-            seconds.append(time.perf_counter() - begin)
-            arrived.append(received(spec["interface"]) - before)
-        counted = sum(e.received for e in events if e.kind == "wire" and e.axis == "node")
+    before = received(spec["interface"])
+    dist.barrier()  # nobody sends before all have read
+    begin = time.perf_counter()
+    with record_events() as events:
+        optimizer.zero_grad()
+        made(ids, labels=ids).loss.backward()
+        optimizer.step()
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    arrived = received(spec["interface"]) - before
+    dist.barrier()
+    counted = sum(e.received for e in events if e.kind == "wire" and e.axis == "node")
     parameters = sum(p.numel() for p in made.parameters())
     return {"seconds": seconds, "arrived": arrived, "counted": counted, "m": 2 * parameters}
 
 
-def trained(spec: dict[str, Any], system: dict[str, Any]) -> dict[str, Any]:
-    """The loss on text that was not seen, every so many steps."""
-    made, optimizer = build(spec, system)
+def losses(spec: dict[str, Any]) -> dict[str, list[float]]:
+    """By system: the loss on text that was not seen, every so many steps."""
+    return {name: trained(spec, *build(spec, system)) for name, system in spec["systems"].items()}
+
+
+def trained(spec: dict[str, Any], made: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> list[float]:
     generator = torch.Generator().manual_seed(10 + dist.get_rank())
     unseen = text(torch.Generator().manual_seed(99), 64)
-    losses = []
-    for step in range(1, spec["steps"] + 1):
+    found = []
+    for count in range(1, spec["steps"] + 1):
         ids = text(generator, 4)
         optimizer.zero_grad()
         made(ids, labels=ids).loss.backward()
         optimizer.step()
-        if step % spec["every"] == 0:
+        if count % spec["every"] == 0:
             with torch.no_grad():
-                losses.append(float(made(unseen, labels=unseen).loss))
-    return {"losses": losses}
+                found.append(float(made(unseen, labels=unseen).loss))
+    return found
 
 
 def text(generator: torch.Generator, rows: int, length: int = 32) -> Tensor:
