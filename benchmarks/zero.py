@@ -126,8 +126,8 @@ def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: S
     """One phase without a limit, and one for each of `slower`: at the rate at which a plain step's bytes take so many
     times as long as it takes without a limit.
 
-    By system: seconds of the fastest step (others were disturbed), median bytes that a node received by its interface, bytes by our count, M, and
-    the rate in bytes per second (0: none).
+    By system: seconds of the fastest step (the machine has disturbed others), median bytes that a node received by its
+    interface, bytes by our count, M, and the rate in bytes per second (0: none).
     """
     rates: list[float] = []
 

@@ -871,3 +871,31 @@ def test_training_at_8_and_4_bits_loses_less_than_one_percent():
     assert plain < 1.5, "the text was not learned"
     for losses in by_rank:
         assert losses == pytest.approx(dict.fromkeys(losses, plain), rel=0.01)
+
+
+# --- a module that rewrite has emitted, whose gradients are summed over the ranks of a sequence ---
+
+
+def runtime_gradients(group):
+    """Of two replicas with two sequence ranks each: with quantized gradients, and without."""
+    import test_sequence_training as training
+
+    from rewriter.runtime import shard_parameters
+    from rewriter.runtime.training import zero_plus_plus
+
+    found = []
+    for plugs in ({"gradients": "int8", "secondary": LOCAL}, None):
+        made, ids, labels = training.build(training.COLUMN, 2)
+        shard_parameters(made)
+        if plugs:
+            zero_plus_plus(made, **plugs)
+        made(ids, labels=labels).loss.backward()
+        found.append({name: p.grad.full_tensor() for name, p in made.named_parameters()})
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_of_a_runtime_model_stay_sums_over_its_sequence():
+    for found, expected in run_ranks(runtime_gradients, RANKS):
+        for name, gradient in expected.items():
+            assert float((found[name] - gradient).norm()) <= 0.02 * float(gradient.norm()), name
