@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rewriter.errors import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize
-from rewriter.runtime.training import export_quantized, load_quantized, quantize_frozen
+from rewriter.runtime.training import export_quantized, load_quantized, quantize_frozen, zero_plus_plus
 from rewriter.runtime.zero.export import DESCRIPTION, WEIGHTS
 from rewriter.runtime.zero.frozen import FrozenLinear
 
@@ -135,6 +135,17 @@ def test_autocast_and_half_precision_compute_as_a_linear_layer_does():
     assert torch.equal(model.to(torch.bfloat16)(x.bfloat16()), rounded(expected, "int8", BASES)(x.bfloat16()))
 
 
+@pytest.mark.slow
+def test_it_compiles_to_one_graph():
+    model = Stack()
+    quantize_frozen(model, "int4-hadamard", min_elements=SMALL)
+    x, labels = batch()
+    exact, compiled = (x.clone().requires_grad_() for _ in range(2))
+    model(exact, labels).loss.backward()
+    torch.compile(lambda given: model(given, labels).loss, fullgraph=True, backend="aot_eager")(compiled).backward()
+    assert torch.equal(exact.grad, compiled.grad)
+
+
 class Other(nn.Linear):
     """One that computes in a way of its own."""
 
@@ -215,7 +226,7 @@ def test_pefts_adapters_train_on_a_quantized_base():
 # --- sharded ---
 
 
-def sharded(group: Any, format: str | None, policy: MixedPrecisionPolicy, mesh_of: Any = None) -> dict[str, Any]:
+def sharded(group: Any, format: str | None, policy: MixedPrecisionPolicy) -> dict[str, Any]:
     """Gradients of adapters on all ranks' rows together, and the bytes that a step gathers and a rank holds."""
     model = Stack()
     if format is not None:
@@ -246,6 +257,25 @@ def sharded(group: Any, format: str | None, policy: MixedPrecisionPolicy, mesh_o
     return {"gradients": found, "gathered": sum(gathered), "held": held, "refusal": refusal}
 
 
+def beside_zero_plus_plus(group: Any) -> dict[str, Any]:
+    """Gradients that travel quantized beside a quantized base, and why its weights do not."""
+    models = [Stack(), Stack()]
+    for model in models:
+        quantize_frozen(model, "int8", min_elements=SMALL)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    refusal = ""
+    try:
+        zero_plus_plus(models[0], weights="int8", node=2)
+    except RewriterError as error:
+        refusal = str(error)
+    zero_plus_plus(models[1], gradients="int8", node=2)
+    x, labels = batch()
+    rows = slice(group.rank() * 3, group.rank() * 3 + 3)
+    return {"gradients": gradients(models[1], x[rows], labels[rows]), "refusal": refusal}
+
+
 def on_ranks(group: Any, folder: str) -> dict[str, Any]:
     exact, mixed = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return {
@@ -254,6 +284,7 @@ def on_ranks(group: Any, folder: str) -> dict[str, Any]:
         "int4": sharded(group, "int4@32", exact),
         "mixed": sharded(group, "int8", mixed),
         "plain mixed": sharded(group, None, mixed),
+        "plus plus": beside_zero_plus_plus(group),
         "exported": exporting(group, folder),
     }
 
@@ -324,6 +355,15 @@ def test_a_step_gathers_and_a_rank_holds_bytes_of_payloads(by_rank):
         assert found["plain mixed"]["gathered"] - found["mixed"]["gathered"] == 2 * rows * (WIDTH * 2 - 144)
         assert "layers.0.base_layer" in found["int8"]["refusal"]
         assert "before fully_shard" in found["int8"]["refusal"]
+
+
+def test_gradients_may_travel_quantized_beside_it_and_weights_do_already(by_rank):
+    wanted = gradients(rounded(Stack(), "int8", BASES), *batch())
+    for found in by_rank[0]:
+        assert "gathered as ['torch.float32', 'torch.uint8']" in found["plus plus"]["refusal"]
+        for parameter, gradient in wanted.items():
+            error = (found["plus plus"]["gradients"][parameter] - gradient).norm() / gradient.norm()
+            assert 0 < error < 0.02, parameter
 
 
 # --- written after training ---

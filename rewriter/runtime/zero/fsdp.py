@@ -79,9 +79,16 @@ class ParameterGroup:
     @property
     def gathered_dtypes(self) -> set[torch.dtype]:
         """What parameters are gathered and computed in."""
-        wanted = self._group.mp_policy.param_dtype
-        dtypes = {p.sharded_param.dtype for p in self._group.fsdp_params}
-        return {wanted if wanted is not None and dtype.is_floating_point else dtype for dtype in dtypes}
+        return {self._gathered(p.sharded_param.dtype) for p in self._group.fsdp_params}
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of this rank's shards as they are gathered, padding included."""
+        return sum(p.padded * self._gathered(p.parameter.dtype).itemsize for p in self.parameters)
+
+    def _gathered(self, dtype: torch.dtype) -> torch.dtype:
+        wanted: torch.dtype | None = self._group.mp_policy.param_dtype
+        return wanted if wanted is not None and dtype.is_floating_point else dtype
 
     @property
     def divide_factor(self) -> float | None:

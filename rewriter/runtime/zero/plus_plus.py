@@ -84,6 +84,9 @@ def zero_plus_plus(
     local = None
     if groups and (weights is not None or gradients is not None):
         local = ranks_per_node(groups[0].process_group, node, secondary)
+    if local is not None and weights is not None:
+        for group in groups:
+            _one_dtype(group)
     grids: dict[tuple[ProcessGroup, int], Grid] = {}
 
     def rows_of(group: ParameterGroup, count: int) -> Grid:
@@ -98,7 +101,6 @@ def zero_plus_plus(
         name = f"{group.name} {index}"
         gather = scatter = None
         if local is not None and weights is not None:
-            _one_dtype(group)
             sizes = [p.padded for p in group.parameters]
             axis = LOCAL if inside else "secondary"
             gather = QuantizedAllGather(rows_of(group, local), weights, sizes, name, axis)
@@ -130,8 +132,7 @@ def _one_dtype(group: ParameterGroup) -> None:
 def _memory(groups: list[ParameterGroup], ranks: int, node: int | None, secondary: int | None) -> ZeroPlusPlus:
     primary = held = kept = count = 0
     for group in groups:
-        (itemsize,) = {dtype.itemsize for dtype in group.gathered_dtypes} or {0}
-        gathered = sum(p.padded for p in group.parameters) * ranks * itemsize
+        gathered = group.gathered_bytes * ranks
         count += sum(p.whole for p in group.parameters)
         primary += sum(p.padded * p.parameter.dtype.itemsize for p in group.parameters)
         if not group.reshards:
