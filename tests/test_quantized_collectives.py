@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -210,13 +210,31 @@ def on_grid(where, rank, nodes, local):
     return found
 
 
+def everything(group):
+    """What the tests of this module look at, of one launch."""
+    ranks = group.size()
+    found = {"four": four(group, LAUNCHES[ranks])}
+    for function in {2: (odd,), 4: (functions, chunked, early)}.get(ranks, ()):
+        found[function.__name__] = function(group)
+    return found
+
+
+@cache
+def launched(ranks: int) -> list[dict[str, Any]]:
+    return run_ranks(everything, ranks)
+
+
+def of(function, ranks: int) -> list[Any]:
+    """What each rank of a launch found."""
+    return [found[function.__name__] for found in launched(ranks)]
+
+
 @pytest.mark.parametrize("ranks", LAUNCHES)
 def test_values_places_and_bytes(ranks):
     """Each rank has its own slice, of the sum that the oracle computes; equal bits where results are replicated; the
     bytes on each axis are those of the formula."""
-    launched = run_ranks(four, ranks, LAUNCHES[ranks])
     for grid, (_, nodes, local) in enumerate(LAUNCHES[ranks]):
-        compare([found[grid] for found in launched[: nodes * local]], nodes, local)
+        compare([found[grid] for found in of(four, ranks)[: nodes * local]], nodes, local)
 
 
 def compare(by_rank, nodes, local):
@@ -266,7 +284,7 @@ def test_chunks_overlap_and_seeds_agree():
     take turns). Receivers take off the dither that senders have put on, so that errors are no larger than those of
     rounding to the nearest, but differ from seed to seed and cancel."""
     exact = sum(numbers(rank, 1024).double() for rank in range(4))
-    for axes, (nearest, *dithered) in run_ranks(chunked, 4):
+    for axes, (nearest, *dithered) in of(chunked, 4):
         assert axes[:6] == ["local", "local", "node", "local", "node", "node"]
         assert axes[7:] == ["node", "node", "local", "node", "local", "local"]
         errors = [relative(x, exact) / relative(nearest, exact) for x in dithered]
@@ -397,7 +415,7 @@ def functions(group):
 
 
 def test_functions_their_gradients_and_graphs():
-    grid, found = Oracle(2, 2, "int8", "int8"), run_ranks(functions, 4)
+    grid, found = Oracle(2, 2, "int8", "int8"), of(functions, 4)
     xs = [numbers(rank, 8, 5).T for rank in range(4)]  # 5 × 8
     rows = [torch.cat([x, x.new_zeros(3, 8)]).view(4, 16) for x in xs]  # shards of 2, 2, 1 and 0 rows
     columns = [torch.stack(x.chunk(4, 1)).flatten(1) for x in xs]
@@ -469,11 +487,11 @@ def early(group):
 
 
 def test_started_early_it_needs_nobody_until_it_is_waited_for():
-    for found in run_ranks(early, 4):
+    for found in of(early, 4):
         starts = [("start", "first"), ("start", "exact"), ("start", "second")]
         waits = [("wait", "second"), ("wait", "exact"), ("wait", "first")]
-        assert found.pop("order") == [*starts, ("mark", "computation"), *waits]
-        assert found.pop("passed") == [True, True]
+        assert found["order"] == [*starts, ("mark", "computation"), *waits]
+        assert found["passed"] == [True, True]
         assert all(found.values()), found
 
 
@@ -530,7 +548,7 @@ def test_what_is_not_finite_and_what_cannot_be_done():
     """Blocks of 128 that one rank could not quantize are NaN on all, the others are what they are."""
     expected = 2 * numbers(0, 700)
     expected[256:512] = float("nan")
-    for found, messages, raised in run_ranks(odd, 2):
+    for found, messages, raised in of(odd, 2):
         for total in found:
             assert torch.equal(total.isnan(), expected.isnan())
             assert relative(total.nan_to_num(), expected.nan_to_num().double()) < 0.15
