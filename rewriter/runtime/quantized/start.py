@@ -1,5 +1,8 @@
 """Quantized collectives of flat tensors, started now and waited for later. They know nothing of autograd.
 
+Each gives a Transfer, whose `wait` gives the result. With `wait=True` nothing is to be done meanwhile: this thread runs
+all of it, on the current stream. Otherwise all messages go out while the caller computes; see `worker`.
+
 P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node), made once for each;
 an axis of one rank sends nothing, and where there is one rank all is exact. Formats are names
 (`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two hops. bf16, fp16 and fp32; sums are fp32.
@@ -44,12 +47,11 @@ def reduce_scatter_start(
     name: str = "",
     wait: bool = False,
 ) -> Transfer:
-    """`wait` gives y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in `dtype`
+    """y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in `dtype`
     (x's by default).
 
     Quantized once per hop; one's own part of each sum is exact. Any N: blocks are padded inside. stages: parts of each
     slice that follow each other, the second hop of one while the first of the next is on its way (ZeRO++, Alg. 2).
-    wait: nothing is to be done meanwhile, so that this thread runs all of it.
 
     Raises RewriterError for shapes that do not divide by P, other dtypes and formats, and meshes of more dimensions.
     """
@@ -79,7 +81,7 @@ def all_gather_start(
     name: str = "",
     wait: bool = False,
 ) -> Transfer:
-    """`wait` gives x_PN [P, N] in `dtype`: what each rank's payload of its x [N] says, the own one's too, so that all
+    """x_PN [P, N] in `dtype`: what each rank's payload of its x [N] says, the own one's too, so that all
     ranks hold equal bits. In `out` [P, N] (or flat), of which x may be a part, where it is given.
 
     Quantized once: with two hops, payloads go between nodes first, in the second format, and are passed on inside the
@@ -117,7 +119,7 @@ def all_reduce_start(
     name: str = "",
     wait: bool = False,
 ) -> Transfer:
-    """`wait` gives a new tensor, contiguous, of x's shape and dtype: the sum over ranks, equal bits on all of them.
+    """A new tensor, contiguous, of x's shape and dtype: the sum over ranks, equal bits on all of them.
 
     A reduce-scatter whose sums are quantized once more, in the last hop's format, and gathered. x is padded with zeros
     to `slices(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
@@ -145,7 +147,7 @@ def all_reduce_start(
 def all_to_all_start(
     x_PN: Tensor, topology: MeshOrGroup, formats: str | Format, *, name: str = "", wait: bool = False
 ) -> Transfer:
-    """`wait` gives y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
+    """y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
 
     Quantized once, to the nearest; one's own row is given back as it is. With two hops, what is for other nodes goes
     through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.

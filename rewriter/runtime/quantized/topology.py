@@ -57,10 +57,10 @@ class Axis:
         return cls(None if group_size(group) == 1 else group, name)
 
     def duplicate(self) -> Axis:
-        """The same ranks with messages of their own. All of them call this at the same point of the program."""
+        """The same ranks with messages of their own, for tensors on CPU. All of them call this at the same point."""
         if self.group is None:
             return self
-        group = dist.new_group(list(self.members), backend=dist.get_backend(self.group), use_local_synchronization=True)
+        group = dist.new_group(list(self.members), backend="gloo", use_local_synchronization=True)
         return replace(self, group=group)
 
 
@@ -173,7 +173,7 @@ def background(topology: Topology) -> Topology:
     """The same ranks with process groups that only the worker thread uses, made at the first call.
 
     Two threads that use one group would start its messages in an order of their own on each rank, and take one for the
-    other. NCCL needs none: there, one thread starts everything.
+    other. On CUDA one thread starts everything.
     """
     place = id(topology)
     if place not in _backgrounds:
