@@ -136,6 +136,14 @@ def call_functions(group):
         "ulysses": (ulysses_attention, "line", "cyclic", masked),
         "window": (attention2d, "grid", "cyclic", {"window": 5, "scale": 0.5, "length": 30}),
         "full": (ulysses_attention, "line", "cyclic", {"causal": False}),
+        **{
+            f"{name} int4": (function, mesh, layout, {**masked, "quantized": "int4@16"})
+            for name, function, mesh, layout in (
+                ("grid", attention2d, "grid", "cyclic"),
+                ("ring", ring_attention, "line", "zigzag"),
+                ("ulysses", ulysses_attention, "line", "cyclic"),
+            )
+        },
     }
     found = {}
     for name, (function, mesh, layout, options) in calls.items():
@@ -152,6 +160,7 @@ def call_functions(group):
             (ulysses_attention, "grid", {}, r"ulysses: grid \[1, 2, 2\]: Ulysses on 4 has the grid \[4, 1, 1\]"),
             (attention2d, "grid", {"window": 3, "causal": False}, "attention2d: window=3 without causal"),
             (ring_attention, "line", {"window": 0}, "ring_attention: window=0; expected at least 1"),
+            (ulysses_attention, "line", {"quantized": "int5"}, "format 'int5': expected one of int8"),
         ):
             with pytest.raises(RewriterError, match=message):
                 function(x, x, x, meshes[mesh], **options)
@@ -167,6 +176,14 @@ def test_the_functions_take_a_mesh_and_every_option_and_refuse_what_does_not_fit
             layout = "zigzag" if name == "ring" else "cyclic"
             joined = join_tokens([rank[name][index] for rank in found], 2, layout, 30)
             assert relative(joined, reference(masked)[tensor]) < 1e-13, (name, tensor)
+    quantized = {
+        name: [join_tokens([rank[f"{name} int4"][index] for rank in found], 2, layout, 30) for index in range(2)]
+        for name, layout in (("grid", "cyclic"), ("ring", "zigzag"), ("ulysses", "cyclic"))
+    }
+    for index, tensor in enumerate(("o", "dq")):  # one function on every grid, and another than the exact one
+        assert relative(quantized["grid"][index], reference(masked)[tensor]) > 1e-2
+        for name in ("ring", "ulysses"):
+            assert relative(quantized[name][index], quantized["grid"][index]) < 1e-13, (name, tensor)
     x = masked.inputs()
     t = torch.arange(30)
     near = (t[None] <= t[:, None]) & (t[:, None] - t[None] < 5)
