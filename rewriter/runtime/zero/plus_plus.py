@@ -54,7 +54,8 @@ def zero_plus_plus(
     """Make FSDP2's communication of `model` that of ZeRO++, in place. Call it after `fully_shard`, before the first
     forward, on all ranks.
 
-    weights: the format that parameters are gathered in (qwZ), such as "int8". gradients: that of reductions, inside the
+    weights: the format that parameters are gathered in (qwZ), such as "int8"; rotated ones do badly on vectors of equal
+    elements, such as the weights of a new norm, which a plain one holds exactly. gradients: that of reductions, inside the
     node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered. None leaves either as it is. secondary: keep a
     copy of what forward gathered among groups of so many neighbouring ranks until backward, which then gathers from
     them (hpZ). Backward then computes with forward's weights, quantized or not. Usually the ranks of a node; any number
