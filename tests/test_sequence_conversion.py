@@ -76,7 +76,8 @@ def test_the_output_says_how_tokens_lie_on_ranks(grid: Path) -> None:
     assert entry.module == "runtime/sp4/module.py"
     assert entry.ranks == ["model.safetensors"]  # ranks that share tokens hold the same weights
     assert entry.sequence is not None
-    assert entry.sequence.model_dump() == {"kind": "attention2d", "grid": (1, 2, 2), "overlap": False}
+    plan = {"kind": "attention2d", "grid": (1, 2, 2), "overlap": False, "quantized": None, "min_bytes": 0}
+    assert entry.sequence.model_dump() == plan
     assert {p.name: p.options for p in manifest.passes}["sequence_parallel"]["grid"] == [1, 2, 2]
     card = (grid / "README.md").read_text()
     assert "Sharded, on 4 ranks" in card

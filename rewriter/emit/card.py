@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -100,10 +101,12 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     if plan is None:
         return []
     used = SequencePlan(**plan.model_dump())
+    exact, reads = replace(used, quantized=None), "is exact over" if used.quantized is None else "reads"
     return [
         "",
-        f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention is exact over all of them,",
-        f"as {used} (heads × rows × columns): {travels(used)}.",
+        f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention {reads} all of them,",
+        f"as {exact} (heads × rows × columns): {travels(used)}.",
+        *_quantized_keys(used),
         "Every rank passes whole sequences:",
         "",
         "```python",
@@ -152,6 +155,17 @@ def _lanes(lanes: Lanes) -> str:
             f"{len(lanes.untied)} norm weights are each rank's own: they hold {lanes.ranks} vectors in a row.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _quantized_keys(plan: SequencePlan) -> list[str]:
+    """That keys and values are quantized, and which of the two models that concerns."""
+    if plan.quantized is None:
+        return []
+    least = f" where a rank has {plan.min_bytes:,} bytes of them in a layer or more," if plan.min_bytes else ""
+    return [
+        f"Keys and values travel as `{plan.quantized}`,{least} and all ranks attend with the dequantized ones: the",
+        "checkpoint above, on one device, attends with exact ones, and differs from the sharded module by that.",
+    ]
 
 
 def _quantized(found: Quantized) -> str:

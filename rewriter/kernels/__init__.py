@@ -3,7 +3,7 @@
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
 
-from rewriter.kernels.formats import Format, parse_format, parse_hops
+from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_hops
 from rewriter.kernels.merge import accumulation_dtype, merge
 from rewriter.kernels.quantize import (
     dequantize,
@@ -16,6 +16,7 @@ from rewriter.kernels.quantize import (
 from rewriter.kernels.vectors import dequantize_vectors, quantize_vectors, vector_bytes
 
 __all__ = [
+    "SMALLEST_BLOCK",
     "Format",
     "accumulation_dtype",
     "dequantize",

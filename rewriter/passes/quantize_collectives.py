@@ -1,17 +1,21 @@
-"""Reductions that travel quantized: fewer bytes on the wire, and another function on every number of ranks."""
+"""Messages that travel quantized: reductions over "tp", and another function on every number of ranks; keys and values
+over "sp", and the same function on all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.sequence import AXIS, attention_shapes, sequence_plan
 from rewriter.errors import RewriterError
-from rewriter.kernels import parse_format
+from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.sequence_parallel import replanned
 from rewriter.program import Program, args_of
 
 _REDUCTIONS = (ops.all_reduce, ops.all_reduce_start)
@@ -26,20 +30,28 @@ class QuantizeCollectives:
     dequantize. The owner's part is added as it is, and all ranks, the owner too, take the dequantized sum: equal bits.
     The gradient is the identity, as without it.
 
+    Over "sp" it is attention's keys and values: softmax(q D(Q(k))ᵀ) D(Q(v)). The rank that computed them quantizes each
+    head's vector of a token by itself, and every rank computes with the same D(Q(·)), that one too, in backward as
+    well; so grids, rings and exchanges of heads compute one function, on any number of ranks. Queries, outputs,
+    log-sum-exps and gradients travel exact; the gradient of k is that of D(Q(k)). A head's vector is filled up to whole
+    blocks.
+
     `format` is a name of `rewriter.kernels`, such as int8 or int4-hadamard@64. A message of less than `min_bytes` bytes
-    (the tensor's, before quantization) travels exact, decided at run time: a decode step's messages take as long as
-    their latency, so that fewer bytes gain nothing; measured gains begin at 1 to 2 MB.
+    (the tensor's, before quantization; over "sp" a rank's keys and values of a layer) travels exact, decided at run
+    time: a decode step's messages take as long as their latency, so that fewer bytes gain nothing; measured gains begin
+    at 1 to 2 MB.
 
     Left exact: the vocabulary's collectives (one reduction, whose error would enter every layer, and the logits
     themselves) and reductions inside blocks (norm statistics, a number per token).
 
-    The adapted checkpoint is not concerned: one device sums nothing. Raises RewriterError for a format that does not
+    The adapted checkpoint is not concerned: one device sends nothing. Raises RewriterError for a format that does not
     exist or names two hops, on one rank, where no block ends in a reduction, and where a reduction carries the residual
-    stream itself (desync with resync: mean).
+    stream itself (desync with resync: mean); over "sp" where tokens are not sharded, and for blocks longer than a
+    head's vector.
     """
 
     format: str
-    axis: Literal["tp"] = "tp"
+    axis: Literal["tp", "sp"] = "tp"
     min_bytes: int = 1 << 20
 
     name: ClassVar[str] = "quantize_collectives"
@@ -63,6 +75,9 @@ class QuantizeCollectives:
     def apply(self, program: Program) -> Program:
         if program.mesh.get(self.axis, 1) == 1:
             raise RewriterError(f"{self.name}: one rank sends nothing. Give --{self.axis} 2 or more")
+        return self._keys_and_values(program) if self.axis == AXIS else self._reductions(program)
+
+    def _reductions(self, program: Program) -> Program:
         graph, _ = program.edit()
         found = [n for n in graph.nodes if n.target in _REDUCTIONS and args_of(n)[1] == self.axis]
         blocks = [n for n in found if n.meta.get("layer") is not None]
@@ -83,6 +98,37 @@ class QuantizeCollectives:
         summary = f"{len(blocks)} of {len(found)} all-reduces travel as {self.format}{size}"
         return record(program, self, summary, graph=graph)
 
+    def _keys_and_values(self, program: Program) -> Program:
+        plan, format = sequence_plan(program), parse_format(self.format)
+        if plan is None:
+            raise RewriterError(
+                f"{self.name}: every rank has all tokens, and no keys travel. Put sequence_parallel before it in the "
+                "recipe"
+            )
+        if plan.quantized is not None:
+            raise RewriterError(
+                f"{self.name}: keys and values are quantized already ({plan.quantized}). Leave out the second"
+            )
+        told = []
+        for shape in attention_shapes(program):
+            sizes = (shape.head_dim, shape.value_dim)
+            if format.block > max(SMALLEST_BLOCK, *sizes):
+                raise RewriterError(
+                    f"{self.name}: blocks of {format.block} are longer than a head's vector of {max(sizes)} elements, "
+                    f"which would be filled up with zeros. Give {format.name}@{_longest(sizes)}"
+                )
+            wire, exact = sum(vector_bytes(format, n) for n in sizes), sum(sizes) * shape.dtype_bytes
+            told.append(f"{shape.layers} attentions, {wire} bytes of a head's key and value instead of {exact}")
+        size = f" where a rank has {self.min_bytes:,} bytes of them or more" if self.min_bytes else ""
+        summary = f"keys and values travel as {format}{size}: {'; '.join(told)}"
+        plan = replace(plan, quantized=str(format), min_bytes=self.min_bytes)
+        return record(program, self, summary, **replanned(program, plan))
+
+
+def _longest(sizes: tuple[int, ...]) -> int:
+    """The longest block that fills up none of these vectors; the smallest that there is, where none does."""
+    return max(SMALLEST_BLOCK, math.gcd(*sizes) & -math.gcd(*sizes))
+
 
 STREAM = (
     "quantize_collectives: {} carries the residual stream itself (desync with resync: mean), of which quantization "
@@ -97,21 +143,26 @@ def carries_stream(node: fx.Node) -> bool:
 
 
 def is_quantized(program: Program) -> bool:
-    """Whether reductions of `program` travel quantized."""
-    return any(n.target in _REDUCTIONS and n.kwargs for n in program.graph.nodes)
+    """Whether anything of `program` travels quantized."""
+    plan = sequence_plan(program)
+    keys = plan is not None and plan.quantized is not None
+    return keys or any(n.target in _REDUCTIONS and n.kwargs for n in program.graph.nodes)
 
 
 def exact(program: Program) -> Program:
-    """`program` with sums that are exact: what it would compute without quantization."""
-    return _with(program, lambda _: {})
+    """`program` with messages that are exact: what it would compute without quantization."""
+    return _with(program, lambda _: {}, quantized=None, min_bytes=0)
 
 
 def always_quantized(program: Program) -> Program:
     """`program` with every message quantized that may be, however small: what long prefills compute."""
-    return _with(program, lambda known: {**known, "min_bytes": 0} if known else {})
+    return _with(program, lambda known: {**known, "min_bytes": 0} if known else {}, min_bytes=0)
 
 
-def _with(program: Program, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Program:
+def _with(program: Program, change: Callable[[Mapping[str, Any]], Mapping[str, Any]], **of_the_plan: Any) -> Program:
+    plan = sequence_plan(program)
+    if plan is not None:
+        program = program.with_(**replanned(program, replace(plan, **of_the_plan)))
     graph, _ = program.edit()
     for node in graph.nodes:
         if node.target in _REDUCTIONS:

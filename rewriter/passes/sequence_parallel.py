@@ -115,6 +115,15 @@ def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
     return graph
 
 
+def replanned(program: Program, plan: ops.SequencePlan) -> dict[str, Any]:
+    """The graph and modules of `program`, whose tokens are sharded, with another plan for the same layout."""
+    graph, _ = program.edit()
+    for node in graph.nodes:
+        if node.target in (ops.shard_tokens, ops.gather_tokens):
+            node.args = (*node.args[:2], plan)
+    return {"graph": graph, "modules": map_bodies(program.modules, _planned(plan))}
+
+
 class _planned:
     """Gives every attention of a body the plan."""
 

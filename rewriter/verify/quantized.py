@@ -1,4 +1,4 @@
-"""What a sum over ranks is when it travels quantized: every rank's steps, in one process."""
+"""What sums over ranks, and keys and values, are when they travel quantized: every rank's steps, in one process."""
 
 from __future__ import annotations
 
@@ -51,4 +51,22 @@ def _reduced(parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     return result.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
 
 
-__all__ = ["quantized_sum"]
+def arrived(x: torch.Tensor, format: str) -> torch.Tensor:
+    """`x` [..., n] as all ranks have it where each vector of n elements travels by itself; its gradient is straight."""
+    result: torch.Tensor = _Arrived.apply(x, format)
+    return result
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, format: str) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows.float() if x.dtype == torch.float64 else rows
+        return dequantize_rows(quantize_rows(rows, format), format, rows.shape[1], rows.dtype).view(x.shape).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+__all__ = ["arrived", "quantized_sum"]

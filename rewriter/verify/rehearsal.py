@@ -19,6 +19,7 @@ from transformers.utils import logging as hf_logging
 from rewriter.analysis.sequence import context_length
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.errors import VerificationError
+from rewriter.kernels import SMALLEST_BLOCK, parse_format
 from rewriter.ops import SequencePlan
 from rewriter.passes.base import Pass, bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, exact, is_quantized
@@ -169,8 +170,11 @@ def with_plan(rewrite: Pass, plan: SequencePlan | None) -> Pass:
 
 
 def _quantizing_small(rewrite: Pass) -> Pass:
-    """`rewrite`, which must quantize the small messages of a shrunken copy too."""
-    return replace(rewrite, min_bytes=0) if isinstance(rewrite, QuantizeCollectives) else rewrite
+    """`rewrite`, which must quantize the small messages of a shrunken copy too, and its short keys."""
+    if not isinstance(rewrite, QuantizeCollectives):
+        return rewrite
+    format = replace(parse_format(rewrite.format), block=SMALLEST_BLOCK) if rewrite.axis == "sp" else rewrite.format
+    return replace(rewrite, format=str(format), min_bytes=0)
 
 
 def test_lengths(config: PreTrainedConfig) -> list[int]:

@@ -21,10 +21,9 @@ from torch import fx, nn
 from rewriter import ops
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression
-from rewriter.kernels import dequantize_vectors, parse_format, quantize_vectors
 from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.host import Host, load_host, opaque_modules
-from rewriter.verify.quantized import quantized_sum
+from rewriter.verify.quantized import arrived, quantized_sum
 from rewriter.verify.token_layout import TokenLayout
 
 
@@ -226,7 +225,7 @@ class Simulator:
         held = self._layout(node, plan).padded // plan.ranks
         if plan.quantized is not None and held * of_a_token >= plan.min_bytes:
             for n in (k, v):
-                whole[n] = Lanes(tuple(_Arrived.apply(x, plan.quantized) for x in whole[n].values))
+                whole[n] = Lanes(tuple(arrived(x, plan.quantized) for x in whole[n].values))
         others = {n: env[n][0] for n in node.all_input_nodes if n not in whole}
         out = self._operation(node, {**whole, **others})
         parts = [self._layout(node, plan).split(v, 2) for v in out.values]
@@ -306,19 +305,6 @@ class Simulator:
             return target(*args, **kwargs)  # type: ignore[operator]
 
         return self._each(apply, [env[n] for n in nodes])
-
-
-class _Arrived(torch.autograd.Function):
-    """`x` [..., n] as it arrives where vectors of its last dimension travel in a format; its gradient is straight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
-        format = parse_format(name)
-        return dequantize_vectors(quantize_vectors(x, format), format, x.shape[-1], x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
 
 
 def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
