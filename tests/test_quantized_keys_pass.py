@@ -190,5 +190,5 @@ def test_real_ranks_compute_what_is_simulated(written: Path) -> None:
     out = written.with_name("verified")
     api.convert(TINY, str(written.with_name("ring.yaml")), out=out, sp=2, verify="full")
     checks = json.loads((out / "rewrite.json").read_text())["verification"]["checks"]
-    found = [c for c in checks if "in parts of what quantization changes" in c["name"]]
+    found = [c for c in checks if c["name"].endswith("sharded module on 2 ranks, quantized = simulated")]
     assert len(found) == 2, "a small copy and the real weights"
