@@ -7,6 +7,7 @@ a multiprocessor. bf16 in and out, addresses and strides as PyTorch's tensors ha
 
 from __future__ import annotations
 
+import collections
 import re
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ class Code:
     """`loads` and `stores`: instructions of 16 bytes in the program of one thread."""
 
     ptx: str
+    sass: str
     registers: int
     shared: int
     stack: int
@@ -38,12 +40,28 @@ class Code:
     def stores(self) -> int:
         return self.ptx.count("st.global.v4.b32")
 
+    def fast_path(self) -> list[str]:
+        """The instructions of a thread from its begin to where it leaves after a store: a tile that needs no masks."""
+        found: list[str] = []
+        stored = False
+        for line in self.sass.splitlines():
+            instruction = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]+)", line)
+            if instruction:
+                found.append(instruction[2])
+                stored |= instruction[2].startswith("STG")
+                if instruction[2] == "EXIT" or (stored and instruction[2] == "BRA" and not instruction[1]):
+                    break
+        return found
+
+    def widths(self, access: str) -> dict[int, int]:
+        """How many accesses of how many bytes are on it; `access` is LDG or STG."""
+        bits = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
+        suffixes = (name.split(".") for name in self.fast_path() if name.startswith(f"{access}."))
+        return dict(collections.Counter(next((bits[s] for s in some if s in bits), 32) // 8 for some in suffixes))
+
 
 def compiled(parts: int, size: int, capability: int) -> Code:
     """The kernel for `parts` parts with heads of `size` on an architecture, such as 90 for sm_90; needs no GPU."""
-    import triton
-    from triton.backends import nvidia
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from rewriter.kernels import merge_triton
@@ -63,15 +81,26 @@ def compiled(parts: int, size: int, capability: int) -> Code:
         constexprs=constants,
         attrs={at: [["tt.divisibility", 16]] for at in aligned},
     )
-    options = {"num_warps": merge_triton.WARPS}
+    return build(source, capability, {"num_warps": merge_triton.WARPS})
+
+
+def build(source: Any, capability: int, options: dict[str, Any]) -> Code:
+    """What ptxas and the disassembler say of a kernel."""
+    import triton
+    from triton.backends import nvidia
+    from triton.backends.compiler import GPUTarget
+
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tools = Path(nvidia.__file__).parent / "bin"
     with tempfile.TemporaryDirectory() as scratch:
         binary = Path(scratch, "kernel.cubin")
         binary.write_bytes(kernel.asm["cubin"])
-        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+        usage, sass = (
+            subprocess.run([*command, binary], capture_output=True, text=True, check=True).stdout
+            for command in ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm", "-c"])
+        )
     figures = {name: int(re.findall(rf"\b{name}:(\d+)", usage)[-1]) for name in ("REG", "SHARED", "STACK", "LOCAL")}
-    return Code(kernel.asm["ptx"], figures["REG"], figures["SHARED"], figures["STACK"], figures["LOCAL"])
+    return Code(kernel.asm["ptx"], sass, figures["REG"], figures["SHARED"], figures["STACK"], figures["LOCAL"])
 
 
 def main() -> None:

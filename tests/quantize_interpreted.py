@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows, quantize_triton
+from rewriter.kernels import Format, dequantize_reduce, dequantize_rows, parse_format, quantize_rows, quantize_triton
 from rewriter.kernels.quantize import _parts, _unpack
 
 # the interpreter computes 1 / 0 and inf − inf where kernels choose another value afterwards
@@ -22,6 +22,7 @@ FORMATS = ("int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "in
 BLOCKS = ("int8@16", "int6@64", "int2@4096", "int4-hadamard@16", "int3-hadamard@32", "int2-hadamard@1024")
 SPECIAL = 11  # blocks, see `numbers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Given = tuple[int | None, float]
 SEEDS = {"nearest": None, "dithered": (1 << 40) - 3}
 
 
@@ -153,7 +154,57 @@ def layouts() -> Iterator[tuple[str, dict[str, float]]]:
                 yield about, quantized(format, torch.float16, 7, 3, n, order=order)
 
 
-GROUPS = {"some": some, "others": others, "layouts": layouts}
+def reduced(
+    format: Format, to: Format, dtype: torch.dtype, senders: int, seeds: tuple[int | None, int | None], given: Given
+) -> dict[str, float]:
+    """The sum in `dtype`, and requantized in another order; given: the sender that is skipped, the factor."""
+    seed, to_seed = seeds
+    skip, factor = given
+    n = 21 * format.block + 5
+    # blocks of numbers that are not finite make one row
+    x = torch.stack([numbers(2, n, format.block, torch.bfloat16) for _ in range(senders)]).float()
+    x[:, 0, : SPECIAL * format.block] = torch.randn(senders, SPECIAL * format.block)
+    x *= torch.randn(senders, 1, 1)
+    own = None if skip is None else x[skip].half()
+    payload = torch.stack(
+        [quantize_rows(x[p], format, seed=None if seed is None else seed + p) for p in range(senders)]
+    )
+    exact = dequantize_reduce(payload, format, n, torch.float32, seed=seed, skip=skip, add=own, factor=factor)
+    expected = cut(exact) if dtype == torch.bfloat16 else exact.to(dtype)
+    if skip is not None:
+        payload[skip] = 0xFF  # scales of NaN: it must not be read
+    got = torch.empty_like(expected)
+    quantize_triton.dequantize_reduce(payload, format, seed, skip, own, factor, got)
+    again = quantize_rows(exact, to, seed=to_seed, order=[1, 0, 1])
+    sent_on = torch.full_like(again, 0xA5)
+    quantize_triton.dequantize_reduce_quantize(
+        payload, format, n, to, seed, skip, own, factor, to_seed, [1, 0, 1], sent_on
+    )
+    finite = expected[0].double()
+    return differences(sent_on, again, to, n) | {
+        "numbers": same(got, expected),
+        "error": ((got[0].double() - finite).norm() / finite.norm()).item(),
+        "NaN": int((got.isnan() != expected.isnan()).sum()),
+    }
+
+
+def sums() -> Iterator[tuple[str, dict[str, float]]]:
+    cases = (
+        ("int8", "int4", "bf16", 3, (None, None), (None, 1.0)),
+        ("int8", "int4-hadamard", "fp16", 3, (5, None), (0, 1 / 3)),
+        ("int6", "int8", "fp32", 1, (None, 4), (None, 0.5)),
+        ("int4", "int2", "fp32", 4, (-7, (1 << 31) - 1), (3, 1 / 4)),
+        ("int2", "int6", "fp16", 3, (None, None), (1, 2.0)),
+        ("int4-hadamard", "int4-hadamard", "fp32", 3, (None, None), (1, 1 / 3)),
+        ("int3-hadamard@32", "int2@32", "bf16", 2, (9, 9), (None, 1.0)),
+        ("int2-hadamard@16", "int3-hadamard@16", "fp16", 3, (2, None), (2, 0.1)),
+    )
+    for name, to, dtype, senders, seeds, given in cases:
+        found = reduced(parse_format(name), parse_format(to), DTYPES[dtype], senders, seeds, given)
+        yield f"{name} {to}", found
+
+
+GROUPS = {"some": some, "others": others, "layouts": layouts, "sums": sums}
 
 
 def main() -> None:

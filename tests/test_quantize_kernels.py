@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 Found = dict[str, dict[str, float]]
@@ -62,3 +65,85 @@ def test_rows_are_reordered_on_the_way() -> None:
     found = interpreted("layouts")
     assert len(found) == 2 * 3 * 2
     assert wrong(found) == {}
+
+
+def test_sums_of_payloads_are_their_specification() -> None:
+    """The sum over senders and the sum sent on, with one's own part exact: bit by bit where nothing is rotated."""
+    found = interpreted("sums")
+    assert len(found) == 8
+    for case, about in found.items():
+        rotated = "hadamard" in case.split()[0]
+        assert (about["NaN"], about["rest"]) == (0, 0), case
+        assert about["error"] < 1e-5, case
+        if "hadamard" in case:
+            assert about["codes"] <= 1e-4, (case, about)
+            assert (about["code step"], about["scale step"]) <= (1, 1), (case, about)
+        else:
+            assert about["bytes"] == 0, (case, about)
+        assert rotated or about["numbers"] == 0, (case, about)
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """The module that compiles what a launch would."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import quantize_code
+
+    return quantize_code
+
+
+def check(compiled: Any, loads: float, stores: float, narrow: int = 16) -> None:
+    """Nothing spilled; numbers and codes, `loads` and `stores` bytes of a thread, move 16 bytes at a time (codes of
+    three bits `narrow`); beside them there are only scales, of two bytes, and the rotation's matrix."""
+    assert (compiled.stack, compiled.local) == (0, 0)
+    for access, moved in (("LDG", loads), ("STG", stores)):
+        widths = compiled.widths(access)
+        assert sum(width * count for width, count in widths.items() if width >= narrow) >= moved, (access, widths)
+        assert sum(width * count for width, count in widths.items() if width < narrow) <= 24, (access, widths)
+
+
+def check_rows(code: Any, format: str, dtype: torch.dtype, capability: int, seed: int | None) -> None:
+    bits, count = int(format[3]), code.elements(format)
+    numbers, codes, narrow = count * dtype.itemsize, count * bits / 8, 8 if bits == 3 else 16
+    quantizing = code.quantizing(format, dtype, capability, seed)
+    check(quantizing, numbers, codes, narrow)
+    dequantizing = code.dequantizing(format, dtype, capability, seed)
+    check(dequantizing, codes, numbers, narrow)
+    # the interpreter's largest number of a pair is NaN if one is; a GPU's only where it is told to
+    kernels = [dequantizing] if seed is not None else [dequantizing, quantizing]
+    for kernel in kernels:
+        assert re.findall(r"\b(?:min|max)\.(?!NaN)[\w.]*f32", kernel.ptx) == []
+    assert re.findall(r"\bmin\.NaN[\w.]*f32", dequantizing.ptx)
+    # rounded to nearest, two at a time, at least where there are no masks
+    if dtype == torch.bfloat16:
+        assert dequantizing.ptx.count("cvt.rn.bf16x2.f32") >= count / 2
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiled_kernels_move_whole_vectors_and_spill_nothing(code: Any, capability: int) -> None:
+    for format in ("int8", "int4"):
+        check_rows(code, format, torch.bfloat16, capability, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("format", ["int8", "int6", "int4", "int2", "int4-hadamard", "int3-hadamard", "int2-hadamard"])
+def test_every_compiled_kernel(code: Any, format: str, capability: int) -> None:
+    count, bits, narrow = code.elements(format), int(format[3]), 8 if format[3] == "3" else 16
+    for dtype, seed in ((torch.bfloat16, 1), (torch.float32, None)):
+        check_rows(code, format, dtype, capability, seed)
+        numbers = count * dtype.itemsize
+        check(code.reducing(format, dtype, capability, seed), numbers + count * bits / 8, numbers, narrow)
+    count = code.elements("int8", format)
+    check(code.requantizing("int8", format, torch.bfloat16, capability), count * 3, count * bits / 8, narrow)
+
+
+def test_no_seed_or_length_is_a_constant_of_a_kernel(code: Any) -> None:
+    """Otherwise something would be compiled at every step of training."""
+    from rewriter.kernels import rows_triton
+
+    for name in code.KERNELS:
+        kernel = getattr(rows_triton, name)
+        free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+        assert free == {"n", "tiles", "seed", "to_seed", "senders", "skip"} & set(kernel.arg_names)

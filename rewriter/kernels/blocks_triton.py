@@ -261,10 +261,10 @@ def _dithered(x, top, broken, starts, BITS: tl.constexpr, ROTATED: tl.constexpr,
     for p in tl.static_range(P):
         v = _times(x[p], broken, factor) + _offsets(starts, p, W)
         if odd:
-            code = tl.minimum(tl.maximum(tl.floor(v).to(tl.int32), -half), half - 1) + half
+            v = tl.clamp(tl.floor(v), -1.0 * half, half - 1.0)
         else:
-            code = (tl.clamp(v, 1.0 - half, half - 1.0) + (_ROUND + half)).to(tl.int32, bitcast=True)
-        codes = codes + (code,)
+            v = tl.clamp(v, 1.0 - half, half - 1.0)
+        codes = codes + ((v + (_ROUND + half)).to(tl.int32, bitcast=True),)
     return codes, scales
 
 
@@ -274,17 +274,19 @@ def _clipped(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
     step = top * (_CLIP[BITS] / half)
     factor = _reciprocal(step)
     codes = ()
-    products = tl.zeros(x[0].shape, tl.int32)
-    squares = tl.zeros(x[0].shape, tl.int32)
+    products = tl.zeros(x[0].shape, tl.float32)
+    squares = tl.zeros(x[0].shape, tl.float32)
     for p in tl.static_range(P):
-        # v in 1/256, an integer
-        v = tl.fma(_times(x[p], broken, factor), _FIT_STEPS, _ROUND).to(tl.int32, bitcast=True) - _ROUND_BITS
-        code = tl.minimum(tl.maximum(v >> _FIT_BITS, -half), half - 1)
-        odd = code * 2 + 1
-        products += v * odd
-        squares += odd * odd
-        codes = codes + (code + half,)
-    fit = tl.div_rn(tl.sum(products, 1).to(tl.float32) * (1 / _FIT_STEPS), tl.sum(squares, 1).to(tl.float32))
+        # v + half in 1/256, an integer: what is above its eight lowest bits is the code
+        v = tl.fma(_times(x[p], broken, factor), _FIT_STEPS, _ROUND + half * _FIT_STEPS)
+        code = v.to(tl.int32, bitcast=True) >> _FIT_BITS
+        code = tl.minimum(tl.maximum(code, _ROUND_BITS >> _FIT_BITS), (_ROUND_BITS >> _FIT_BITS) + (2 * half - 1))
+        twice = (code * 2 + (_INTEGER_BITS - (_ROUND_BITS >> _FIT_BITS) * 2)).to(tl.float32, bitcast=True)
+        odd = twice - (_INTEGER + (2 * half - 1))
+        products = tl.fma(v - (_ROUND + half * _FIT_STEPS), odd, products)
+        squares = tl.fma(odd, odd, squares)
+        codes = codes + (code,)
+    fit = tl.div_rn(tl.sum(products, 1) * (1 / _FIT_STEPS), tl.sum(squares, 1))
     return codes, _rounded(fit * step)
 
 

@@ -160,9 +160,28 @@ def dequantize_reduce(
     """
     format = parse_format(format)
     _check(payload_PRB, format, n, 3)
-    senders, rows = payload_PRB.shape[:2]
+    out = torch.empty(payload_PRB.shape[1], n, dtype=dtype, device=payload_PRB.device)
+    if _kernels(payload_PRB, format):
+        from rewriter.kernels import quantize_triton
+
+        quantize_triton.dequantize_reduce(payload_PRB, format, seed, skip, add, factor, out)
+    else:
+        _dequantize_reduce(payload_PRB, format, seed, skip, add, factor, out)
+    return out
+
+
+def _dequantize_reduce(
+    payload_PRB: Tensor,
+    format: Format,
+    seed: int | None,
+    skip: int | None,
+    add: Tensor | None,
+    factor: float,
+    out_RN: Tensor,
+) -> None:
+    senders = payload_PRB.shape[0]
+    rows, n = out_RN.shape
     count = format.blocks(n)
-    out = torch.empty(rows, n, dtype=dtype, device=payload_PRB.device)
     for some, first, last in _pieces(rows, count, format):
         total = torch.zeros(
             len(range(rows)[some]), last - first, format.block, dtype=torch.float32, device=payload_PRB.device
@@ -175,8 +194,7 @@ def dequantize_reduce(
         total = blocks.rotate_back(total, format).flatten(1)[:, : end - start]
         if add is not None:
             total = total + add[some, start:end].to(torch.float32)
-        out[some, start:end] = total if factor == 1.0 else total * factor
-    return out
+        out_RN[some, start:end] = total if factor == 1.0 else total * factor
 
 
 def dequantize_reduce_quantize(
@@ -192,7 +210,19 @@ def dequantize_reduce_quantize(
     to_seed: int | None = None,
     order: Sequence[int] | None = None,
 ) -> Tensor:
-    """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory."""
+    """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory where
+    both formats have the same block."""
+    format, to = parse_format(format), parse_format(to)
+    if _kernels(payload_PRB, format, to) and format.block == to.block:
+        from rewriter.kernels import quantize_triton
+
+        _check(payload_PRB, format, n, 3)
+        rows = payload_PRB.shape[1] if order is None else len(order)
+        out = torch.empty(rows, to.payload_bytes(n), dtype=torch.uint8, device=payload_PRB.device)
+        quantize_triton.dequantize_reduce_quantize(
+            payload_PRB, format, n, to, seed, skip, add, factor, to_seed, order, out
+        )
+        return out
     total = dequantize_reduce(payload_PRB, format, n, torch.float32, seed=seed, skip=skip, add=add, factor=factor)
     return quantize_rows(total, to, order=order, seed=to_seed)
 

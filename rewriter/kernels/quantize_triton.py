@@ -13,10 +13,11 @@ from torch import Tensor
 
 from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format
-from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel
+from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, reduce_kernel, requantize_kernel
 
 WARPS = 4
 _BYTES = 16 * 32 * WARPS  # of a plane's run in a tile: what its threads store at once
+_FEWEST = 32 * 32 * WARPS  # elements of a tile: so many for a thread that its addresses and scales do not cost much
 _LEAST_ROWS = 16  # of a product of matrices
 _ELEMENTS = 8192  # of a tile whose blocks are rotated
 
@@ -34,7 +35,7 @@ def quantize_rows(x_RN: Tensor, format: Format, order: Sequence[int] | None, see
         quantize_kernel[(rows * tiles,)](
             x_RN,
             None if order is None else _order(tuple(order), x_RN.shape[0], x_RN.device),
-            _scaled_matrix(format, _factor_dtype(x_RN.dtype), x_RN.device),
+            _scaled_matrix(format, shape["P"], _factor_dtype(x_RN.dtype), x_RN.device),
             out_RB,
             n,
             tiles,
@@ -57,7 +58,7 @@ def dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | None
     with _device(out_RN):
         dequantize_kernel[(rows * tiles,)](
             payload_RB,
-            _matrix_of(format, torch.float16, out_RN.device),
+            _matrix_of(format, shape["P"], torch.float16, out_RN.device),
             out_RN,
             n,
             tiles,
@@ -71,35 +72,131 @@ def dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | None
         )
 
 
+def dequantize_reduce(
+    payload_PRB: Tensor,
+    format: Format,
+    seed: int | None,
+    skip: int | None,
+    add_RN: Tensor | None,
+    factor: float,
+    out_RN: Tensor,
+) -> None:
+    """Write the sum over senders to `out`."""
+    rows, n = out_RN.shape
+    if rows == 0 or n == 0:
+        return
+    add_RN = _contiguous(add_RN)
+    shape = geometry(format)
+    tiles = -(-format.blocks(n) // shape["K"])
+    with _device(out_RN):
+        reduce_kernel[(rows * tiles,)](
+            payload_PRB,
+            add_RN,
+            _matrix_of(format, shape["P"], torch.bfloat16, out_RN.device),
+            out_RN,
+            *_senders(payload_PRB, skip),
+            float(factor),
+            n,
+            tiles,
+            payload_PRB.stride(0),
+            _stride(payload_PRB[0]),
+            0 if add_RN is None else _stride(add_RN),
+            _stride(out_RN),
+            _seed(seed),
+            DITHER=seed is not None,
+            **shape,
+            **_OPTIONS,
+        )
+
+
+def dequantize_reduce_quantize(
+    payload_PRB: Tensor,
+    format: Format,
+    n: int,
+    to: Format,
+    seed: int | None,
+    skip: int | None,
+    add_RN: Tensor | None,
+    factor: float,
+    to_seed: int | None,
+    order: Sequence[int] | None,
+    out_RB: Tensor,
+) -> None:
+    """Write the payloads of the sums over senders to `out`. Both formats have the same block."""
+    rows = out_RB.shape[0]
+    if rows == 0 or n == 0:
+        return
+    add_RN = _contiguous(add_RN)
+    shape = geometry(format, to)
+    shape |= {"TO_BITS": to.bits, "TO_ROTATED": to.rotated, "TO_DITHER": to_seed is not None}
+    tiles = -(-format.blocks(n) // shape["K"])
+    with _device(out_RB):
+        requantize_kernel[(rows * tiles,)](
+            payload_PRB,
+            add_RN,
+            None if order is None else _order(tuple(order), payload_PRB.shape[1], out_RB.device),
+            _matrix_of(format, shape["P"], torch.bfloat16, out_RB.device),
+            _scaled_matrix(to, shape["P"], torch.bfloat16, out_RB.device),
+            out_RB,
+            *_senders(payload_PRB, skip),
+            float(factor),
+            n,
+            tiles,
+            payload_PRB.stride(0),
+            _stride(payload_PRB[0]),
+            0 if add_RN is None else _stride(add_RN),
+            _stride(out_RB),
+            _seed(seed),
+            _seed(to_seed),
+            DITHER=seed is not None,
+            **shape,
+            **_OPTIONS,
+        )
+
+
 _INTERPRETED = triton.knobs.runtime.interpret
 _OPTIONS: dict[str, Any] = {"INTERPRETED": _INTERPRETED, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
-@cache
-def geometry(format: Format) -> dict[str, Any]:
-    """The constants of a format: a tile is K blocks of P parts."""
-    parts = 8 // min(format.planes)
-    if format.rotated:
-        # small matrices: sums and differences across parts cost less than a large one in every program
-        parts = min(8, max(parts, format.block // 32))
-    width = format.block // parts
-    count = max(1, _BYTES // width)
-    if format.rotated:
-        count = max(_LEAST_ROWS, min(64, _ELEMENTS // format.block))
+def geometry(format: Format, to: Format | None = None) -> dict[str, Any]:
+    """The constants of a format: a tile is K blocks of P parts, as both formats need them where there is a second."""
+    count, parts = _tile(*(format,) if to is None else (format, to))
     return {"BITS": format.bits, "ROTATED": format.rotated, "BLOCK": format.block, "K": count, "P": parts}
 
 
 @cache
-def _matrix_of(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Hadamard's matrix that rotates a part."""
-    return blocks.hadamard(format.block // geometry(format)["P"], device).to(dtype) if format.rotated else None
+def _tile(*formats: Format) -> tuple[int, int]:
+    block = formats[0].block
+    parts = max(8 // min(format.planes) for format in formats)
+    if not any(format.rotated for format in formats):
+        return max(1, max(_BYTES * parts, _FEWEST) // block), parts
+    # small matrices: sums and differences across parts cost less than a large one in every program
+    parts = min(8, max(parts, block // 32))
+    return max(_LEAST_ROWS, min(64, _ELEMENTS // block)), parts
 
 
 @cache
-def _scaled_matrix(format: Format, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _matrix_of(format: Format, parts: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Hadamard's matrix that rotates a part."""
+    return blocks.hadamard(format.block // parts, device).to(dtype) if format.rotated else None
+
+
+@cache
+def _scaled_matrix(format: Format, parts: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The same, over the block's size: no sum of a block's numbers overflows."""
-    matrix = _matrix_of(format, torch.float32, device)
+    matrix = _matrix_of(format, parts, torch.float32, device)
     return None if matrix is None else (matrix / format.block).to(dtype)
+
+
+def _senders(payload_PRB: Tensor, skip: int | None) -> tuple[int, int]:
+    """(how many are read, which one is not): their number where all are."""
+    senders = payload_PRB.shape[0]
+    return (senders, senders) if skip is None else (senders - 1, skip)
+
+
+def _contiguous(x_RN: Tensor | None) -> Tensor | None:
+    """With elements of a row one after the other."""
+    return x_RN if x_RN is None or x_RN.stride(1) == 1 else x_RN.contiguous()
 
 
 @lru_cache(256)
