@@ -453,6 +453,14 @@ def test_functions_their_gradients_and_graphs():
         assert nodes == len(results)
 
 
+def test_one_rank_needs_no_process_group():
+    x = numbers(0, 300).requires_grad_()
+    for y in used(x.view(60, 5), None).values():
+        assert torch.equal(y, x.view(60, 5).T)
+        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(gradient, torch.ones(300))
+
+
 # --- started early ---
 
 

@@ -40,7 +40,9 @@ class Axis:
     @property
     def members(self) -> tuple[int, ...]:
         """Global ranks."""
-        return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
+        if self.group is None:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        return tuple(dist.get_process_group_ranks(self.group))
 
     def all_to_all_start(self, sent_PB: Tensor, name: str) -> wire.Transfer:
         """Row r goes to rank r; see `wire.all_to_all_rows_start`."""
