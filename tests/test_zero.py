@@ -386,7 +386,10 @@ def resident_gradients(group, expected, case):
         if case == "summed over nodes":
             summed_over_nodes(patch.setattr)
         optimizer = resident(made, node={"nodes of one": 1, "one node": RANKS}.get(case, LOCAL))
-        if case == "put off":  # nodes hear of the sum only
+        if case == "put off":  # nodes hear of the sum only, and nothing of what was given up before
+            made.set_requires_all_reduce(False)
+            (made(ids[0]) * 5000).backward()
+            optimizer.zero_grad()
             for x in ids:
                 made.set_requires_all_reduce(x is ids[-1])
                 (made(x) * 500).backward()
@@ -710,24 +713,30 @@ def large_model():
 
 
 class Counted:
-    """FSDP2's own collectives, whatever they are: bytes of the whole tensors that they gather and scatter."""
+    """FSDP2's own collectives, whatever they are: bytes of the whole tensors that they gather and scatter, and of those
+    whose ranks do not share a node."""
 
     def __init__(self, patch):
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 
-        self.whole = {"gathered": 0, "reduced": 0}
+        self.whole = {"gathered": 0, "reduced": 0, "across nodes": 0}
         gather, scatter = fsdp.DefaultAllGather.__call__, fsdp.DefaultReduceScatter.__call__
 
-        def gathered(comm, output_tensor, *args, **named):
-            self.whole["gathered"] += output_tensor.nbytes
-            return gather(comm, output_tensor, *args, **named)
+        def gathered(comm, output_tensor, input_tensor, group, *args, **named):
+            self._count("gathered", output_tensor.nbytes, group)
+            return gather(comm, output_tensor, input_tensor, group, *args, **named)
 
-        def reduced(comm, output_tensor, input_tensor, *args, **named):
-            self.whole["reduced"] += input_tensor.nbytes
-            return scatter(comm, output_tensor, input_tensor, *args, **named)
+        def reduced(comm, output_tensor, input_tensor, group, *args, **named):
+            self._count("reduced", input_tensor.nbytes, group)
+            return scatter(comm, output_tensor, input_tensor, group, *args, **named)
 
         patch(fsdp.DefaultAllGather, "__call__", gathered)
         patch(fsdp.DefaultReduceScatter, "__call__", reduced)
+
+    def _count(self, what, size, group):
+        nodes = {rank // LOCAL for rank in torch.distributed.get_process_group_ranks(group)}
+        self.whole[what] += size
+        self.whole["across nodes"] += size * (len(nodes) > 1)
 
 
 def byte_counts(group):
@@ -788,7 +797,7 @@ def test_plain_full_sharding_moves_three_times_the_parameters():
     itself where a gather is direct, and a node receives them once where it is hierarchical."""
     crossing, whole = of_bytes()["plain"]
     assert crossing == 0  # none of our messages
-    assert whole == pytest.approx({"gathered": 2.0, "reduced": 1.0})
+    assert whole == pytest.approx({"gathered": 2.0, "reduced": 1.0, "across nodes": 3.0})
 
 
 def test_bytes_between_nodes_keep_what_the_paper_promises():
@@ -806,6 +815,9 @@ def test_nothing_else_of_fsdp2_crosses_nodes():
     for name in ("all", "resident"):
         _, whole = of_bytes()[name]
         assert whole["gathered"] == pytest.approx({"all": 1.0, "resident": 2.0}[name]), name
+        assert whole["across nodes"] == 0, name
+    # hpZ alone: one gather and the reduction
+    assert of_bytes()["hpz"][1]["across nodes"] == pytest.approx(2.0)
 
 
 # --- training ---

@@ -165,6 +165,8 @@ class NodeResident(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
+        for group in self._groups:
+            group.kept = None  # what `set_requires_all_reduce(False)` has put off
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
