@@ -93,6 +93,15 @@ def test_a_part_of_a_tensor_does_not_change_another_block(format: str) -> None:
         assert not torch.equal(a[3], b[3])
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_regular_blocks_are_no_worse_than_random_ones(format: str) -> None:
+    """Equal numbers and waves, of which a Hadamard matrix by itself makes one number beside zeros."""
+    n = torch.arange(1024)
+    waves = [torch.ones(1024), 1.0 - 2.0 * (n % 2), 1.0 - 2.0 * (n // 32 % 2), 1 + 0.01 * normal(1024)]
+    worst = max(error(there_and_back(x, format), x) for x in waves)
+    assert worst < 1.1 * error(there_and_back(normal(1024), format), normal(1024))
+
+
 @pytest.mark.parametrize("format", ["int8", "int6", "int4"])
 def test_zero_stays_zero_and_the_extremes_do_not_saturate(format: str) -> None:
     x = normal(4 * 128)

@@ -28,7 +28,7 @@ def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0
     """
     if format.rotated:
         # divided by the block's size, so that no sum overflows
-        x_RKE = x_RKE @ (hadamard(format.block, x_RKE.device) / format.block)
+        x_RKE = (x_RKE * signs(format.block, x_RKE.device)) @ (hadamard(format.block, x_RKE.device) / format.block)
     top = torch.linalg.vector_norm(x_RKE, torch.inf, -1, keepdim=True)
     broken = ~torch.isfinite(top)
     if broken.any():
@@ -114,8 +114,10 @@ def decode(codes_RKE: Tensor, format: Format, seed: int | None, first_block: int
 
 
 def rotate_back(x_RKE: Tensor, format: Format) -> Tensor:
-    """Levels, or sums of them times scales, as they were before the rotation: H x, or x where nothing is rotated."""
-    return x_RKE @ hadamard(format.block, x_RKE.device) if format.rotated else x_RKE
+    """Levels, or sums of them times scales, as they were before the rotation: S H x, or x where nothing is rotated."""
+    if not format.rotated:
+        return x_RKE
+    return (x_RKE @ hadamard(format.block, x_RKE.device)).mul_(signs(format.block, x_RKE.device))
 
 
 @cache
@@ -125,6 +127,15 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return matrix.to(device)
+
+
+@cache
+def signs(size: int, device: torch.device) -> Tensor:
+    """±1 [size], fp32, by which a block is multiplied before H and after: S.
+
+    H alone turns a block of equal numbers, or of a wave, into one number beside zeros, for which there is no level.
+    """
+    return 1.0 - 2.0 * ((mix(torch.arange(size)) >> 7) & 1).to(torch.float32).to(device)
 
 
 @cache

@@ -7,8 +7,8 @@ A row of n elements is cut into blocks of `block` consecutive ones, the last pad
                         nothing saturates
     int2                the four odd levels −3 … 3, clipped at 0.7 of the largest magnitude (three levels about zero
                         would leave a fourth of the codes unused and err by half as much again)
-    …-hadamard          the block rotated by H/√block first, which spreads outliers over all its elements
-                        (SDP4Bit, arXiv 2410.15526; QuIP#, arXiv 2402.04396).
+    …-hadamard          the block rotated by H S/√block first, H a Hadamard matrix and S random signs, which spreads
+                        outliers over all its elements (SDP4Bit, arXiv 2410.15526; QuIP#, arXiv 2402.04396).
                         int4: the 16 odd levels −15 … 15, clipped at 0.95 of the largest; int3, int2: the Lloyd-Max
                         levels of a normal distribution, in 1/128 of the standard deviation
 
