@@ -326,13 +326,14 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 # --- the list of them ---
 
 
-def test_the_page_names_tests_that_exist():
+@pytest.mark.parametrize(("name", "least"), [("ATTENTION.md", 40), ("QUANTIZATION.md", 20)])
+def test_the_page_names_tests_that_exist(name, least):
     """Each row of the table names one at least, with an id in brackets only where that is written in the same file."""
-    page = (TESTS.parent / "docs" / "ATTENTION.md").read_text()
+    page = (TESTS.parent / "docs" / name).read_text()
     table = page.partition("## Silent failures, and what catches them")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
-    assert len(rows) >= 40
+    assert len(rows) >= least
     files = {path: path.read_text() for path in TESTS.glob("test_*.py")}
     defined: dict[str, list[str]] = {}
     for text in files.values():
@@ -341,6 +342,6 @@ def test_the_page_names_tests_that_exist():
     for _, _, tests in rows:
         names = re.findall(r"`(\w+)(?:\[([\w-]+)\])?`", tests)
         assert names, tests
-        for name, case in names:
-            assert name in defined, name
-            assert not case or any(re.search(rf"\b{case}\b", text) for text in defined[name]), (name, case)
+        for test, case in names:
+            assert test in defined, test
+            assert not case or any(re.search(rf"\b{case}\b", text) for text in defined[test]), (test, case)
