@@ -308,7 +308,16 @@ def exporting(group: Any, folder: str) -> dict[str, Any]:
         export_quantized(model, Path(folder, "sharded"), "int4@32")
     except RewriterError as error:
         refusal = str(error)
+    split = Stack()  # this rank's own, as of a tensor-parallel model
+    with torch.no_grad():
+        split.head.weight[3, 5] += group.rank()
+    parts = ""
+    try:
+        export_quantized(split, Path(folder, "split"), "int4@32")
+    except RewriterError as error:
+        parts = str(error)
     return {
+        "parts": parts,
         "losses": (done.loss_before, done.loss_after),
         "kept": all(torch.equal(before[n], after[n]) for n in before),
         "refusal": refusal,
@@ -381,6 +390,7 @@ def test_a_sharded_model_writes_what_one_device_writes_and_keeps_its_weights(by_
         assert rank["exported"]["losses"] == pytest.approx((done.loss_before, done.loss_after), rel=1e-6)
         assert rank["exported"]["kept"]
         assert "exists. Choose another folder" in rank["exported"]["refusal"]
+        assert rank["exported"]["parts"].startswith("export_quantized: head.weight differs between ranks")
     assert sorted(path.name for path in folder.iterdir()) == ["sharded"]
 
 

@@ -10,6 +10,7 @@ from rewriter.errors import RewriterError
 from rewriter.runtime.wire import gather_start
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64: neighbouring places get weights that look random
+_PIECE = 1 << 22  # elements at a time: places take 8 bytes each
 
 
 @torch.no_grad()
@@ -40,10 +41,19 @@ def _digest(x: Tensor | None, device: torch.device) -> Tensor:
     """int64 [4]: dimensions (−1 without a tensor), the first and the second of them, the sum of weighted values."""
     if x is None:
         return torch.tensor([-1, 0, 0, 0], device=device)
-    places = torch.arange(1, x.numel() + 1, device=x.device) * _FACTOR
-    total = (x.reshape(-1).long() * (places ^ (places >> 29))).sum()
     sizes = [x.dim(), *x.shape[:2], *[1] * max(0, 2 - x.dim())]
-    return torch.cat([torch.tensor(sizes, device=device), total.to(device)[None]])
+    return torch.cat([torch.tensor(sizes, device=device), checksum(x).to(device)[None]])
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Of the bits of x, with weights by place: an int64 without dimensions."""
+    bits = x.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].long()
+        places = torch.arange(start + 1, start + 1 + len(piece), device=x.device) * _FACTOR
+        total += (piece * (places ^ (places >> 29))).sum()
+    return total
 
 
 def _described(digest: list[int]) -> str:

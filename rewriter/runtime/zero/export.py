@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rewriter.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows
+from rewriter.runtime.agreement import checksum
 from rewriter.runtime.zero.frozen import FrozenLinear
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "quantization.json"
@@ -78,7 +79,7 @@ def export_quantized(
     format, unchanged. The model keeps its weights. `folder` is there complete, or not at all.
 
     Raises RewriterError for a format that does not exist, a weight of another dtype than bf16, fp16 and fp32, a folder
-    that exists, and parameters that are sharded otherwise than by rows.
+    that exists, parameters that are sharded otherwise than by rows, and tensors that differ between ranks.
     """
     parsed, target = _parsed(format, "export_quantized"), Path(folder)
     _first(lambda: _absent(target))
@@ -220,6 +221,7 @@ def _written(model: nn.Module, format: Format) -> tuple[dict[str, Tensor], dict[
     weights: dict[str, Any] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
+    sums: dict[str, Tensor] = {}
     before = after = 0
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -239,11 +241,29 @@ def _written(model: nn.Module, format: Format) -> tuple[dict[str, Tensor], dict[
         elif id(value) in quantized:
             weights[stored] = _entry(format, whole.shape, whole.dtype)
             whole = quantize_rows(whole.reshape(-1, whole.shape[-1]), format)
+        sums[stored] = checksum(whole)
         if name in parameters:
             before, after = before + size, after + whole.nbytes
         if writes:
             tensors[stored] = whole.cpu().contiguous().clone()
+    _same_on_all_ranks(sums)
     return tensors, {"version": _VERSION, "weights": weights, "tied": tied}, (before, after)
+
+
+def _same_on_all_ranks(sums: dict[str, Tensor]) -> None:
+    """The first rank writes for all. Those of a tensor-parallel model hold parts of their own."""
+    if not dist.is_initialized() or not sums:
+        return
+    least = torch.stack(list(sums.values()))
+    most = least.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    for name, differs in zip(sums, (least != most).tolist(), strict=True):
+        if differs:
+            raise RewriterError(
+                f"export_quantized: {name} differs between ranks, as in a model that is split over tensor-parallel "
+                "ranks. Load its weights into the whole model, and export that"
+            )
 
 
 def _entry(format: Format, shape: Iterable[int], dtype: torch.dtype) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, quantize_rows
+from rewriter.runtime.agreement import checksum
 from rewriter.runtime.quantized import reduce_scatter_start
 from rewriter.runtime.wire import Transfer, gather_start
 from rewriter.runtime.zero.fsdp import ParameterGroup, local_shard
@@ -164,9 +165,7 @@ class SlicedGroup:
         """Of the bits of this rank's shards; nodes that agree have the same. An int64 without dimensions."""
         total = torch.zeros((), dtype=torch.int64, device=self.master.device)
         for parameter in self.parameters:
-            shard = local_shard(parameter)
-            bits = shard.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.element_size()]).long()
-            total += (bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum()
+            total = total * 31 + checksum(local_shard(parameter))
         return total
 
 
