@@ -77,6 +77,16 @@ def partner(p, i):
     return p ^ (1 << i)
 
 
+# --- hash ---
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
 # --- rotation ---
 
 
@@ -94,6 +104,21 @@ def _dot(x, h, INTERPRETED: tl.constexpr):
 def _high(x):
     """The upper 8 bits of mantissa of fp32 numbers, cut off: never infinite, and exact in bf16."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def signed(parts, P: tl.constexpr):
+    """S x of each block: the bits of a hash are signs."""
+    W: tl.constexpr = parts[0].shape[1]
+    found = ()
+    for p in tl.static_range(P):
+        signs = ((_mix((tl.arange(0, W) + p * W).to(tl.uint32)) << 24) & 0x80000000)[None, :]
+        x = parts[p]
+        if x.dtype == tl.float32:
+            found = found + ((x.to(tl.uint32, bitcast=True) ^ signs).to(tl.float32, bitcast=True),)
+        else:
+            found = found + ((x.to(tl.uint16, bitcast=True) ^ (signs >> 16).to(tl.uint16)).to(x.dtype, bitcast=True),)
+    return found
 
 
 @triton.jit
@@ -162,13 +187,6 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def block_starts(first, seed, K: tl.constexpr):
     """[K] of uint32 for the blocks first … first + K − 1 of a row."""
     mixed = _mix(tl.full((1,), 0, tl.uint32) + seed.to(tl.uint32))
@@ -212,7 +230,7 @@ def encode(
     K: tl.constexpr = parts[0].shape[0]
     x = ()
     if ROTATED:
-        parts = rotate(parts, h, P, INTERPRETED)
+        parts = rotate(signed(parts, P), h, P, INTERPRETED)
     for p in tl.static_range(P):
         x = x + (parts[p].to(tl.float32),)
     top_bits = _highest(x, P)

@@ -17,6 +17,7 @@ from rewriter.kernels.blocks_triton import (
     load_codes,
     rotate,
     scales_of,
+    signed,
     store_codes,
 )
 
@@ -173,7 +174,7 @@ def _dequantize_tile(
         exact = ()
         for p in tl.static_range(P):
             exact = exact + (x[p].to(tl.float16),)
-        x = rotate(exact, _matrix(h, BLOCK // P), P, INTERPRETED)
+        x = signed(rotate(exact, _matrix(h, BLOCK // P), P, INTERPRETED), P)
     found = ()
     for p in tl.static_range(P):
         value = x[p] * scales[:, None]
@@ -257,7 +258,7 @@ def _sum_tile(
             more = more + (tl.fma(x[p], scales[:, None], total[p]),)  # the product is exact
         total = more
     if ROTATED:
-        total = rotate(total, _matrix(h, BLOCK // P), P, INTERPRETED)
+        total = signed(rotate(total, _matrix(h, BLOCK // P), P, INTERPRETED), P)
     start = first * BLOCK
     if add is not None:
         own = _load_parts(add + start, (n - start).to(tl.int32), BLOCK, K, P, FULL)
