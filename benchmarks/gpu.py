@@ -4,7 +4,8 @@
     python benchmarks/gpu.py --cpu                                  # every line of it at tiny sizes, without a GPU
 
 Sections: tiles (attention of a tile, forward and backward, against fp64 and beside the library's attention), merge
-(the Triton kernel), split (what tiles of uneven grids cost), runtime (distributed attention on NCCL, an emitted model),
+(the Triton kernel), quantize (kernels of quantized messages against their specification), rates (what these move in a
+second), split (what tiles of uneven grids cost), runtime (distributed attention on NCCL, an emitted model),
 ranks (one on each GPU with NCCL; where there is a single GPU, four share it and their messages go through the CPU). A
 section or a row that cannot run is reported as such, with the reason. Exits with 1 if a row failed, with 2 where there
 is no CUDA device.
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 from gpu_merge import merging
+from gpu_quantize import quantizing, rates
 from gpu_report import Scale, Table, copy_rate
 from gpu_runtime import on_ranks, runtime
 from gpu_tiles import splitting, tiles
@@ -31,6 +33,8 @@ from gpu_tiles import splitting, tiles
 SECTIONS: dict[str, Callable[[Scale], Table]] = {
     "tiles": tiles,
     "merge": merging,
+    "quantize": quantizing,
+    "rates": rates,
     "split": splitting,
     "runtime": runtime,
     "ranks": on_ranks,

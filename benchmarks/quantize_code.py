@@ -11,7 +11,7 @@ from kernel_code import Code, build
 from rewriter.kernels import parse_format
 
 KERNELS = ("quantize_kernel", "dequantize_kernel", "reduce_kernel", "requantize_kernel")
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",

@@ -60,7 +60,7 @@ def test_everything_runs_dry() -> None:
     ran = run("--cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
-    assert len(rows) == 30 + 3 + 5 + 7 + 4
+    assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4
 
 
 def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]:

@@ -16,6 +16,7 @@ from rewriter.kernels.formats import Format
 from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, reduce_kernel, requantize_kernel
 
 WARPS = 4
+_REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 _BYTES = 16 * 32 * WARPS  # of a plane's run in a tile: what its threads store at once
 _FEWEST = 32 * 32 * WARPS  # elements of a tile: so many for a thread that its addresses and scales do not cost much
 _LEAST_ROWS = 16  # of a product of matrices
@@ -44,6 +45,8 @@ def quantize_rows(x_RN: Tensor, format: Format, order: Sequence[int] | None, see
             _seed(seed),
             DITHER=seed is not None,
             **shape,
+            # for three bits the compiler aims at fewer registers by itself, and spills some of them
+            maxnreg=_REGISTERS if format.bits == 3 and seed is not None else None,
             **_OPTIONS,
         )
 
