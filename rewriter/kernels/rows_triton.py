@@ -244,7 +244,8 @@ def _sum_tile(
     total = ()
     for _p in tl.static_range(P):
         total = total + (tl.zeros((K, BLOCK // P), tl.float32),)
-    for i in range(senders):
+    i = 0
+    while i < senders:  # the interpreter of Triton 3.6 has no range of a run-time number
         sender = i + (i >= skip).to(tl.int32)
         row = payload + sender.to(tl.int64) * sender_stride
         starts = None
@@ -257,6 +258,7 @@ def _sum_tile(
         for p in tl.static_range(P):
             more = more + (tl.fma(x[p], scales[:, None], total[p]),)  # the product is exact
         total = more
+        i += 1
     if ROTATED:
         total = signed(rotate(total, _matrix(h, BLOCK // P), P, INTERPRETED), P)
     start = first * BLOCK
