@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
@@ -21,3 +24,34 @@ def group_size(group: Ranks | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """This process's index in `group`; 0 for None."""
     return 0 if group is None else group.rank()
+
+
+def new_groups(
+    members: Sequence[Sequence[int]], among: Sequence[ProcessGroup], backend: str | None = None
+) -> list[ProcessGroup]:
+    """A new process group for each of `members`, lists of global ranks that hold this process.
+
+    All ranks of `among` call it at the same point, with their own lists, equally many; other ranks need not. `among` is
+    one group, or those of a mesh's dimensions, in the same order on all ranks.
+    """
+    _level(among)
+    return [dist.new_group(list(ranks), backend=backend, use_local_synchronization=True) for ranks in members]
+
+
+def _level(among: Sequence[ProcessGroup]) -> None:
+    """Let all ranks of `among` belong to equally many groups, with groups of one rank.
+
+    Torch makes the name by which the ranks of such a group find each other of their numbers and of how many groups the
+    process belongs to. Ranks that belong to different numbers of them would wait for each other for ever.
+    """
+    device = "cuda" if dist.get_backend(among[0]) == "nccl" else "cpu"
+    count = torch.tensor(_memberships(), device=device)
+    for group in among:
+        dist.all_reduce(count, dist.ReduceOp.MAX, group)
+    while _memberships() < count:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def _memberships() -> int:
+    """Of how many groups torch says that this process belongs to them: what it makes names of, and tells nobody."""
+    return len(dist.distributed_c10d._world.pg_names)

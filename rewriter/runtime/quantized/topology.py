@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.errors import RewriterError
 from rewriter.runtime import wire
-from rewriter.runtime.groups import group_rank, group_size
+from rewriter.runtime.groups import group_rank, group_size, new_groups
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,6 @@ class Axis:
     @classmethod
     def of(cls, group: ProcessGroup | None, name: str = "") -> Axis:
         return cls(None if group_size(group) == 1 else group, name)
-
-    def duplicate(self) -> Axis:
-        """The same ranks with messages of their own, for tensors on CPU. All of them call this at the same point."""
-        if self.group is None:
-            return self
-        group = dist.new_group(list(self.members), backend="gloo", use_local_synchronization=True)
-        return replace(self, group=group)
 
 
 @dataclass(frozen=True)
@@ -179,6 +172,14 @@ def background(topology: Topology) -> Topology:
     """
     place = id(topology)
     if place not in _backgrounds:
-        made = replace(topology, intra=topology.intra.duplicate(), inter=topology.inter.duplicate())
-        _backgrounds[place] = weakref.ref(topology, lambda _: _backgrounds.pop(place, None)), made
+        _backgrounds[place] = weakref.ref(topology, lambda _: _backgrounds.pop(place, None)), _duplicate(topology)
     return _backgrounds[place][1]
+
+
+def _duplicate(topology: Topology) -> Topology:
+    """The same ranks with messages of their own, for tensors on CPU."""
+    axes = topology.intra, topology.inter
+    groups = [axis.group for axis in axes if axis.group is not None]
+    made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))
+    intra, inter = (axis if axis.group is None else replace(axis, group=next(made)) for axis in axes)
+    return replace(topology, intra=intra, inter=inter)

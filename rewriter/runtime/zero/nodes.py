@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.errors import RewriterError
+from rewriter.runtime.groups import new_groups
 
 NODE, LOCAL = "node", "local"
 
@@ -44,8 +45,7 @@ def grid(group: ProcessGroup, local: int, device_type: str) -> Grid:
     members = dist.get_process_group_ranks(group)
     own = group.rank()
     first = own - own % local
-    by_axis = {NODE: members[own % local :: local], LOCAL: members[first : first + local]}
-    groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in by_axis.values()]
+    groups = new_groups([members[own % local :: local], members[first : first + local]], [group])
     layout = torch.tensor(members).view(-1, local)
     return Grid(
         len(members), local, DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=(NODE, LOCAL))
