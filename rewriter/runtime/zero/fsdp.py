@@ -42,6 +42,7 @@ class ParameterGroup:
 
     def __init__(self, module: FSDPModule, group: Any, outermost: bool) -> None:
         self.module, self._group, self._outermost = module, group, outermost
+        self._reduced: list[ShardedParameter] = []
 
     @property
     def name(self) -> str:
@@ -75,6 +76,39 @@ class ParameterGroup:
     def trainable(self) -> list[ShardedParameter]:
         """Those that require a gradient now."""
         return [p for p in self.parameters if p.parameter.requires_grad]
+
+    def watch_reductions(self) -> None:
+        """Have `reduced` say what each reduction holds. FSDP2 leaves out parameters without a gradient, and its
+        reduce-scatter is told the number of elements alone; by then the gradients are gone."""
+        reduce = self._group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            self._reduced = [
+                p for p, held in zip(self.parameters, self._group.fsdp_params, strict=True) if self._takes_part(held)
+            ]
+            reduce(*unused)
+
+        self._group.post_backward = post_backward
+
+    def _takes_part(self, p: Any) -> bool:
+        """As FSDP2 chooses."""
+        if not hasattr(p, "_unsharded_param"):
+            return False
+        if p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None:
+            return True
+        unused = getattr(self._group, "reduce_scatter_unused_params", False)  # torch 2.13
+        return bool(unused and p.unsharded_param.requires_grad)
+
+    @property
+    def reduced(self) -> list[ShardedParameter]:
+        """Those whose gradients the reduction under way holds, in its order; after `watch_reductions`."""
+        return self._reduced
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many copies of the shards there are (HSDP), and which one this rank has a part of."""
+        info = self._group.mesh_info
+        return (info.replicate_mesh_size, info.replicate_mesh_rank) if isinstance(info, HSDPMeshInfo) else (1, 0)
 
     @property
     def gathered_dtypes(self) -> set[torch.dtype]:
@@ -128,6 +162,7 @@ class ParameterGroup:
             self.module.set_custom_all_gather(all_gather)
         if reduce_scatter is not None:
             self.module.set_custom_reduce_scatter(reduce_scatter)
+            self.watch_reductions()
 
     def keep_in(self, mesh: DeviceMesh | None) -> None:
         """After forward keep a shard among the ranks of `mesh`'s last dimension (its first: the copies); None keeps

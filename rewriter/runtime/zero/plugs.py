@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rewriter.errors import RewriterError
 from rewriter.kernels import parse_format, parse_hops
 from rewriter.runtime.events import observe
 from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start
@@ -67,7 +68,8 @@ class QuantizedReduceScatter(ReduceScatter):
     """qgZ (sections 3.3 and B.3): gradients are summed inside the node, requantized, then summed between nodes.
 
     Sums are made in fp32 and rounded once, to FSDP2's reduction dtype; a rank's own part is never quantized. Dither
-    makes the error's mean over ranks and steps zero: its seed advances with every call, on all ranks alike.
+    makes the error's mean over ranks and steps zero: its seed advances with every call, on all ranks alike, and differs
+    between the replicas of HSDP, whose errors are averaged too.
     """
 
     def __init__(self, grid: Grid, format: str, parameters: ParameterGroup, name: str, seeds: Seeds) -> None:
@@ -83,14 +85,18 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> None:
         ranks = group.size()
         rows_RN = input_tensor.view(ranks, -1)
-        layout = Layout([p.padded for p in self.parameters.trainable], self.block)
-        if rows_RN.shape[1] != layout.n:  # some took no part in this backward, and FSDP2 does not say which
-            layout = Layout([rows_RN.shape[1]], self.block)
+        layout = Layout([p.padded for p in self.parameters.reduced], self.block)
+        if rows_RN.shape[1] != layout.n:
+            raise RewriterError(
+                f"gradients: FSDP2 reduces {rows_RN.shape[1]} elements of {self.name}, and parameters with gradients "
+                f"have {layout.n}: this version of torch chooses them otherwise. Leave `gradients` out"
+            )
+        replicas, replica = self.parameters.replicas
         mine_M = reduce_scatter_start(
             layout.blocked(rows_RN),
             self.grid.mesh,
             self.format,
-            seed=self.seeds.next(),
+            seed=self.seeds.next() * replicas + replica,
             factor=reduction_factor(op, ranks),
             name=self.name,
             wait=True,

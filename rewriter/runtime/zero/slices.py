@@ -67,6 +67,7 @@ class SlicedGroup:
         self.kept: Tensor | None = None  # gradients that the other nodes have not seen yet
         self.masters = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
         self.read_masters()
+        group.watch_reductions()
         group.module.set_all_reduce_hook(self._reduce)
         for i, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(lambda p, i=i: self._take(i, p))
@@ -105,11 +106,13 @@ class SlicedGroup:
         factor of the user's FSDP2 has averaged over the node's ranks, and nodes are averaged here; else nodes are
         summed, as HSDP does.
         """
-        if reduced_N.numel() != self.layout.n:
+        reduced = [id(p.parameter) for p in self.group.reduced]
+        if reduced != [id(p) for p in self.parameters] or reduced_N.numel() != self.layout.n:
             raise RewriterError(
-                f"node_resident: FSDP2 reduced {reduced_N.numel()} elements of {self.name}, expected {self.layout.n}: "
-                "some parameters got no gradient, or requires_grad has changed. Freeze those that take no part before "
-                "node_resident, or call set_reduce_scatter_unused_params(True) (torch 2.13)"
+                f"node_resident: FSDP2 reduced {len(reduced)} parameters of {self.name} ({reduced_N.numel()} numbers), "
+                f"expected {len(self.parameters)} ({self.layout.n}): some parameters got no gradient, or requires_grad "
+                "or the parameters themselves have changed. Freeze those that take no part before node_resident, or "
+                "call set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
         hold(reduced_N)
         if self.kept is not None:
