@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rewriter.kernels import (
     Format,
@@ -19,6 +20,7 @@ from rewriter.kernels import (
     quantize,
     quantize_rows,
 )
+from rewriter.kernels.blocks import hadamard
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # the table in the docs is made with the same numbers
 from formats import correlated, error, mean_in_two_hops, mean_over_ranks, normal, outliers, student, there_and_back
@@ -240,6 +242,21 @@ def test_two_hops_over_8_nodes_of_8_with_rotation() -> None:
     assert nearest > 1.1 * dithered
 
 
+def test_what_is_kept_between_calls_serves_all_of_them() -> None:
+    """Matrices and levels that were first made for fake tensors, or in inference mode."""
+    x = normal(1024)
+    for format in ("int4-hadamard@512", "int2-hadamard@256"):  # which no other test has
+        with FakeTensorMode():
+            parse = parse_format(format)
+            assert type(hadamard(parse.block, x.device)) is not torch.Tensor
+        with torch.inference_mode():
+            first = there_and_back(x, format)
+        weight = x.clone().requires_grad_()
+        assert torch.equal(there_and_back(weight, format), first)
+        assert not there_and_back(weight, format).requires_grad
+        assert not hadamard(parse.block, x.device).is_inference()
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -256,6 +273,7 @@ def test_two_hops_over_8_nodes_of_8_with_rotation() -> None:
         (lambda: quantize(torch.ones(3, dtype=torch.int32), "int8"), "int32"),
         (lambda: dequantize(torch.zeros(144, dtype=torch.uint8), "int8", (129,), torch.float32), "272 bytes for 129"),
         (lambda: dequantize(torch.zeros(144), "int8", (128,), torch.float32), "float32"),
+        (lambda: dequantize(torch.zeros(144, dtype=torch.uint8), "int8", (128,), torch.float64), "dtype torch.float64"),
         (lambda: quantize_rows(torch.ones(1, 8), "int8", out=torch.empty(1, 3, dtype=torch.uint8)), "144"),
     ],
 )

@@ -5,13 +5,17 @@ Shape suffixes: R rows, K blocks of a row, E elements of a block. All arithmetic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
 from rewriter.kernels.formats import Format
+
+_Arguments = ParamSpec("_Arguments")
 
 SMALLEST = 2.0**-126  # the smallest normal fp32; a scale below it becomes 0, as its reciprocal has no use
 SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
@@ -120,7 +124,24 @@ def rotate_back(x_RKE: Tensor, format: Format) -> Tensor:
     return (x_RKE @ hadamard(format.block, x_RKE.device)).mul_(signs(format.block, x_RKE.device))
 
 
-@cache
+def _kept(make: Callable[_Arguments, Tensor]) -> Callable[_Arguments, Tensor]:
+    """`make`, whose tensors serve all later calls: not those of a FakeTensorMode, nor of inference mode alone."""
+    found: dict[tuple[object, ...], Tensor] = {}
+
+    def get(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Tensor:
+        key = (*args, *kwargs.values())
+        if key not in found:
+            with torch.inference_mode(False):
+                made = make(*args, **kwargs)
+            if type(made) is not Tensor:
+                return made
+            found[key] = made
+        return found[key]
+
+    return get
+
+
+@_kept
 def hadamard(size: int, device: torch.device) -> Tensor:
     """Sylvester's matrix of ±1 [size, size], fp32: symmetric, and its square is size times the identity."""
     matrix = torch.ones(1, 1)
@@ -129,7 +150,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix.to(device)
 
 
-@cache
+@_kept
 def signs(size: int, device: torch.device) -> Tensor:
     """±1 [size], fp32, by which a block is multiplied before H and after: S.
 
@@ -138,7 +159,7 @@ def signs(size: int, device: torch.device) -> Tensor:
     return 1.0 - 2.0 * ((mix(torch.arange(size)) >> 7) & 1).to(torch.float32).to(device)
 
 
-@cache
+@_kept
 def _table(format: Format, device: torch.device) -> Tensor:
     positive = format.positive_levels
     return torch.tensor([*(-level for level in reversed(positive)), *positive], dtype=torch.float32, device=device)

@@ -50,6 +50,7 @@ def dequantize(
     return dequantize_rows(payload[None], format, n, dtype, seed=seed).view(tuple(shape))
 
 
+@torch.no_grad()
 def quantize_rows(
     x_RN: Tensor,
     format: str | Format,
@@ -100,6 +101,7 @@ def _quantize_rows(x_RN: Tensor, format: Format, seed: int | None, out_RB: Tenso
         _pack(codes, format, [plane[some, first:last] for plane in planes_RKB])
 
 
+@torch.no_grad()
 def dequantize_rows(
     payload_RB: Tensor,
     format: str | Format,
@@ -115,7 +117,7 @@ def dequantize_rows(
     rank. Raises ValueError for payloads of another size.
     """
     format = parse_format(format)
-    _check(payload_RB, format, n, 2)
+    _check(payload_RB, format, n, 2, dtype)
     rows = payload_RB.shape[0]
     if out is None:
         out = torch.empty(rows, n, dtype=dtype, device=payload_RB.device)
@@ -142,6 +144,7 @@ def _dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | Non
             out_RN[group][some, start:end] = x.flatten(1)[:, : end - start]
 
 
+@torch.no_grad()
 def dequantize_reduce(
     payload_PRB: Tensor,
     format: str | Format,
@@ -197,6 +200,7 @@ def _dequantize_reduce(
         out_RN[some, start:end] = total if factor == 1.0 else total * factor
 
 
+@torch.no_grad()
 def dequantize_reduce_quantize(
     payload_PRB: Tensor,
     format: str | Format,
@@ -237,13 +241,15 @@ def _triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _check(payload: Tensor, format: Format, n: int, dimensions: int) -> None:
+def _check(payload: Tensor, format: Format, n: int, dimensions: int, dtype: torch.dtype = torch.float32) -> None:
     size = format.payload_bytes(n)
     if payload.dim() != dimensions or payload.shape[-1] != size or payload.dtype != torch.uint8:
         raise ValueError(
             f"dequantize: a payload {payload.dtype} of shape {list(payload.shape)}, expected torch.uint8 with "
             f"{dimensions} dimensions, the last of {size} bytes for {n} elements in {format}"
         )
+    if dtype not in DTYPES:
+        raise ValueError(f"dequantize: dtype {dtype}, expected bfloat16, float16 or float32")
 
 
 def _pieces(rows: int, count: int, format: Format) -> Iterator[tuple[slice, int, int]]:

@@ -16,6 +16,7 @@ from rewriter.kernels.formats import Format
 from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, reduce_kernel, requantize_kernel
 
 WARPS = 4
+_ALL_REGISTERS = 255  # of a thread: rotated sums spill where the compiler aims at fewer
 _REGISTERS = 168  # of a thread, so that three programs fit on a multiprocessor
 _BYTES = 16 * 32 * WARPS  # of a plane's run in a tile: what its threads store at once
 _FEWEST = 32 * 32 * WARPS  # elements of a tile: so many for a thread that its addresses and scales do not cost much
@@ -108,6 +109,7 @@ def dequantize_reduce(
             _seed(seed),
             DITHER=seed is not None,
             **shape,
+            maxnreg=_ALL_REGISTERS if format.rotated else None,
             **_OPTIONS,
         )
 
