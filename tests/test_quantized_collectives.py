@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rewriter import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize
-from rewriter.runtime import all_reduce_start, all_reduce_wait, mark, record_events
+from rewriter.runtime import all_reduce_start, all_reduce_wait, interrupted, mark, record_events
 from rewriter.runtime.collectives import (
     quantized_all_gather,
     quantized_all_reduce,
@@ -509,20 +509,34 @@ def test_started_early_it_needs_nobody_until_it_is_waited_for():
 
 
 def broken(group):
-    """A thread's error is the waiting caller's."""
-    pending = quantized_all_reduce_start(torch.ones(3000), group, format="int8", stages=2)
-    all_reduce_wait(pending)
-    with pytest.MonkeyPatch.context() as patch:
+    """What is said, for each way to run programs, by the next call after one that failed between messages."""
+    x, said = torch.ones(3000), {}
+    ways = {
+        "thread": lambda: quantized_all_reduce_start(x, group, format="int8", stages=2),
+        "now": lambda: flat_all_reduce_start(x, group, "int8", wait=True),
+        "one message": lambda: reduce_scatter_start(x, group, "int8"),
+    }
 
-        def fails(*_: Any) -> None:
-            raise RuntimeError("the link is down")
-            yield
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the link is down")
 
-        patch.setattr(hops, "all_reduce", fails)
-        pending = quantized_all_reduce_start(torch.ones(3000), group, format="int8", stages=2)
-        with pytest.raises(RuntimeError, match="the link is down"):
-            all_reduce_wait(pending)
-    return True
+    for way, start in ways.items():
+        interrupted._interrupted.clear()
+        waited(start())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hops.Summands, "total", fails)
+            patch.setattr(hops.Summands, "requantized", fails)
+            with pytest.raises(RuntimeError, match="the link is down"):
+                waited(start())
+        for after, later in ways.items():
+            with pytest.raises(RewriterError) as error:
+                waited(later())
+            said[way, after] = str(error.value)
+    return said
+
+
+def waited(started):
+    return started.wait() if isinstance(started, Transfer) else all_reduce_wait(started)
 
 
 # --- what is not a number, and what cannot be done ---
@@ -561,11 +575,10 @@ def test_what_is_not_finite_and_what_cannot_be_done():
     """Blocks of 128 that one rank could not quantize are NaN on all, the others are what they are."""
     expected = 2 * numbers(0, 700)
     expected[256:512] = float("nan")
-    for found, messages, raised in of(odd, 2):
+    for found, messages, _ in of(odd, 2):
         for total in found:
             assert torch.equal(total.isnan(), expected.isnan())
             assert relative(total.nan_to_num(), expected.nan_to_num().double()) < 0.15
-        assert raised
         for name, words in {
             "format": "quantized_all_reduce mlp: format 'int5': expected one of int8, ",
             "hops": '"int8/int4" is a format inside nodes and one between them, but there is one group of 2 ranks',
@@ -580,3 +593,11 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "parts": "dimension 0 does not divide by 2 ranks",
         }.items():
             assert words in messages[name], name
+
+
+def test_an_error_between_messages_is_not_forgotten():
+    """The waiting caller gets a thread's error too. Every later call would sum what has yet to arrive for this one."""
+    for *_, said in of(odd, 2):
+        assert len(said) == 9
+        for words in said.values():
+            assert "an earlier call in this process ended in RuntimeError(the link is down) with messages" in words

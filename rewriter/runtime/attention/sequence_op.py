@@ -9,8 +9,6 @@ heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758 moves them, quan
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -32,6 +30,7 @@ from rewriter.runtime.attention.keys import Quantized
 from rewriter.runtime.attention.local import check_kernels
 from rewriter.runtime.attention.tiles import accumulation_dtype
 from rewriter.runtime.attention.visibility import Visibility
+from rewriter.runtime.interrupted import messages_under_way
 
 
 @dataclass(frozen=True)
@@ -172,24 +171,6 @@ def check_heads(plan: SequencePlan, query: int, kv: int) -> None:
     )
 
 
-_interrupted: list[str] = []  # the error that ended a call of this process
-
-
-@contextmanager
-def _messages() -> Iterator[None]:
-    """Messages are under way within it. After an error, a later call would take what has yet to arrive for its own."""
-    if _interrupted:
-        raise RewriterError(
-            f"sequence attention: an earlier call in this process ended in {_interrupted[0]} with messages under way, "
-            "which later calls would take for theirs. Start all processes again"
-        )
-    try:
-        yield
-    except BaseException as error:
-        _interrupted.append(f"{type(error).__name__}({error})")
-        raise
-
-
 # --- the operator ---
 
 
@@ -238,7 +219,7 @@ def _forward(
     nothing = q.new_empty(0)
     if quantized is not None:
         k, v = quantized.closed(k, v)
-    with _messages():
+    with messages_under_way("sequence attention"):
         if not where.exchanges_heads:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
@@ -312,7 +293,7 @@ def _backward(
     if k.dtype == torch.uint8 and where.format is not None:
         quantized = Quantized(where.format, q.shape[3], do.shape[3], q.dtype)
     call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale, quantized)
-    with _messages():
+    with messages_under_way("sequence attention"):
         (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
         dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
         dsinks = q.new_empty(0)

@@ -5,19 +5,21 @@ it arrived. `pipelined` resumes them so that while one chunk's second message is
 
 On CUDA, all of it is enqueued at once, on a stream of its own. On CPU somebody must wait for the first message, reduce,
 quantize and send the second: a thread of its own does, one collective after another in the order in which they were
-started, which is the same on all ranks.
+started, which is the same on all ranks. After an error, whoever runs programs refuses to: ranks are out of step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from rewriter.runtime.interrupted import messages_under_way
 from rewriter.runtime.wire import Transfer
 
 Program = Generator[Transfer, None, None]
@@ -44,6 +46,12 @@ def _advanced(program: Program) -> tuple[Program, Transfer] | None:
     return None if transfer is None else (program, transfer)
 
 
+@contextmanager
+def _messages() -> Iterator[None]:
+    with messages_under_way("quantized collectives"), torch.no_grad():
+        yield
+
+
 def start(programs: Sequence[Program], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
     """Begin `programs`, which write `result`; `wait` gives it. `keep` is what they read."""
     if result.is_cuda:
@@ -55,20 +63,21 @@ def start(programs: Sequence[Program], result: Tensor, keep: Sequence[Tensor]) -
 
 def start_one(program: Program, result: Tensor, keep: Sequence[Tensor]) -> Transfer:
     """Begin a program of one message, which needs nobody while that is on its way; `wait` runs the rest."""
-    with torch.no_grad():
+    with _messages():
         transfer = next(program)
 
     def finish() -> Tensor:
-        with torch.no_grad():
+        with _messages():
+            transfer.wait()
             pipelined([program])
         return result
 
-    return Transfer([transfer], finish, (*keep,))
+    return Transfer([], finish, (*keep,))
 
 
 def run(programs: Sequence[Program], result: Tensor) -> Tensor:
     """`result`, once `programs` have written it."""
-    with torch.no_grad():
+    with _messages():
         pipelined(programs)
     return result
 
@@ -84,7 +93,7 @@ class _Job:
 
     def run(self) -> None:
         try:
-            with torch.inference_mode(self.inference), torch.no_grad():
+            with torch.inference_mode(self.inference), _messages():
                 pipelined(self.programs)
         except BaseException as error:  # raised where it is waited for
             self.error = error
@@ -133,7 +142,7 @@ def _start_on_stream(programs: Sequence[Program], result: Tensor, keep: Sequence
             _streams[result.device] = torch.cuda.Stream()
         stream = _streams[result.device]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.stream(stream), _messages():
             pipelined(programs)
             recorded = _Recorded()
     return Transfer([recorded], lambda: result, (*keep,))
