@@ -525,6 +525,46 @@ def loaded_weights(group):
     return all(torch.equal(p.to_local(), state[name].to_local()) for name, p in made.named_parameters())
 
 
+def small_resident(lr=1e-2, width=64, **options):
+    """One linear layer [width, width], trained by SGD."""
+    from torch.distributed.fsdp import fully_shard
+
+    from rewriter.runtime.training import node_mesh, node_resident
+
+    torch.manual_seed(0)
+    mesh, made = node_mesh("cpu", LOCAL), nn.Linear(width, width)
+    fully_shard(made, mesh=mesh["local"])
+    options = {"gradients": "int8", "weights": "int8"} | options
+    return made, node_resident(made, mesh, lambda groups: torch.optim.SGD(groups, lr=lr), **options)
+
+
+def scaled(group):
+    """By scaler: how far weights move, and the scale, after a step with one rank's overflow and one without, with what
+    SGD moves them by."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(7))
+    found = {}
+    for scaler in (torch.amp.GradScaler, ShardedGradScaler):
+        made, optimizer = small_resident()
+        plain = nn.Linear(64, 64)
+        plain.load_state_dict({name: p.full_tensor() for name, p in made.named_parameters()})
+        plain(x).square().sum().backward()
+        scale, steps, before = scaler("cpu", init_scale=8.0), [], made.weight.detach().full_tensor()
+        for overflows in (True, False):
+            optimizer.zero_grad()
+            scale.scale(made(x).square().sum()).backward()
+            if overflows and group.rank() == 0:
+                optimizer.param_groups[0]["params"][0].grad[0] = torch.inf
+            if scaler is torch.amp.GradScaler:  # as for clipping
+                scale.unscale_(optimizer)
+            scale.step(optimizer)
+            scale.update()
+            steps.append((made.weight.detach().full_tensor() - before, scale.get_scale()))
+        found[scaler.__name__] = (steps, -1e-2 * plain.weight.grad)
+    return found
+
+
 def options(group):
     """Groups of parameters with options of their own, and one parameter that is not trained: weights before and after
     a step without gradients, and what they should have decayed by."""
@@ -578,6 +618,7 @@ def resident_cases(group, slow):
         "owner adds what it holds": trained(group, 2, owner_adds_what_it_holds),
         "loaded": loaded_weights(group),
         "options": options(group),
+        "scaled": scaled(group),
         "reports": reports(group),
         "refused": refusals(group),
     }
@@ -633,6 +674,15 @@ def test_an_owner_that_adds_what_it_holds_is_found():
 
 def test_loaded_weights_renew_the_masters():
     assert all(rank["loaded"] for rank in of_resident())
+
+
+@pytest.mark.parametrize("scaler", ["GradScaler", "ShardedGradScaler"])
+def test_an_overflow_of_one_rank_skips_the_step_of_all(scaler):
+    for rank in of_resident():
+        ((skipped, halved), (moved, kept)), expected = rank["scaled"][scaler]
+        assert float(skipped.norm()) == 0
+        assert halved == kept == 4.0
+        assert float((moved - expected).norm()) <= 0.02 * float(expected.norm())
 
 
 def test_parameters_keep_the_options_of_their_groups():

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -27,6 +28,7 @@ from rewriter.errors import RewriterError
 from rewriter.kernels import Format, parse_format
 from rewriter.runtime.zero.fsdp import groups_of
 from rewriter.runtime.zero.plugs import Seeds
+from rewriter.runtime.zero.scaling import overflowed
 from rewriter.runtime.zero.slices import SlicedGroup
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -154,9 +156,21 @@ class NodeResident(Optimizer):
         for group in self._groups:
             group.read_masters()
 
+    _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters, then exchange what they differ by from what the nodes compute with. All ranks call it."""
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Step the masters, then exchange what they differ by from what the nodes compute with. All ranks call it.
+
+        `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
+        """
+        if hasattr(self, "found_inf"):
+            raise RewriterError(
+                "node_resident: this version of torch tells optimizers of this rank's overflow only. Train in "
+                "bfloat16, without GradScaler"
+            )
+        if grad_scaler is not None and overflowed(grad_scaler, self, self._mesh):
+            return None
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         sent = [group.send() for group in self._groups]
         for group, transfer in zip(self._groups, sent, strict=True):
