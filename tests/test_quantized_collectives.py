@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rewriter import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize
-from rewriter.runtime import all_reduce_start, all_reduce_wait, interrupted, mark, record_events
+from rewriter.runtime import all_reduce_start, all_reduce_wait, groups, interrupted, mark, record_events, wire
 from rewriter.runtime.collectives import (
     quantized_all_gather,
     quantized_all_reduce,
@@ -496,7 +497,30 @@ def early(group):
         "again": all_reduce_wait(unflattened) is one,
         "alone": quantized_all_reduce_start(first, None, format="int8").value is first,
         "leaf": leaves == [first],
+        "groups": groups_made(first, mesh) == [1, 0, 0],
+        "backward": backward_groups(first) == [True],
     }
+
+
+def groups_made(x, mesh):
+    """By each of three collectives."""
+    counts = [groups._memberships()]
+    for _ in range(3):
+        all_reduce_wait(quantized_all_reduce_start(x, mesh["local"], format="int8"))
+        counts.append(groups._memberships())
+    return [after - before for before, after in pairwise(counts)]
+
+
+def backward_groups(x):
+    """Whether two groups of the same ranks are kept apart: which of them backward runs on."""
+    first, second = (dist.new_group(list(range(4))) for _ in range(2))
+    on_first, _ = (quantized_reduce_scatter(x, group, format="int8") for group in (first, second))
+    used = []
+    with pytest.MonkeyPatch.context() as patch:
+        start = wire._start
+        patch.setattr(wire, "_start", lambda *args: used.append(args[2] is first) or start(*args))
+        on_first.sum().backward()
+    return used
 
 
 def test_started_early_it_needs_nobody_until_it_is_waited_for():

@@ -24,10 +24,20 @@ from rewriter.runtime.groups import group_rank, group_size, new_groups
 
 @dataclass(frozen=True)
 class Axis:
-    """One hop's ranks. `group` is None where there is one; `name` is the mesh's, for counting bytes."""
+    """One hop's ranks; `name` is the mesh's, for counting bytes. Torch keeps the group, until it is destroyed."""
 
-    group: ProcessGroup | None = None
+    held: weakref.ref[ProcessGroup] | None = None
     name: str = ""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """None where there is one rank."""
+        if self.held is None:
+            return None
+        group = self.held()
+        if group is None:
+            raise RewriterError("quantized collectives: their process group was destroyed. Pass one that exists")
+        return group
 
     @property
     def ranks(self) -> int:
@@ -40,23 +50,32 @@ class Axis:
     @property
     def members(self) -> tuple[int, ...]:
         """Global ranks."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return (dist.get_rank() if dist.is_initialized() else 0,)
-        return tuple(dist.get_process_group_ranks(self.group))
+        return tuple(dist.get_process_group_ranks(group))
+
+    @property
+    def place(self) -> str:
+        """The ranks, and the names of their group: the same in every run that makes its groups in the same order."""
+        group = self.group
+        return f"{self.members} {self.name} {'' if group is None else group.group_name}"
 
     def all_to_all_start(self, sent_PB: Tensor, name: str) -> wire.Transfer:
         """Row r goes to rank r; see `wire.all_to_all_rows_start`."""
-        assert self.group is not None
-        return wire.all_to_all_rows_start(sent_PB, self.group, name, self.name)
+        group = self.group
+        assert group is not None
+        return wire.all_to_all_rows_start(sent_PB, group, name, self.name)
 
     def gather_start(self, rows_PB: Tensor, name: str) -> wire.Transfer:
         """The rows of all ranks, in place; see `wire.gather_rows_start`."""
-        assert self.group is not None
-        return wire.gather_rows_start(rows_PB, self.group, name, self.name)
+        group = self.group
+        assert group is not None
+        return wire.gather_rows_start(rows_PB, group, name, self.name)
 
     @classmethod
     def of(cls, group: ProcessGroup | None, name: str = "") -> Axis:
-        return cls(None if group_size(group) == 1 else group, name)
+        return cls(None if group is None or group.size() == 1 else weakref.ref(group), name)
 
 
 @dataclass(frozen=True)
@@ -83,8 +102,8 @@ class Topology:
 
     @cached_property
     def key(self) -> str:
-        """The same for the same ranks in every run, so that compiled graphs can be cached."""
-        place = f"{self.inter.members} {self.intra.members} {self.inter.name} {self.intra.name}"
+        """The same for the same groups in every run, so that compiled graphs can be cached."""
+        place = f"{self.inter.place} {self.intra.place}"
         return f"{self.inter.ranks}x{self.intra.ranks} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
     def size(self) -> int:
@@ -98,7 +117,8 @@ _backgrounds: dict[int, tuple[weakref.ref[Topology], Topology]] = {}
 
 
 def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> Topology:
-    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node); made once for each.
+    """The topology of a group, of a mesh of one dimension, or of a mesh (nodes, ranks of a node): one for all meshes of
+    the same groups, as mesh["local"] is another object each time.
 
     None is one rank. Raises RewriterError for meshes of more dimensions, and for anything else.
     """
@@ -109,7 +129,10 @@ def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> T
     place = id(mesh_or_group)  # not the mesh, which equals one that was made of other process groups
     if place not in _topologies:
         made = _made(mesh_or_group)
-        _topologies[place] = weakref.ref(mesh_or_group, lambda _: _topologies.pop(place, None)), made
+        if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
+            _by_key[made.key] = made
+        found = _by_key[made.key]
+        _topologies[place] = weakref.ref(mesh_or_group, lambda _: _topologies.pop(place, None)), found
     return _topologies[place][1]
 
 
@@ -181,5 +204,5 @@ def _duplicate(topology: Topology) -> Topology:
     axes = topology.intra, topology.inter
     groups = [axis.group for axis in axes if axis.group is not None]
     made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))
-    intra, inter = (axis if axis.group is None else replace(axis, group=next(made)) for axis in axes)
+    intra, inter = (axis if axis.group is None else Axis.of(next(made), axis.name) for axis in axes)
     return replace(topology, intra=intra, inter=inter)
