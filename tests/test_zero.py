@@ -281,7 +281,42 @@ def plug_cases(group, slow):
     found = {name: plug_case(group, expected, *case) for name, case in CASES.items() if (name in SLOW) == slow}
     faults = {} if slow else FAULTY
     found |= {fault: plug_case(group, expected, *CASES[name], fault) for fault, name in faults.items()}
-    return found if slow else found | {"replicas": replicas()}
+    return (
+        found
+        if slow
+        else found | {"replicas": replicas(), "stepped": {n: stepped_after(p) for n, p in STEPPED.items()}}
+    )
+
+
+STEPPED = {
+    "hpz": {"secondary": LOCAL},
+    "kept whole": {"secondary": 1},
+    "qwz+hpz": {"weights": "int8", "secondary": LOCAL},
+}
+
+
+def stepped_after(plugs):
+    """What is computed after a step that a forward pass without gradients came before, and what it should be."""
+    from torch.distributed.fsdp import fully_shard
+
+    from rewriter.runtime.training import zero_plus_plus
+
+    def run(plugs):
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        for module in (made[0], made[2], made):
+            fully_shard(module, mesh=flat_mesh(), reshard_after_forward=True)
+        if plugs:
+            zero_plus_plus(made, **plugs)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
+        x = torch.linspace(-1, 1, 64).view(2, 32)
+        made(x).square().sum().backward()
+        with torch.no_grad():
+            before = made(x)
+        optimizer.step()
+        return before, made(x).detach()
+
+    return run(plugs), run(None)
 
 
 def replicas():
@@ -386,6 +421,15 @@ def test_replicas_round_differently_so_that_their_errors_average_out():
             _, found, expected = ranks[rank]
             error.append(float((found - expected).norm() / expected.norm()))
         assert max(error) < 0.02, error
+
+
+@pytest.mark.parametrize("plugs", STEPPED)
+def test_a_step_after_a_forward_pass_without_gradients_is_seen(plugs):
+    for rank in of_plugs():
+        (before, found), (_, expected) = rank["stepped"][plugs]
+        error, moved = ((found - other).norm() / expected.norm() for other in (expected, before))
+        assert error < (0.02 if "qwz" in plugs else 1e-6)
+        assert moved > 0.1, moved
 
 
 # --- weights that stay in the node ---

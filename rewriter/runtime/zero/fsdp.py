@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 
 from rewriter.errors import RewriterError
@@ -188,6 +188,28 @@ class ParameterGroup:
             p.post_forward_mesh_info = info
             if info is not None:
                 p._init_sharded_post_forward_param_metadata(torch.empty(p._orig_size, device="meta"))
+        self._renew_when_changed()
+
+    def _renew_when_changed(self) -> None:
+        """Have forward gather anew once shards were written to: what a forward pass without a backward pass has left
+        would otherwise be computed with again, after the step. Backward computes with what its forward had."""
+        group, unshard = self._group, self._group.unshard
+        gathered: list[int] = []
+
+        def versions() -> list[int]:
+            return [
+                n for p in group.fsdp_params for n in (p.sharded_param._version, p.sharded_param._local_tensor._version)
+            ]
+
+        def renewed(async_op: bool = False) -> None:
+            kept = not group.is_sharded and group._all_gather_result is None
+            if kept and group._training_state != TrainingState.PRE_BACKWARD and versions() != gathered:
+                group._to_sharded()
+            if group.is_sharded:
+                gathered[:] = versions()
+            unshard(async_op)
+
+        group.unshard = renewed
 
 
 def groups_of(model: nn.Module, caller: str) -> list[ParameterGroup]:

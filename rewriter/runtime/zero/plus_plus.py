@@ -58,8 +58,9 @@ def zero_plus_plus(
     elements, such as the weights of a new norm, which plain ones hold well. gradients: that of reductions, inside
     the node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered. None leaves either as it is. secondary:
     keep a copy of what forward gathered among groups of so many neighbouring ranks until backward, which then gathers
-    from them (hpZ). Backward then computes with forward's weights, quantized or not. Usually the ranks of a node; any
-    number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else `secondary`.
+    from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass gathers anew once
+    weights were written to in place (through `.data` it cannot be seen: call `reshard()`). Usually the ranks of a
+    node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else `secondary`.
 
     Works with gradient accumulation of either kind, mixed precision, and divide factors of gradients. Weights are read
     from and gradients written to FSDP2's own buffers; the shards that the optimizer steps are never quantized.
