@@ -560,13 +560,44 @@ def one_step(made, optimizer, ids):
 
 
 def loaded_weights(group):
-    """Weights that are loaded into the model stay: masters follow."""
+    """What is not so of: weights that are loaded into the model, or a part, stay, since masters follow; masters of
+    other parts do not change; parameters put in the place of others are trained; and `model.zero_grad`."""
     made = model()
     optimizer = resident(made)
+    wrong = []
+
+    def check(what, right):
+        if not right:
+            wrong.append(what)
+
+    def stays(state, prefix=""):
+        optimizer.step()  # no gradient
+        return all(torch.equal(made.get_parameter(prefix + name).to_local(), p.to_local()) for name, p in state.items())
+
     state = {name: p + 1 for name, p in made.state_dict().items()}
     made.load_state_dict(state)
-    optimizer.step()  # no gradient
-    return all(torch.equal(p.to_local(), state[name].to_local()) for name, p in made.named_parameters())
+    check("model", stays({name: state[name] for name, _ in made.named_parameters()}))
+    for owned in optimizer._groups:
+        owned.master += 0.25
+    part = {name: p + 2 for name, p in made.bend.state_dict().items()}
+    made.bend.load_state_dict(part)
+    bend = {id(p) for p in made.bend.parameters()}
+    for owned in optimizer._groups:
+        ahead = owned.master - owned._replica()
+        for piece in owned.pieces[owned.node]:
+            expected = 0.0 if id(owned.parameters[piece.parameter]) in bend else 0.25
+            check("masters", bool((ahead[piece.place] - expected).abs().max() < 1e-5))
+    check("part", stays(part, "bend."))
+    made.load_state_dict({name: p - 1 for name, p in made.state_dict().items()}, assign=True)
+    before = replica(made)
+    made(batches(group)[0]).backward()
+    masters = [p for group_ in optimizer.param_groups for p in group_["params"]]
+    check("hooks", all(p.grad is None for p in made.parameters()) and all(p.grad is not None for p in masters))
+    optimizer.step()
+    check("trained", any(not torch.equal(p, before[name]) for name, p in replica(made).items()))
+    made.zero_grad()
+    check("zero_grad", all(p.grad is None for p in masters))
+    return wrong
 
 
 def small_resident(lr=1e-2, width=64, **options):
@@ -717,7 +748,7 @@ def test_an_owner_that_adds_what_it_holds_is_found():
 
 
 def test_loaded_weights_renew_the_masters():
-    assert all(rank["loaded"] for rank in of_resident())
+    assert [rank["loaded"] for rank in of_resident()] == [[]] * RANKS
 
 
 @pytest.mark.parametrize("scaler", ["GradScaler", "ShardedGradScaler"])
@@ -793,6 +824,7 @@ def refusals(group):
         "one dimension": lambda: node_resident(plain, flat_mesh(), sgd),
         "unequal": lambda: node_resident(sharded(unequal, mesh["local"]), mesh, sgd),
         "part": lambda: node_resident(partly, mesh, sgd),
+        "nothing trained": lambda: node_resident(sharded(model().requires_grad_(False), mesh["local"]), mesh, sgd),
         "gradient format": lambda: node_resident(partly, mesh, sgd, gradients="int8/int4"),
     }
     told = {name: refusal(call) for name, call in calls.items()}
@@ -834,6 +866,7 @@ REFUSED = {
     "one dimension": "a mesh of 1 dimensions",
     "unequal": "nodes hold different weights in Model",
     "part": "parameter gain is not one that FSDP2 has sharded",
+    "nothing trained": "no parameter of Model requires a gradient",
     "gradient format": "gradients: format 'int8/int4'",
     "unused": "some parameters got no gradient",
     "place": "state of (2, 2, 9, 9), expected (2, 2, 0, 0)",

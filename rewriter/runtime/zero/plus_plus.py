@@ -62,6 +62,8 @@ def zero_plus_plus(
     weights were written to in place (through `.data` it cannot be seen: call `reshard()`). Usually the ranks of a
     node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else `secondary`.
 
+    Dither begins anew with each call of this: training that is resumed goes on as well, and not bit by bit alike.
+
     Works with gradient accumulation of either kind, mixed precision, and divide factors of gradients. Weights are read
     from and gradients written to FSDP2's own buffers; the shards that the optimizer steps are never quantized.
 

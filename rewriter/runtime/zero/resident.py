@@ -15,6 +15,7 @@ above; scaled blocks follow at any rate and with any dtype of the replica.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,10 @@ def node_resident(
     weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks, as by
     FSDP2, and accumulate over backward passes until `zero_grad`; each pass sends them between nodes, unless
     `model.set_requires_all_reduce(False)` puts that off, or `set_requires_gradient_sync(False)` all reduction.
+    `model.zero_grad()` does what the optimizer's does; that of a part of the model does nothing.
 
     Raises RewriterError where the model is not sharded over `mesh`'s second dimension, parameters are not sharded,
-    nodes hold different weights, or a format is unknown.
+    nothing is trained, nodes hold different weights, or a format is unknown.
     """
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         raise RewriterError(
@@ -112,12 +114,17 @@ class NodeResident(Optimizer):
                 self._groups.append(
                     SlicedGroup(group, across, gradients, weights, self._seeds, f"{group.name} {index}")
                 )
+        if not self._groups:
+            raise RewriterError(
+                f"node_resident: no parameter of {type(model).__name__.removeprefix('FSDP')} requires a gradient. Set "
+                "requires_grad_(True) on what is trained"
+            )
         self._check_replicas()
         self.inner = optimizer(self._master_groups(model, params))
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._complete = True
-        model.register_load_state_dict_post_hook(lambda *_: self._read_masters())
+        self._follow(model)
 
     def _master_groups(self, model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
         owners = {parameter: group for group in self._groups for parameter in group.parameters}
@@ -152,9 +159,20 @@ class NodeResident(Optimizer):
                 f"{len(self._groups)} groups). Load the same checkpoint on all ranks, or seed them alike"
             )
 
-    def _read_masters(self) -> None:
-        for group in self._groups:
-            group.read_masters()
+    def _follow(self, model: nn.Module) -> None:
+        """Masters follow what is loaded into the model or a part of it, and `model.zero_grad` clears them too."""
+        places = {id(p): (group, i) for group in self._groups for i, p in enumerate(group.parameters)}
+        for module in model.modules():
+            own = [places[id(p)] for p in module._parameters.values() if id(p) in places]
+            if own:
+                module.register_load_state_dict_post_hook(partial(_loaded, own))
+        zero_grad = model.zero_grad
+
+        def zero_both(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self.zero_grad(set_to_none)
+
+        model.zero_grad = zero_both  # type: ignore[method-assign]
 
     _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
 
@@ -230,3 +248,8 @@ class NodeResident(Optimizer):
         if self._complete:
             raise RewriterError("node_resident: parameter groups are given once. Pass them all as params=")
         super().add_param_group(param_group)
+
+
+def _loaded(own: list[tuple[SlicedGroup, int]], module: nn.Module, keys: Any) -> None:
+    for group, index in own:
+        group.loaded(index)

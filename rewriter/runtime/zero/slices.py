@@ -57,6 +57,7 @@ class SlicedGroup:
         self.nodes, self.node = mesh.size(), mesh.get_local_rank()
         held = group.trainable
         self.parameters: list[nn.Parameter] = [p.parameter for p in held]
+        self.indices = [i for i, p in enumerate(group.parameters) if p.parameter.requires_grad]
         block = max(gradients.block, weights.block)
         self.layout = Layout([p.padded for p in held], block)
         self.size = -(-self.layout.m // (self.nodes * block)) * block
@@ -69,8 +70,8 @@ class SlicedGroup:
         self.read_masters()
         group.watch_reductions()
         group.module.set_all_reduce_hook(self._reduce)
-        for i, parameter in enumerate(self.parameters):
-            parameter.register_post_accumulate_grad_hook(lambda p, i=i: self._take(i, p))
+        for i in range(len(self.parameters)):
+            self._watch(i)
 
     def _pieces_of(self, node: int, local: list[int]) -> list[Piece]:
         first, last = node * self.size, (node + 1) * self.size
@@ -86,9 +87,29 @@ class SlicedGroup:
         mine = zip(self.pieces[self.node], self.masters, strict=True)
         return [master for piece, master in mine if self.parameters[piece.parameter] is parameter]
 
+    def _watch(self, index: int) -> None:
+        self.parameters[index].register_post_accumulate_grad_hook(lambda p: self._take(index, p))
+
     def read_masters(self) -> None:
-        """Take the replica's values, as after loading a checkpoint."""
+        """Take the replica's values."""
         self.master.copy_(self._replica())
+
+    @torch.no_grad()
+    def loaded(self, index: int) -> None:
+        """Take the values that a parameter was loaded with, and the parameter in whose place `assign=True` put
+        another."""
+        before, now = self.parameters[index], self.group.parameters[self.indices[index]].parameter
+        if now is not before:
+            if now.dtype != before.dtype or local_shard(now).shape != local_shard(before).shape:
+                raise RewriterError(
+                    f"node_resident: a parameter of {self.name} was replaced by {now.dtype} {list(now.shape)}, "
+                    f"expected {before.dtype} {list(before.shape)} sharded alike. Load without assign=True"
+                )
+            self.parameters[index] = now
+            self._watch(index)
+        for piece in self.pieces[self.node]:
+            if piece.parameter == index:
+                self.master[piece.place] = local_shard(now)[piece.source]
 
     def _replica(self) -> Tensor:
         """The own slice [S] of the replica, fp32."""
