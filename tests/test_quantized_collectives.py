@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,7 +31,7 @@ from rewriter.runtime.collectives import (
     quantized_all_to_all,
     quantized_reduce_scatter,
 )
-from rewriter.runtime.quantized import all_gather_start, all_to_all_start, hops, reduce_scatter_start, slices
+from rewriter.runtime.quantized import all_gather_start, all_to_all_start, hops, reduce_scatter_start, slices, worker
 from rewriter.runtime.quantized.start import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
 from rewriter.runtime.wire import Transfer
@@ -592,14 +596,32 @@ def odd(group):
         with pytest.raises(RewriterError) as error:
             function()
         messages[name] = str(error.value)
-    return found, messages, broken(group)
+    return found, messages, ended_in_a_fork(), broken(group)
+
+
+def ended_in_a_fork():
+    """The exit status of a process forked from this one, whose thread has run, with a collective under way at its
+    end: 0 if that ended first."""
+    process = os.fork()
+    if not process:
+        signal.alarm(20)
+        job = worker._Job([slow()])
+        worker._queue().put(job)
+        atexit._run_exitfuncs()
+        os._exit(not job.finished.is_set())
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def slow():
+    time.sleep(0.2)
+    yield from ()
 
 
 def test_what_is_not_finite_and_what_cannot_be_done():
     """Blocks of 128 that one rank could not quantize are NaN on all, the others are what they are."""
     expected = 2 * numbers(0, 700)
     expected[256:512] = float("nan")
-    for found, messages, _ in of(odd, 2):
+    for found, messages, *_ in of(odd, 2):
         for total in found:
             assert torch.equal(total.isnan(), expected.isnan())
             assert relative(total.nan_to_num(), expected.nan_to_num().double()) < 0.15
@@ -625,3 +647,8 @@ def test_an_error_between_messages_is_not_forgotten():
         assert len(said) == 9
         for words in said.values():
             assert "an earlier call in this process ended in RuntimeError(the link is down) with messages" in words
+
+
+def test_collectives_end_before_their_process_does():
+    """Otherwise it would abort. A fork has a thread of its own."""
+    assert all(status == 0 for _, _, status, _ in of(odd, 2))

@@ -10,6 +10,8 @@ started, which is the same on all ranks. After an error, whoever runs programs r
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,20 +107,43 @@ class _Job:
             raise self.error
 
 
+_EXIT = 5.0  # seconds; a peer that is gone is noticed sooner
+
 _jobs: SimpleQueue[_Job] | None = None
+_starting = threading.Lock()
 
 
 def _queue() -> SimpleQueue[_Job]:
     global _jobs
-    if _jobs is None:
-        _jobs = SimpleQueue()
-        threading.Thread(target=_work, args=(_jobs,), name="rewriter-collectives", daemon=True).start()
-    return _jobs
+    with _starting:
+        if _jobs is None:
+            _jobs = SimpleQueue()
+            threading.Thread(target=_work, args=(_jobs,), name="rewriter-collectives", daemon=True).start()
+        return _jobs
 
 
 def _work(jobs: SimpleQueue[_Job]) -> None:
     while True:
         jobs.get().run()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let collectives that nobody waited for come to their ends: a thread that comes back from a message to an
+    interpreter that is gone aborts the process, whose exit status is then that of a crash."""
+    if _jobs is not None:
+        last = _Job([])
+        _jobs.put(last)
+        last.finished.wait(_EXIT)
+
+
+def _forget() -> None:
+    """A forked process has the queue, but not the thread."""
+    global _jobs, _starting
+    _jobs, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
