@@ -189,6 +189,7 @@ def test_adapters_cannot_be_merged_into_a_copy_and_lost():
     quantize_frozen(model, "int8", min_elements=SMALL)
     with pytest.raises(RewriterError, match=r"keeps it as int8\. Read it with dequantized\(\)"):
         model.layers[0].base_layer.weight.data += 1
+    assert not hasattr(model.layers[0].base_layer, "weight")
 
 
 def test_pefts_adapters_train_on_a_quantized_base():

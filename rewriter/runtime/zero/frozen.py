@@ -40,6 +40,10 @@ class Frozen:
         return sum(after for _, after in self.weights.values())
 
 
+class QuantizedWeight(RewriterError, AttributeError):
+    """A weight was read that is a payload now. `hasattr` says False."""
+
+
 class _Linear(torch.autograd.Function):
     """x wᵀ + bias for the w of a payload. The payload is saved, not w, and gets no gradient."""
 
@@ -75,13 +79,14 @@ class FrozenLinear(nn.Module):
         self.payload = nn.Parameter(payload_RB, requires_grad=False)
         self.bias = linear.bias
 
-    @property
-    def weight(self) -> Tensor:
-        """Raises RewriterError: a copy would take changes, such as an adapter merged into it, and lose them."""
-        raise RewriterError(
-            f"weight: this layer keeps it as {self.format}. Read it with dequantized(), and merge adapters into a "
-            "model that was not given to quantize_frozen"
-        )
+    def __getattr__(self, name: str) -> Any:
+        """There is no `weight`: a copy would take changes, such as an adapter merged into it, and lose them."""
+        if name == "weight":
+            raise QuantizedWeight(
+                f"weight: this layer keeps it as {self.format}. Read it with dequantized(), and merge adapters into a "
+                "model that was not given to quantize_frozen"
+            )
+        return super().__getattr__(name)
 
     def dequantized(self) -> Tensor:
         """The weight that this layer computes with, [out_features, in_features], in the dtype that it was given."""
