@@ -304,21 +304,28 @@ def exporting(group: Any, folder: str) -> dict[str, Any]:
     model(x[rows])  # gathers again what it computes with
     model.reshard()
     after = {n: p.full_tensor() for n, p in model.named_parameters()}
-    refusal = ""
-    try:
-        export_quantized(model, Path(folder, "sharded"), "int4@32")
-    except RewriterError as error:
-        refusal = str(error)
+
+    def refused(m: nn.Module, **options: Any) -> str:
+        with pytest.raises(RewriterError) as told:
+            export_quantized(m, Path(folder, options.pop("name", "no")), "int4@32", **options)
+        return str(told.value)
+
+    refusal = refused(model, name="sharded")
     split = Stack()  # this rank's own, as of a tensor-parallel model
     with torch.no_grad():
         split.head.weight[3, 5] += group.rank()
-    parts = ""
-    try:
-        export_quantized(split, Path(folder, "split"), "int4@32")
-    except RewriterError as error:
-        parts = str(error)
+    parts = refused(split)
+    counts = refused(model, batches=given * (group.rank() > 0))
+    sharded = refused(model, alone=True)
+    if group.rank() == 1:  # the others do not wait
+        whole = Stack().requires_grad_(True)
+        whole.load_state_dict(before)
+        done_alone = export_quantized(whole, Path(folder, "alone"), "int4@32", batches=given, alone=True)
+        assert done_alone.bytes_after == done.bytes_after
     return {
         "parts": parts,
+        "counts": counts,
+        "alone": sharded,
         "losses": (done.loss_before, done.loss_after),
         "kept": all(torch.equal(before[n], after[n]) for n in before),
         "refusal": refusal,
@@ -392,7 +399,10 @@ def test_a_sharded_model_writes_what_one_device_writes_and_keeps_its_weights(by_
         assert rank["exported"]["kept"]
         assert "exists. Choose another folder" in rank["exported"]["refusal"]
         assert rank["exported"]["parts"].startswith("export_quantized: head.weight differs between ranks")
-    assert sorted(path.name for path in folder.iterdir()) == ["sharded"]
+        assert "ranks have 0 to 1 batches" in rank["exported"]["counts"]
+        assert "one cannot export it alone" in rank["exported"]["alone"]
+    assert sorted(path.name for path in folder.iterdir()) == ["alone", "sharded"]
+    assert (folder / "alone" / WEIGHTS).read_bytes() == (folder / "sharded" / WEIGHTS).read_bytes()
 
 
 @pytest.mark.parametrize("format", ["int8", "int4-hadamard@32"])

@@ -71,26 +71,35 @@ def export_quantized(
     *,
     batches: Iterable[Any] = (),
     loss: Loss = own_loss,
+    alone: bool = False,
 ) -> Exported:
     """Write the weights of `model` in `format` to the new directory `folder`, and compare losses on `batches`.
 
-    The model may be sharded by `fully_shard`: then all ranks call this, with batches of their own if they like (losses
-    are the mean over ranks), and the first writes. Weights that `quantize_frozen` quantized are written in their own
-    format, unchanged. The model keeps its weights. `folder` is there complete, or not at all.
+    All ranks call this, with equally many batches, of their own if they like (losses are the mean over ranks), and the
+    first writes; the model may be sharded by `fully_shard`. alone: this rank alone calls it and writes, as replicas do
+    that save on the first; it has the whole model, and whether others agree is not looked at. Weights that
+    `quantize_frozen` quantized are written in their own format, unchanged. The model keeps its weights. `folder` is
+    there complete, or not at all.
 
     Raises RewriterError for a format that does not exist, a weight of another dtype than bf16, fp16 and fp32, a folder
-    that exists, parameters that are sharded otherwise than by rows, and tensors that differ between ranks.
+    that exists, parameters that are sharded otherwise than by rows, ranks with unequal numbers of batches, tensors that
+    differ between ranks, and a sharded model that one rank exports alone.
     """
     parsed, target = _parsed(format, "export_quantized"), Path(folder)
-    _first(lambda: _absent(target))
+    together = dist.is_initialized() and not alone
+    if alone:
+        _check_whole(model)
+    _first(lambda: _absent(target), together)
     given = list(batches)
+    if together:
+        _check_counts(model, len(given))
     before = after = None
     if given:
-        before = _mean(model, given, loss)
+        before = _mean(model, given, loss, together)
         with _rounded(model, parsed):
-            after = _mean(model, given, loss)
-    tensors, table, sizes = _written(model, parsed)
-    _first(lambda: _write(target, tensors, table))
+            after = _mean(model, given, loss, together)
+    tensors, table, sizes = _written(model, parsed, together)
+    _first(lambda: _write(target, tensors, table), together)
     return Exported(str(parsed), *sizes, before, after)
 
 
@@ -133,15 +142,40 @@ def _parsed(format: Any, where: str) -> Format:
         raise RewriterError(f"{where}: {error}") from None
 
 
-def _first(action: Callable[[], None]) -> None:
+def _check_whole(model: nn.Module) -> None:
+    sharded = [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded += [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, DTensor)]
+    if sharded:
+        raise RewriterError(
+            f"export_quantized: {sharded[0]} is sharded over ranks, and one cannot export it alone. Call it on all of "
+            "them, without alone=True"
+        )
+
+
+def _check_counts(model: nn.Module, count: int) -> None:
+    """A rank without a batch would not take part in the others' forward passes."""
+    most = torch.tensor([count, -count], device=_device(model))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    largest, smallest = int(most[0]), -int(most[1])
+    if smallest != largest:
+        raise RewriterError(
+            f"export_quantized: ranks have {smallest} to {largest} batches (this one {count}), expected equally many"
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _first(action: Callable[[], None], together: bool) -> None:
     """Do it on the first rank alone; what it raises, all raise."""
     told: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not together or dist.get_rank() == 0:
         try:
             action()
         except (RewriterError, OSError) as error:
             told = [str(error)]
-    if dist.is_initialized():
+    if together:
         dist.broadcast_object_list(told, src=0)
     if told[0] is not None:
         raise RewriterError(told[0])
@@ -189,7 +223,7 @@ def _rounded(model: nn.Module, format: Format) -> Iterator[None]:
                 local.copy_(before)
 
 
-def _mean(model: nn.Module, batches: list[Any], loss: Loss) -> float:
+def _mean(model: nn.Module, batches: list[Any], loss: Loss, together: bool) -> float:
     """The mean loss over the batches of all ranks, without gradients and in eval mode."""
     training = model.training
     model.eval()
@@ -199,19 +233,20 @@ def _mean(model: nn.Module, batches: list[Any], loss: Loss) -> float:
     finally:
         model.train(training)
     pair = torch.tensor([float(total), float(len(batches))], dtype=torch.float64)
-    if dist.is_initialized():
-        device = next(model.parameters()).device
-        pair = pair.to(device)
+    if together:
+        pair = pair.to(_device(model))
         dist.all_reduce(pair)
     return float(pair[0] / pair[1])
 
 
-def _written(model: nn.Module, format: Format) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
+def _written(
+    model: nn.Module, format: Format, together: bool
+) -> tuple[dict[str, Tensor], dict[str, Any], tuple[int, int]]:
     """(tensors by name, the description, bytes of the parameters before and after); of whole tensors, on the CPU.
 
     Every rank gathers each sharded tensor; those that do not write let go of it at once.
     """
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    writes = not together or dist.get_rank() == 0
     frozen = {
         f"{path}.payload".removeprefix("."): m for path, m in model.named_modules() if isinstance(m, FrozenLinear)
     }
@@ -246,14 +281,13 @@ def _written(model: nn.Module, format: Format) -> tuple[dict[str, Tensor], dict[
             before, after = before + size, after + whole.nbytes
         if writes:
             tensors[stored] = whole.cpu().contiguous().clone()
-    _same_on_all_ranks(sums)
+    if together and sums:
+        _same_on_all_ranks(sums)
     return tensors, {"version": _VERSION, "weights": weights, "tied": tied}, (before, after)
 
 
 def _same_on_all_ranks(sums: dict[str, Tensor]) -> None:
     """The first rank writes for all. Those of a tensor-parallel model hold parts of their own."""
-    if not dist.is_initialized() or not sums:
-        return
     least = torch.stack(list(sums.values()))
     most = least.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
