@@ -9,9 +9,10 @@ Rounding is passed straight through: the gradient is that of the exact collectiv
     quantized_reduce_scatter    own slice of the sum        gathered                      partial → shard
     quantized_all_to_all        parts change ranks          they change back              shard → other shard
 
-Each takes a tensor of any shape, contiguous or not, in bf16, fp16 or fp32, and a ProcessGroup or DeviceMesh, or None
-for one rank; see `rewriter.runtime.quantized.start` for meshes, formats and seeds. `name` says in errors and events
-which collective it is. All raise RewriterError for formats, dtypes, meshes and sizes that they cannot do.
+Each takes a tensor of any shape that has the named dimensions, contiguous or not, in bf16, fp16 or fp32, and a
+ProcessGroup or DeviceMesh, or None for one rank; see `rewriter.runtime.quantized.start` for meshes, formats and seeds.
+`name` says in errors and events which collective it is. All raise RewriterError for formats, dtypes, meshes, dimensions
+and sizes that they cannot do.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def quantized_reduce_scatter(
     """This rank's shard of the sum of `x` over all ranks, along `dim`, as `torch.chunk` would cut it: where the size
     does not divide, the last ranks have less, or nothing. The own part of each sum is exact, and it is not quantized
     again."""
+    _check_dims(x, "quantized_reduce_scatter", name, dim)
     own: Tensor = _reduce_scatter(x, topology_key(mesh_or_group), str(format), dim, seed, stages, name)
     return own
 
@@ -85,6 +87,7 @@ def quantized_all_gather(
 
     size: of the whole, where shards are not equal but those of `torch.chunk`.
     """
+    _check_dims(x, "quantized_all_gather", name, dim)
     whole: Tensor = _all_gather(x, topology_key(mesh_or_group), str(format), dim, size, seed, stages, name)
     return whole
 
@@ -100,8 +103,15 @@ def quantized_all_to_all(
 ) -> Tensor:
     """Part r of `x` along `split_dim`, whose size divides by the ranks, goes to rank r; the parts that arrive follow
     each other along `concat_dim` in rank order. The own part is not quantized."""
+    _check_dims(x, "quantized_all_to_all", name, split_dim, concat_dim)
     dealt: Tensor = _all_to_all(x, topology_key(mesh_or_group), str(format), split_dim, concat_dim, name)
     return dealt
+
+
+def _check_dims(x: Tensor, function: str, name: str, *dims: int) -> None:
+    for dim in dims:
+        if not -x.dim() <= dim < x.dim():
+            raise RewriterError(f"{function} {name}".rstrip() + f": x {list(x.shape)} has no dimension {dim}")
 
 
 def quantized_all_reduce_start(
