@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -31,10 +32,19 @@ from rewriter.runtime.collectives import (
     quantized_all_to_all,
     quantized_reduce_scatter,
 )
-from rewriter.runtime.quantized import all_gather_start, all_to_all_start, hops, reduce_scatter_start, slices, worker
+from rewriter.runtime.quantized import (
+    all_gather_start,
+    all_to_all_start,
+    hops,
+    reduce_scatter_start,
+    slices,
+    topology,
+    worker,
+)
 from rewriter.runtime.quantized.start import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
 from rewriter.runtime.wire import Transfer
+from rewriter.runtime.zero.nodes import grid as grid_of
 
 AXES = ("node", "local")
 
@@ -501,6 +511,7 @@ def early(group):
         "again": all_reduce_wait(unflattened) is one,
         "alone": quantized_all_reduce_start(first, None, format="int8").value is first,
         "leaf": leaves == [first],
+        "timeout": timeouts(group),
         "groups": groups_made(first, mesh) == [1, 0, 0],
         "backward": backward_groups(first) == [True],
     }
@@ -513,6 +524,15 @@ def groups_made(x, mesh):
         all_reduce_wait(quantized_all_reduce_start(x, mesh["local"], format="int8"))
         counts.append(groups._memberships())
     return [after - before for before, after in pairwise(counts)]
+
+
+def timeouts(group):
+    """Whether the thread's groups, and those made for zero_plus_plus, wait as long as the group they stand for."""
+    given = dist.new_group(list(range(4)), timeout=timedelta(seconds=47))
+    made = topology.background(topology.topology_of(given)).intra.group
+    return [groups._timeout(g).seconds for g in (given, made, *grid_of(given, 2, "cpu").mesh.get_all_groups())] == [
+        47
+    ] * 4
 
 
 def backward_groups(x):
@@ -590,6 +610,9 @@ def odd(group):
         "out": lambda: all_gather_start(x, group, "int8", dtype=x.dtype, out=x),
         "size": lambda: quantized_all_gather(x, group, format="int8", size=1000),
         "parts": lambda: quantized_all_to_all(x[:699], group, format="int8"),
+        "no dimension": lambda: quantized_all_gather(x[0], group, format="int8", name="scale"),
+        "one dimension": lambda: quantized_reduce_scatter(x, group, format="int8", dim=-2),
+        "two dimensions": lambda: quantized_all_to_all(x[None], group, format="int8", concat_dim=2),
     }
     messages = {}
     for name, function in wrong.items():
@@ -637,6 +660,9 @@ def test_what_is_not_finite_and_what_cannot_be_done():
             "out": "out is torch.float32 [700], expected contiguous torch.float32 of 2 × 700 elements",
             "size": "has 700, expected 500",
             "parts": "dimension 0 does not divide by 2 ranks",
+            "no dimension": "quantized_all_gather scale: x [] has no dimension 0",
+            "one dimension": "quantized_reduce_scatter: x [700] has no dimension -2",
+            "two dimensions": "quantized_all_to_all: x [1, 700] has no dimension 2",
         }.items():
             assert words in messages[name], name
 

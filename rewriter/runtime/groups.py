@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -32,10 +33,14 @@ def new_groups(
     """A new process group for each of `members`, lists of global ranks that hold this process.
 
     All ranks of `among` call it at the same point, with their own lists, equally many; other ranks need not. `among` is
-    one group, or those of a mesh's dimensions, in the same order on all ranks.
+    one group, or those of a mesh's dimensions, in the same order on all ranks; the first one's timeout is theirs too.
     """
     _level(among)
-    return [dist.new_group(list(ranks), backend=backend, use_local_synchronization=True) for ranks in members]
+    timeout = _timeout(among[0])
+    return [
+        dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        for ranks in members
+    ]
 
 
 def _level(among: Sequence[ProcessGroup]) -> None:
@@ -44,8 +49,7 @@ def _level(among: Sequence[ProcessGroup]) -> None:
     Torch makes the name by which the ranks of such a group find each other of their numbers and of how many groups the
     process belongs to. Ranks that belong to different numbers of them would wait for each other for ever.
     """
-    device = "cuda" if dist.get_backend(among[0]) == "nccl" else "cpu"
-    count = torch.tensor(_memberships(), device=device)
+    count = torch.tensor(_memberships(), device=_device(among[0]))
     for group in among:
         dist.all_reduce(count, dist.ReduceOp.MAX, group)
     while _memberships() < count:
@@ -55,3 +59,13 @@ def _level(among: Sequence[ProcessGroup]) -> None:
 def _memberships() -> int:
     """Of how many groups torch says that this process belongs to them: what it makes names of, and tells nobody."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _timeout(group: ProcessGroup) -> timedelta | None:
+    """How long its messages may take, which torch sets but does not say; None, for the default, where it has none."""
+    options = getattr(group._get_backend(_device(group)), "options", None)
+    return None if options is None else options._timeout
