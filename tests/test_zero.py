@@ -284,18 +284,19 @@ def plug_cases(group, slow):
     return (
         found
         if slow
-        else found | {"replicas": replicas(), "stepped": {n: stepped_after(p) for n, p in STEPPED.items()}}
+        else found | {"replicas": replicas(), "stepped": {n: stepped_after(*p) for n, p in STEPPED.items()}}
     )
 
 
-STEPPED = {
-    "hpz": {"secondary": LOCAL},
-    "kept whole": {"secondary": 1},
-    "qwz+hpz": {"weights": "int8", "secondary": LOCAL},
+STEPPED = {  # plugs, and whether the optimizer is of `foreach`, which leaves versions of tensors as they are
+    "hpz": ({"secondary": LOCAL}, False),
+    "hpz foreach": ({"secondary": LOCAL}, True),
+    "kept whole": ({"secondary": 1}, False),
+    "qwz+hpz": ({"weights": "int8", "secondary": LOCAL}, True),
 }
 
 
-def stepped_after(plugs):
+def stepped_after(plugs, foreach):
     """What is computed after a step that a forward pass without gradients came before, and what it should be."""
     from torch.distributed.fsdp import fully_shard
 
@@ -308,7 +309,7 @@ def stepped_after(plugs):
             fully_shard(module, mesh=flat_mesh(), reshard_after_forward=True)
         if plugs:
             zero_plus_plus(made, **plugs)
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.02)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.02, foreach=foreach)
         x = torch.linspace(-1, 1, 64).view(2, 32)
         made(x).square().sum().backward()
         with torch.no_grad():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rewriter.errors import RewriterError
 
@@ -196,10 +198,12 @@ class ParameterGroup:
         group, unshard = self._group, self._group.unshard
         gathered: list[int] = []
 
+        steps = _optimizer_steps()
+
         def versions() -> list[int]:
-            return [
-                n for p in group.fsdp_params for n in (p.sharded_param._version, p.sharded_param._local_tensor._version)
-            ]
+            """Steps of optimizers too, since those of `foreach` and `fused` leave the versions of a DTensor alone."""
+            tensors = [t for p in group.fsdp_params for t in (p.sharded_param, p.sharded_param._local_tensor)]
+            return [*steps, *(t._version for t in tensors)]
 
         def renewed(async_op: bool = False) -> None:
             kept = not group.is_sharded and group._all_gather_result is None
@@ -210,6 +214,18 @@ class ParameterGroup:
             unshard(async_op)
 
         group.unshard = renewed
+
+
+@cache
+def _optimizer_steps() -> list[int]:
+    """The number of steps that optimizers of this process have made from now on, kept up to date."""
+    steps = [0]
+
+    def stepped(*_: Any) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(stepped)
+    return steps
 
 
 def groups_of(model: nn.Module, caller: str) -> list[ParameterGroup]:

@@ -59,8 +59,9 @@ def zero_plus_plus(
     the node and between nodes (qgZ), such as "int8/int4-hadamard"; dithered. None leaves either as it is. secondary:
     keep a copy of what forward gathered among groups of so many neighbouring ranks until backward, which then gathers
     from them (hpZ). Backward then computes with forward's weights, quantized or not; a forward pass gathers anew once
-    weights were written to in place (through `.data` it cannot be seen: call `reshard()`). Usually the ranks of a
-    node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else `secondary`.
+    a torch optimizer has stepped or weights were written to (not through `.data`: call `reshard()` then). Usually the
+    ranks of a node; any number that divides the ranks. node: ranks per node; default what LOCAL_WORLD_SIZE says, else
+    `secondary`.
 
     Dither begins anew with each call of this: training that is resumed goes on as well, and not bit by bit alike.
 
