@@ -337,19 +337,23 @@ class Lockstep:
         return message
 
 
+def grid_place(nodes: int, local: int, rank: int, box: dict[Any, dict[int, Tensor]]) -> Topology:
+    y, place = divmod(rank, local)
+    return Topology(
+        intra=Lockstep(local, place, ("local", y), box),  # type: ignore[arg-type]
+        inter=Lockstep(nodes, y, ("node", place), box),  # type: ignore[arg-type]
+        nodes=True,
+    )
+
+
 def scattered(xs: list[Tensor], nodes: int, local: int, formats: str, seed: int | None = None) -> Tensor:
     """[P, N]: what reduce_scatter leaves on each of nodes × local ranks that hold `xs` [P, N]."""
     box: dict[Any, dict[int, Tensor]] = {}
     out = torch.empty(nodes * local, xs[0].shape[1])
     programs = []
     for rank, x in enumerate(xs):
-        y, place = divmod(rank, local)
-        where = Topology(
-            intra=Lockstep(local, place, ("local", y), box),  # type: ignore[arg-type]
-            inter=Lockstep(nodes, y, ("node", place), box),  # type: ignore[arg-type]
-            nodes=True,
-        )
-        seeds = hops.Seeds(seed, 0, 1, where)
+        where = grid_place(nodes, local, rank, box)
+        seeds = hops.Seeds(seed, 0, where)
         programs.append(hops.reduce_scatter(x, out[rank], 1.0, where, hops.hops_of(formats, where, ""), seeds, ""))
     running = [(program, next(program)) for program in programs]
     while running:
@@ -392,6 +396,21 @@ def test_dithered_errors_of_ranks_cancel():
     # Of 4 × 4 ranks' parts 12 are quantized inside nodes, and the sums of 3 nodes, 4 times as large, between them.
     error = relative(scattered([x] * 16, 4, 4, "int4", seed=1), 16 * x.double())
     assert 0.85 < error / (one * (12 + 3 * 16) ** 0.5 / 16) < 1.15
+
+
+def test_no_two_messages_share_a_seed():
+    """Not those of two ranks, hops or chunks of a collective, nor those of neighbours that have other numbers of
+    chunks."""
+    used = []
+    for seed in range(20):
+        for rank in range(4):
+            where = grid_place(2, 2, rank, {})
+            for chunk in range(1 + seed % 4):
+                seeds = hops.Seeds(seed, chunk, where)
+                inside, between = seeds.intra + where.intra.rank, seeds.inter + where.inter.rank
+                gathered = seeds.gather + where.intra.rank * 2 + where.inter.rank
+                used += [inside, between, gathered]
+    assert len({seed % 2**32 for seed in used}) == len(used) == 20 * 4 * 3 * 2.5
 
 
 # --- functions of tensors: gradients, compiled graphs, shapes ---

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from rewriter.kernels.formats import Format
 
 _Arguments = ParamSpec("_Arguments")
+_Hashed = TypeVar("_Hashed", int, Tensor)
 
 SMALLEST = 2.0**-126  # the smallest normal fp32; a scale below it becomes 0, as its reciprocal has no use
 SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
@@ -203,8 +204,9 @@ def _reciprocal(x: Tensor) -> Tensor:
 # --- dither ---
 
 
-def mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits (int64 that hold them): each bit of x changes half of those of the result (lowbias32)."""
+def mix(x: _Hashed) -> _Hashed:
+    """A hash of 32 bits (ints, or int64 that hold them) without collisions: each bit of x changes half of those of the
+    result (lowbias32)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)

@@ -21,6 +21,7 @@ from rewriter.kernels import (
     parse_hops,
     quantize_rows,
 )
+from rewriter.kernels.blocks import mix
 from rewriter.runtime.quantized.topology import Topology
 from rewriter.runtime.quantized.worker import Program
 from rewriter.runtime.wire import Transfer
@@ -75,12 +76,12 @@ def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
 class Seeds:
     """The seeds of one chunk of a collective. Messages whose errors may be summed have different ones.
 
-    A message is dithered with the seed of its hop + the sender's rank on the axis. None where nothing is dithered.
+    A message is dithered with the seed of its hop + the sender's rank on the axis. None where nothing is dithered. They
+    follow a hash of the collective's: those of another, with more chunks or fewer, would else be the same.
     """
 
     seed: int | None
     chunk: int
-    chunks: int
     topology: Topology
 
     @property
@@ -99,7 +100,7 @@ class Seeds:
     def _base(self, message: int, first: int) -> int | None:
         if self.seed is None:
             return None
-        return ((self.seed * _DITHERED + message) * self.chunks + self.chunk) * self.topology.ranks + first
+        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + self.chunk * self.topology.ranks + first
 
 
 def plus(seed: int | None, rank: int) -> int | None:

@@ -205,7 +205,7 @@ def _start(
     parts = chunks(x.shape[-1], stages, formats.block)
 
     def made(where: Topology) -> list[Program]:
-        return [chunk(where, slice(*part), Seeds(seed, i, len(parts), where)) for i, part in enumerate(parts)]
+        return [chunk(where, slice(*part), Seeds(seed, i, where)) for i, part in enumerate(parts)]
 
     if wait or not parts:
         return _there(worker.run(made(where), result))
