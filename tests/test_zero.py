@@ -356,7 +356,7 @@ def each(cases, slow):
 
 
 @functools.cache
-def of_plugs(slow=False):
+def of_plugs(slow):
     return run_ranks(plug_cases, RANKS, slow, timeout=180)
 
 
@@ -410,11 +410,11 @@ def test_ranks_compute_with_equal_weights_in_forward_and_backward(case):
 def test_a_fault_is_found_by_the_same_comparisons(fault):
     check = check_weights if fault in ("own_shard_exact", "secondary_quantized") else check_gradients
     with pytest.raises(AssertionError):
-        check(FAULTY[fault], of_plugs(), fault)
+        check(FAULTY[fault], of_plugs(False), fault)
 
 
 def test_replicas_round_differently_so_that_their_errors_average_out():
-    ranks = [rank["replicas"] for rank in of_plugs()]
+    ranks = [rank["replicas"] for rank in of_plugs(False)]
     for first, second in ((0, 2), (1, 3)):
         exact, error = (ranks[first][0] - ranks[second][0]).abs() > 0, []
         assert exact.float().mean() > 0.5
@@ -426,7 +426,7 @@ def test_replicas_round_differently_so_that_their_errors_average_out():
 
 @pytest.mark.parametrize("plugs", STEPPED)
 def test_a_step_after_a_forward_pass_without_gradients_is_seen(plugs):
-    for rank in of_plugs():
+    for rank in of_plugs(False):
         (before, found), (_, expected) = rank["stepped"][plugs]
         error, moved = ((found - other).norm() / expected.norm() for other in (expected, before))
         assert error < (0.02 if "qwz" in plugs else 1e-6)
@@ -701,7 +701,7 @@ def resident_cases(group, slow):
 
 
 @functools.cache
-def of_resident(slow=False):
+def of_resident(slow):
     return run_ranks(resident_cases, RANKS, slow, timeout=180)
 
 
@@ -749,12 +749,12 @@ def test_an_owner_that_adds_what_it_holds_is_found():
 
 
 def test_loaded_weights_renew_the_masters():
-    assert [rank["loaded"] for rank in of_resident()] == [[]] * RANKS
+    assert [rank["loaded"] for rank in of_resident(False)] == [[]] * RANKS
 
 
 @pytest.mark.parametrize("scaler", ["GradScaler", "ShardedGradScaler"])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(scaler):
-    for rank in of_resident():
+    for rank in of_resident(False):
         ((skipped, halved), (moved, kept)), expected = rank["scaled"][scaler]
         assert float(skipped.norm()) == 0
         assert halved == kept == 4.0
@@ -762,13 +762,13 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(scaler):
 
 
 def test_parameters_keep_the_options_of_their_groups():
-    for rank in of_resident():
+    for rank in of_resident(False):
         for name, (before, after, decay) in rank["options"].items():
             assert float((after - before * decay).norm()) <= 1e-3 * float(before.norm()), name
 
 
 def test_memory_of_the_secondary_partition_is_told():
-    for kept, freed, _, held, parameters in (rank["reports"] for rank in of_resident()):
+    for kept, freed, _, held, parameters in (rank["reports"] for rank in of_resident(False)):
         assert (freed.ranks, freed.node, freed.secondary, freed.parameters) == (RANKS, 2, 2, parameters)
         # bf16 over 2 ranks, padded to 4: at most 3 rows of each parameter
         assert parameters * 2 / 2 <= freed.secondary_bytes <= 1.2 * parameters * 2 / 2
@@ -782,7 +782,7 @@ def test_memory_of_the_secondary_partition_is_told():
 def test_nodes_of_unequal_size_are_refused():
     assert (
         "LOCAL_WORLD_SIZE=3 the shard group's ranks [0, 1, 2, 3] lie on nodes [0, 0, 0, 1]"
-        in (of_resident()[0]["reports"][2])
+        in (of_resident(False)[0]["reports"][2])
     )
 
 
@@ -876,7 +876,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_use_is_refused_by_name(case):
-    assert REFUSED[case] in of_resident()[0]["refused"][case]
+    assert REFUSED[case] in of_resident(False)[0]["refused"][case]
 
 
 # --- bytes between nodes, in M: the bytes of the 16-bit parameters ---
