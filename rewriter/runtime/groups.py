@@ -62,7 +62,8 @@ def _memberships() -> int:
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    backend = dist.get_backend(group)  # as it was given: "nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"
+    return torch.device("cuda" if "nccl" in backend and "cpu" not in backend else "cpu")
 
 
 def _timeout(group: ProcessGroup) -> timedelta | None:
