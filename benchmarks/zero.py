@@ -123,16 +123,21 @@ Figures = dict[str, dict[str, float]]
 
 
 def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: Sequence[float]) -> list[Figures]:
-    """One phase without a limit, and one for each of `slower`: at the rate at which a plain step's bytes take so many
-    times as long as it takes without a limit.
+    """One phase without a limit, one for each of `slower`: at the rate at which a plain step's bytes take so many times
+    as long as it takes without a limit; and one without again, as the first phase of a process is slower than others.
 
-    By system: seconds of the fastest step (the machine has disturbed others), median bytes that a node received by its
-    interface, bytes by our count, M, and the rate in bytes per second (0: none).
+    By system, those without a limit as one: seconds of the fastest step (the machine has disturbed others), median
+    bytes that a node received by its interface, bytes by our count, M, and the rate in bytes per second (0: none).
     """
     rates: list[float] = []
+    dropped: list[int] = []
 
     def prepare(phase: int, found: list[dict[str, Any]]) -> None:
-        if phase > 0:
+        if rates:
+            dropped.append(link.dropped())
+        if phase > len(slower):
+            link.set_rate(None)
+        elif phase > 0:
             plain = found[0]["plain"]
             needed = statistics.median(plain["arrived"]) / min(plain["seconds"])
             rates.append(needed / slower[phase - 1])
@@ -140,7 +145,7 @@ def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: S
 
     spec = {
         "mode": "steps",
-        "phases": 1 + len(slower),
+        "phases": 2 + len(slower) if slower else 1,
         "interface": INTERFACE,
         "systems": systems,
         "sizes": {**SIZES, "num_hidden_layers": 1 if quick else 3},
@@ -148,13 +153,15 @@ def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: S
         "repetitions": 2 if quick else 4,
     }
     found = launch(spec, [link.inside(node) for node in range(NODES)], prepare)
-    dropped = link.dropped() if slower else 0
-    if dropped:
+    if any(dropped):
         raise BenchmarkError(f"the link's limit dropped {dropped} segments: nothing can be said")
     return [
         {
             name: {
-                "seconds": min(map(max, *(rank[phase][name]["seconds"] for rank in found))),
+                "seconds": min(
+                    min(map(max, *(rank[again][name]["seconds"] for rank in found)))
+                    for again in ((0, -1) if phase == 0 else (phase,))
+                ),
                 "arrived": statistics.median(found[0][phase][name]["arrived"]),
                 "counted": sum(rank[phase][name]["counted"][0] for rank in found[:LOCAL]),
                 "m": found[0][phase][name]["m"][0],
