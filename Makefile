@@ -40,7 +40,7 @@ typecheck: $(READY)
 	@$(BIN)/mypy --no-error-summary
 
 test: lint typecheck
-	@$(BIN)/python -m pytest -x -q -n 2 -m 'not slow'
+	@$(BIN)/python -m pytest -x -q -n 2 --dist loadfile -m 'not slow'
 
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
