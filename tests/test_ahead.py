@@ -10,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import emitted
 import pytest
 
+from rewriter.api import convert
+from rewriter.weights import ahead as copying
 from rewriter.weights.ahead import Ahead, copies_ahead
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="unnamed files are Linux's")
@@ -107,11 +110,6 @@ def test_small_or_broken_checkpoints_are_left_to_the_conversion(files: list[Path
 
 
 def test_a_conversion_with_copies_ahead_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import emitted
-
-    from rewriter.api import convert
-    from rewriter.weights import ahead
-
     taken = []
     take = Ahead.take
 
@@ -130,7 +128,7 @@ def test_a_conversion_with_copies_ahead_writes_the_same(tmp_path: Path, monkeypa
     monkeypatch.setattr(Ahead, "stop", waited)
     source, outputs = emitted.source("llama"), {}
     for label, least in (("plain", 1 << 60), ("ahead", 0)):
-        monkeypatch.setattr(ahead, "WORTHWHILE", least)
+        monkeypatch.setattr(copying, "WORTHWHILE", least)
         out = tmp_path / label
         convert(source, "ladder", out=out, tp=2, verify="none")
         outputs[label] = {p.relative_to(out).as_posix(): sha256(p) for p in sorted(out.rglob("*")) if p.is_file()}

@@ -27,9 +27,9 @@ def import_source(source: str):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "module.py"
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location("emitted", path)
+        spec = importlib.util.spec_from_file_location("emitted_runtime_module", path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules["emitted"] = module
+        sys.modules["emitted_runtime_module"] = module
         spec.loader.exec_module(module)
         return module
 
