@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from test_emitted_runtime import build, import_source, load
 
 from rewriter import ops
-from rewriter.analysis.communication import collectives, quantized, sent_bytes, slice_length
+from rewriter.analysis.communication import collectives, quantized, sent_bytes
 from rewriter.apply import apply_recipe, check_bound
 from rewriter.checking import verify
 from rewriter.convert import convert
 from rewriter.emit.manifest import read_manifest
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.errors import RewriterError, VerificationError
-from rewriter.kernels import dequantize, parse_format, quantize
+from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact

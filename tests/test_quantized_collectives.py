@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from rewriter import RewriterError
-from rewriter.kernels import dequantize, parse_format, quantize
+from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.runtime import all_reduce_start, all_reduce_wait, groups, interrupted, mark, record_events, wire
 from rewriter.runtime.collectives import (
     quantized_all_gather,
@@ -37,7 +37,6 @@ from rewriter.runtime.quantized import (
     all_to_all_start,
     hops,
     reduce_scatter_start,
-    slices,
     topology,
     worker,
 )
@@ -265,7 +264,7 @@ def compare(by_rank, nodes, local):
                 "all_gather": oracle.all_gather(list(xs)),
                 "all_to_all": oracle.all_to_all(list(parts), rank),
             }
-            size = slices(case.n, nodes * local, case.formats)
+            size = slice_length(case.n, nodes * local, case.formats)
             predicted = {
                 "all_reduce": oracle.bytes(size, case.stages, True, True),
                 "reduce_scatter": oracle.bytes(case.n, case.stages, True, False),

@@ -19,7 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import computes
 from rewriter.analysis.shapes import wiring_shapes
-from rewriter.kernels import Format, parse_format
+from rewriter.kernels import parse_format, slice_length
 from rewriter.program import Body, Module, Program, args_of
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
@@ -146,11 +146,6 @@ def quantized(found: Iterable[Collective]) -> Quantized | None:
     )
 
 
-def slice_length(elements: int, ranks: int, format: Format) -> int:
-    """Elements of the slice of a flat tensor that each rank reduces: equal ones, of whole blocks."""
-    return -(-elements // (ranks * format.block)) * format.block
-
-
 def sent_bytes(elements: int, ranks: int, format: str) -> int:
     """Bytes that a rank sends to others, and receives, in the quantized all-reduce of a tensor, exactly."""
     parsed = parse_format(format)
@@ -158,7 +153,7 @@ def sent_bytes(elements: int, ranks: int, format: str) -> int:
 
 
 def _payload_per_token(width: int, name: str) -> int:
-    """Bytes of codes and scales (bf16, one a block) of a token's elements, rounded up."""
+    """Bytes of codes and scales (16 bits, one a block) of a token's elements, rounded up."""
     format = parse_format(name)
     return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 

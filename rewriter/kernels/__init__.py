@@ -3,7 +3,7 @@
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
 
-from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_hops
+from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_hops, slice_length
 from rewriter.kernels.merge import accumulation_dtype, merge
 from rewriter.kernels.quantize import (
     dequantize,
@@ -30,5 +30,6 @@ __all__ = [
     "quantize",
     "quantize_rows",
     "quantize_vectors",
+    "slice_length",
     "vector_bytes",
 ]

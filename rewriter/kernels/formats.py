@@ -127,3 +127,9 @@ def parse_hops(name: str | Format) -> tuple[Format, Format]:
         return name, name
     first, slash, second = name.partition("/")
     return parse_format(first), parse_format(second if slash else first)
+
+
+def slice_length(n: int, ranks: int, formats: str | Format) -> int:
+    """Elements of each rank's slice of a flat tensor of n: n / ranks, rounded up to whole blocks (of both hops)."""
+    block = max(format.block for format in parse_hops(formats))
+    return -(-n // (ranks * block)) * block

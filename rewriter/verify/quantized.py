@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rewriter.analysis.communication import slice_length
-from rewriter.kernels import dequantize_rows, parse_format, quantize_rows
+from rewriter.kernels import dequantize_rows, parse_format, quantize_rows, slice_length
 
 
 def quantized_sum(parts: Sequence[torch.Tensor], format: str, min_bytes: int = 0) -> torch.Tensor:

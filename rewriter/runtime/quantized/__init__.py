@@ -1,6 +1,5 @@
 """Collectives whose messages are quantized; see `rewriter.runtime.collectives` for the functions of tensors."""
 
-from rewriter.runtime.quantized.hops import slices
 from rewriter.runtime.quantized.start import all_gather_start, all_reduce_start, all_to_all_start, reduce_scatter_start
 from rewriter.runtime.quantized.topology import Topology, topology_of
 
@@ -10,6 +9,5 @@ __all__ = [
     "all_reduce_start",
     "all_to_all_start",
     "reduce_scatter_start",
-    "slices",
     "topology_of",
 ]

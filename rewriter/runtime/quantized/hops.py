@@ -60,12 +60,6 @@ def hops_of(formats: str | Format, topology: Topology, name: str) -> Hops:
     return Hops(intra, inter, block)
 
 
-def slices(n: int, ranks: int, formats: str | Format) -> int:
-    """Elements of a rank's slice of n: n / ranks, rounded up to a multiple of the block."""
-    block = max(format.block for format in parse_hops(formats))
-    return -(-n // (ranks * block)) * block
-
-
 def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
     """(start, end) of at most `stages` parts of a slice of n elements, multiples of `block` except for the last."""
     size = max(-(-n // (stages * block)) * block, block)

@@ -22,10 +22,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.errors import RewriterError
-from rewriter.kernels import Format
+from rewriter.kernels import Format, slice_length
 from rewriter.runtime.quantized import hops as programs
 from rewriter.runtime.quantized import worker
-from rewriter.runtime.quantized.hops import Hops, Seeds, chunks, hops_of, slices
+from rewriter.runtime.quantized.hops import Hops, Seeds, chunks, hops_of
 from rewriter.runtime.quantized.topology import Topology, background, topology_of
 from rewriter.runtime.quantized.worker import Program
 from rewriter.runtime.wire import Transfer
@@ -122,14 +122,14 @@ def all_reduce_start(
     """A new tensor, contiguous, of x's shape and dtype: the sum over ranks, equal bits on all of them.
 
     A reduce-scatter whose sums are quantized once more, in the last hop's format, and gathered. x is padded with zeros
-    to `slices(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
+    to `slice_length(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
     """
     where, what = topology_of(topology), _called("all_reduce", name)
     check(x, what)
     formats_of = hops_of(formats, where, what)
     if where.ranks == 1 or x.numel() == 0:
         return _there(x.clone(memory_format=torch.contiguous_format))
-    size = slices(x.numel(), where.ranks, formats)
+    size = slice_length(x.numel(), where.ranks, formats)
     x_PN = x.reshape(-1)
     padding = where.ranks * size - x.numel()
     if padding:
