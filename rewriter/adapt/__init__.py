@@ -1,0 +1,1 @@
+"""Light fine-tuning of a rewritten model: `rewrite adapt`."""

@@ -1,0 +1,178 @@
+"""Conversations as tokens, through the tokenizer's chat template, and which of them the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rewriter.adapt.reading import BadExample, kind_of
+from rewriter.errors import RewriterError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# The roles that may follow a role; None: the start.
+_FOLLOWING: dict[str | None, tuple[str, ...]] = {
+    None: ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+
+
+class ChatEncoder:
+    """Turns messages into token ids and a flag for each that says whether the assistant wrote it.
+
+    The assistant's are what the template marks with `{% generation %}`. Where it marks nothing, they are found by
+    prefixes: what the template renders up to the start of an assistant turn (with the prompt to generate it) and what
+    it renders up to its end must both be prefixes of the whole, and the turn is what lies between: its content and its
+    end-of-turn token. A template that renders a turn in another way once others follow it (some drop the reasoning of
+    earlier turns) is refused, since no place in the whole is then that turn's for sure.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.chat_template:
+            raise RewriterError(
+                "messages need a chat template, and the tokenizer of this model has none. Put chat_template.jinja "
+                'beside its tokenizer.json, or give {"text": …} with the conversation as it shall be written'
+            )
+        if not tokenizer.is_fast:
+            raise RewriterError(
+                f"messages need a tokenizer that knows the characters of each token, and {type(tokenizer).__name__} "
+                'does not. Give the tokenizer.json of a fast tokenizer, or {"text": …}'
+            )
+        template = tokenizer.get_chat_template()
+        # After one of these the turn is over; a line break behind it belongs to the layout.
+        self.special = tuple(token for token in tokenizer.all_special_tokens if token)
+        if tokenizer.split_special_tokens and any(token in template for token in (*self.special, "eos_token")):
+            raise RewriterError(
+                "the chat template writes special tokens, and this tokenizer would read them as ordinary text "
+                "(split_special_tokens in tokenizer_config.json). Set that to false, or give a template without them"
+            )
+        self.tokenizer = tokenizer
+        self.marks = bool(_GENERATION.search(template))
+
+    def __call__(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
+        """Token ids and whether each is the assistant's. Raises BadExample."""
+        messages = [_checked(index, message) for index, message in enumerate(_list_of_messages(messages))]
+        _check_order([message["role"] for message in messages])
+        if tools is not None and not isinstance(tools, list):
+            raise BadExample(f'"tools" is {kind_of(tools)}, where a list was expected')
+        try:
+            return self._marked(messages, tools) if self.marks else self._between_prefixes(messages, tools)
+        except BadExample:
+            raise
+        except Exception as error:  # templates raise what they like, jinja's own errors and Python's
+            raise BadExample(f"the chat template fails on these messages: {error}") from error
+
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[bool]]:
+        encoded = self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
+
+    def _between_prefixes(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[bool]]:
+        def render(count: int, prompt: bool = False) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+                )
+            )
+
+        whole = render(len(messages))
+        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = encoded["offset_mapping"]
+        flags = [False] * len(offsets)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = render(index, prompt=True), render(index + 1)
+            for rendered, where in ((before, "start"), (after, "end")):
+                if not whole.startswith(rendered):
+                    raise BadExample(
+                        f"the {where} of messages[{index}] cannot be found: the chat template writes what comes before "
+                        "it otherwise once more messages follow. Mark the assistant's turns in the template with "
+                        "{% generation %} … {% endgeneration %}, or give conversations with one answer each"
+                    )
+            turn = after[len(before) :]
+            if turn.rstrip().endswith(self.special):
+                turn = turn.rstrip()
+            # By the ends, not token by token: tokens of white space may have no characters of their own.
+            start, end = len(before), len(before) + len(turn)
+            first = next((i for i, (_, stop) in enumerate(offsets) if stop > start), len(offsets))
+            last = next((i for i, (begin, _) in enumerate(offsets) if begin >= end), len(offsets))
+            flags[first:last] = [True] * (last - first)
+        return list(encoded["input_ids"]), flags
+
+
+def checked_text(text: Any, what: str) -> str:
+    """`text` if it is a string that can be encoded. Raises BadExample."""
+    if not isinstance(text, str):
+        raise BadExample(f"{what} is {kind_of(text)}, where a string was expected")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadExample(
+            f"{what} holds half of a surrogate pair, \\u{ord(text[error.start]):04x}, and so no text"
+        ) from error
+    return text
+
+
+def _list_of_messages(messages: Any) -> list[Any]:
+    if not isinstance(messages, list):
+        raise BadExample(f'"messages" is {kind_of(messages)}, where a list was expected')
+    if not messages:
+        raise BadExample('no messages: "messages" is an empty list')
+    return messages
+
+
+def _checked(index: int, message: Any) -> dict[str, Any]:
+    """The message with its content as one string, without keys that are null (tables of the Hub fill up with them)."""
+    name = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise BadExample(f'{name} is {kind_of(message)}, where {{"role": …, "content": …}} was expected')
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role is None:
+        raise BadExample(f"{name} has no role")
+    if role not in ROLES:
+        raise BadExample(f"{name} has the unknown role {role!r}. Roles are {', '.join(ROLES)}")
+    calls_tools = role == "assistant" and bool(message.get("tool_calls"))
+    if "content" not in message and not calls_tools:
+        raise BadExample(f"{name} has no content")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    content = checked_text(content, f"{name}.content")
+    if role == "assistant" and not content.strip() and not calls_tools:
+        raise BadExample(f"{name}: the assistant says nothing, so nothing can be learnt from it (empty after masking)")
+    return message | {"content": content}
+
+
+def _text_of_part(name: str, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = repr(part.get("type")) if isinstance(part, dict) else kind_of(part)
+        raise BadExample(f'{name} is {kind}, where {{"type": "text", "text": …}} was expected: only text is trained on')
+    return checked_text(part.get("text"), f"{name}.text")
+
+
+def _check_order(roles: list[str]) -> None:
+    before: str | None = None
+    for index, role in enumerate(roles):
+        expected = _FOLLOWING[before]
+        if role not in expected:
+            after = f"after {before!r}" if before else "at the start"
+            raise BadExample(
+                f"roles out of order: messages[{index}] is {role!r} {after}, where {_either(expected)} fits"
+            )
+        before = role
+    if before != "assistant":
+        raise BadExample(
+            f"roles out of order: messages[{len(roles) - 1}], the last, is {before!r}; it must be the assistant's, or "
+            "nothing is left after masking"
+        )
+
+
+def _either(roles: tuple[str, ...]) -> str:
+    return " or ".join(repr(role) for role in roles)
