@@ -19,7 +19,7 @@ class Event:
     numbers are exact (kind "wire"); 0 for others. `axis` is the mesh's name of the axis that they travel, where known.
     """
 
-    kind: str  # "start", "wait", "all_gather", "wire", "mark"
+    kind: str  # "start", "wait", "reduce", "all_gather", "wire", "mark"
     name: str
     bytes: int
     ranks: int

@@ -5,35 +5,40 @@ parameter's dtype, either by hooks on the parameters of a plain module (`sum_gra
 parameters, gradients and optimizer state over these ranks (`shard_parameters`). Tensor-parallel ranks take no part:
 their parameters are their own.
 
-Where nodes have slow links between them, `zero_plus_plus` quantizes what FSDP2 communicates, and `node_resident` keeps
-weights in the node: see `rewriter.runtime.zero`. `quantize_frozen` keeps weights that are not trained as bytes, and
-`export_quantized` writes those that were.
+`shard_optimizer` leaves parameters whole and shards the optimizer (ZeRO stages 1 and 2), as `zero_optimizer` does for
+any module. Where nodes have slow links between them, `zero_plus_plus` quantizes what FSDP2 communicates, and
+`node_resident` keeps weights in the node: see `rewriter.runtime.zero`. `quantize_frozen` keeps weights that are not
+trained as bytes, and `export_quantized` writes those that were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
 
 from rewriter.errors import RewriterError
 from rewriter.runtime.zero import (
     Exported,
     Frozen,
     NodeResident,
+    StagedOptimizer,
     ZeroPlusPlus,
     export_quantized,
     load_quantized,
     node_mesh,
     node_resident,
     quantize_frozen,
+    zero_optimizer,
     zero_plus_plus,
 )
+from rewriter.runtime.zero.masters import Parameters
 
 if TYPE_CHECKING:
     from rewriter.runtime.module import RuntimeModel
@@ -42,14 +47,17 @@ __all__ = [
     "Exported",
     "Frozen",
     "NodeResident",
+    "StagedOptimizer",
     "ZeroPlusPlus",
     "export_quantized",
     "load_quantized",
     "node_mesh",
     "node_resident",
     "quantize_frozen",
+    "shard_optimizer",
     "shard_parameters",
     "sum_gradients",
+    "zero_optimizer",
     "zero_plus_plus",
 ]
 
@@ -114,11 +122,7 @@ def shard_parameters(
         return model
     if isinstance(model, FSDPModule):
         raise RewriterError(f"shard_parameters: {type(model).__name__} is sharded already. Load it again first")
-    for parameter in model.parameters():
-        hook = getattr(parameter, _HOOK, None)
-        if hook is not None:
-            hook.remove()
-            delattr(parameter, _HOOK)
+    _unhook(model)
     reduced = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduced)
     for module in [*_layers(model), model]:
@@ -128,6 +132,37 @@ def shard_parameters(
         sharded.set_gradient_divide_factor(float(model.replicas.data_parallel))
     setattr(model, _SHARDED, True)
     return model
+
+
+def shard_optimizer(
+    model: RuntimeModel,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+    *,
+    stage: int,
+    params: Parameters | None = None,
+    **options: Any,
+) -> StagedOptimizer:
+    """ZeRO stage 1 or 2 over all data- and sequence-parallel ranks: `zero_optimizer`, with its arguments and errors.
+
+    Gradients are summed over the ranks of a sequence and averaged over replicas. Each tensor-parallel rank shards the
+    optimizer of its own parameters. Call it after loading, once what is not trained is frozen.
+    """
+    if isinstance(model, FSDPModule):
+        raise RewriterError(f"shard_optimizer: {type(model).__name__} is sharded already. Load it again first")
+    _unhook(model)
+    divide = float(model.replicas.data_parallel)
+    made = zero_optimizer(model, optimizer, model.replicas.group, stage=stage, params=params, divide=divide, **options)
+    setattr(model, _SHARDED, True)
+    return made
+
+
+def _unhook(model: nn.Module) -> None:
+    """Remove what `sum_gradients` has put on parameters."""
+    for parameter in model.parameters():
+        hook = getattr(parameter, _HOOK, None)
+        if hook is not None:
+            hook.remove()
+            delattr(parameter, _HOOK)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

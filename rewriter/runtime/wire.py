@@ -23,7 +23,7 @@ Tensors = tuple[Tensor, ...]
 _VECTOR = 16  # bytes that CUDA's attention kernels read at a time
 
 # into one buffer: gathering into a list of tensors makes NCCL copy twice. Renamed in torch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -107,7 +107,7 @@ def gather_rows_start(rows_PB: Tensor, group: ProcessGroup, name: str, axis: str
     others = rows[own].nbytes * (len(rows) - 1)
     observe("wire", name, rows[own], group, others, others, axis)
     if rows_PB.is_cuda:
-        works = [_all_gather(rows_PB.view(-1), rows[own].view(-1), group=group, async_op=True)]
+        works = [all_gather_flat(rows_PB.view(-1), rows[own].view(-1), group=group, async_op=True)]
     else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
         peers = _peers(group)
         works = _start(dict.fromkeys(peers, rows[own]), {p: rows[r] for p, r in peers.items()}, group)

@@ -14,8 +14,7 @@ above; scaled blocks follow at any rate and with any dtype of the replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +27,10 @@ from torch.optim import Optimizer
 from rewriter.errors import RewriterError
 from rewriter.kernels import Format, parse_format
 from rewriter.runtime.zero.fsdp import groups_of
+from rewriter.runtime.zero.masters import MasterOptimizer, Parameters, clip, groups_of_parameters
 from rewriter.runtime.zero.plugs import Seeds
 from rewriter.runtime.zero.scaling import overflowed
 from rewriter.runtime.zero.slices import SlicedGroup
-
-Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def node_resident(
@@ -81,13 +79,15 @@ def _format(what: str, name: str) -> Format:
         raise RewriterError(f"node_resident: {what}: {error}") from None
 
 
-class NodeResident(Optimizer):
+class NodeResident(MasterOptimizer):
     """What `node_resident` returns: steps this rank's masters by the given optimizer, then exchanges weights.
 
     An Optimizer of the masters: schedulers take it, `param_groups` and `state` are those of the optimizer inside.
     After backward, gradients are in the masters' `.grad`, and the model's parameters have none; to clip them use
     `clip_grad_norm_` here. Loading weights into the model renews the masters.
     """
+
+    name = "node_resident"
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class NodeResident(Optimizer):
         gradients: Format,
         weights: Format,
     ) -> None:
-        self._mesh, self._complete = mesh, False
+        self._mesh = mesh
         self._groups: list[SlicedGroup] = []
         self._seeds = Seeds()
         members = dist.get_process_group_ranks(mesh.get_group(1))
@@ -120,19 +120,16 @@ class NodeResident(Optimizer):
                 "requires_grad_(True) on what is trained"
             )
         self._check_replicas()
-        self.inner = optimizer(self._master_groups(model, params))
-        super().__init__(self.inner.param_groups, self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        self._complete = True
-        self._follow(model)
+        super().__init__(optimizer(self._master_groups(model, params)))
+        places = [(group, i) for group in self._groups for i in range(len(group.parameters))]
+        parameters = [parameter for group in self._groups for parameter in group.parameters]
+        self._follow(model, parameters, lambda index: places[index][0].loaded(places[index][1]))
 
     def _master_groups(self, model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
         owners = {parameter: group for group in self._groups for parameter in group.parameters}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        wanted: list[Any] = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-        groups = wanted if wanted and isinstance(wanted[0], dict) else [{"params": wanted}]
         found = []
-        for group in groups:
+        for group in groups_of_parameters(model, params):
             masters = []
             for parameter in group["params"]:
                 if parameter not in owners:
@@ -159,21 +156,6 @@ class NodeResident(Optimizer):
                 f"{len(self._groups)} groups). Load the same checkpoint on all ranks, or seed them alike"
             )
 
-    def _follow(self, model: nn.Module) -> None:
-        """Masters follow what is loaded into the model or a part of it, and `model.zero_grad` clears them too."""
-        places = {id(p): (group, i) for group in self._groups for i, p in enumerate(group.parameters)}
-        for module in model.modules():
-            own = [places[id(p)] for p in module._parameters.values() if id(p) in places]
-            if own:
-                module.register_load_state_dict_post_hook(partial(_loaded, own))
-        zero_grad = model.zero_grad
-
-        def zero_both(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            self.zero_grad(set_to_none)
-
-        model.zero_grad = zero_both  # type: ignore[method-assign]
-
     _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
 
     @torch.no_grad()
@@ -187,7 +169,7 @@ class NodeResident(Optimizer):
                 "node_resident: this version of torch tells optimizers of this rank's overflow only. Train in "
                 "bfloat16, without GradScaler"
             )
-        if grad_scaler is not None and overflowed(grad_scaler, self, self._mesh):
+        if grad_scaler is not None and overflowed(grad_scaler, self, self._mesh.get_all_groups()):
             return None
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         sent = [group.send() for group in self._groups]
@@ -210,12 +192,7 @@ class NodeResident(Optimizer):
         total = torch.zeros((), device=self._groups[0].master.device)
         if gradients:
             total = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        for dim in range(2):
-            dist.all_reduce(total, group=self._mesh.get_group(dim))
-        norm = total.sqrt()
-        if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return clip(gradients, total, self._mesh.get_all_groups(), max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank: the optimizer's, and "masters". Each rank saves and loads its own, on a mesh of the same shape;
@@ -234,8 +211,7 @@ class NodeResident(Optimizer):
                 f"node_resident: state of {state_dict.get('place')}, expected {self._place()} (nodes, ranks of a node, "
                 "and this rank's place in both). Load what this rank has saved, on as many nodes and ranks"
             )
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self._load_inner(state_dict)
         with torch.no_grad():
             for group, master in zip(self._groups, state_dict["masters"], strict=True):
                 group.master.copy_(master)
@@ -243,13 +219,3 @@ class NodeResident(Optimizer):
 
     def _place(self) -> tuple[int, ...]:
         return (*self._mesh.shape, *(self._mesh.get_coordinate() or ()))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._complete:
-            raise RewriterError("node_resident: parameter groups are given once. Pass them all as params=")
-        super().add_param_group(param_group)
-
-
-def _loaded(own: list[tuple[SlicedGroup, int]], module: nn.Module, keys: Any) -> None:
-    for group, index in own:
-        group.loaded(index)
