@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
 from rewriter.adapt.reading import BadExample, kind_of
@@ -24,7 +26,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks
 class ChatEncoder:
     """Turns messages into token ids and a flag for each that says whether the assistant wrote it.
 
-    The assistant's are what the template marks with `{% generation %}`. Where it marks nothing, they are found by
+    The assistant's are what the template marks with `{% generation %}`. Where it has no such marks, they are found by
     prefixes: what the template renders up to the start of an assistant turn (with the prompt to generate it) and what
     it renders up to its end must both be prefixes of the whole, and the turn is what lies between: its content and its
     end-of-turn token. A template that renders a turn in another way once others follow it (some drop the reasoning of
@@ -42,16 +44,16 @@ class ChatEncoder:
                 f"messages need a tokenizer that knows the characters of each token, and {type(tokenizer).__name__} "
                 'does not. Give the tokenizer.json of a fast tokenizer, or {"text": …}'
             )
-        template = tokenizer.get_chat_template()
         # After one of these the turn is over; a line break behind it belongs to the layout.
         self.special = tuple(token for token in tokenizer.all_special_tokens if token)
-        if tokenizer.split_special_tokens and any(token in template for token in (*self.special, "eos_token")):
+        if tokenizer.split_special_tokens and any(
+            token in str(tokenizer.chat_template) for token in (*self.special, "eos_token")
+        ):
             raise RewriterError(
                 "the chat template writes special tokens, and this tokenizer would read them as ordinary text "
                 "(split_special_tokens in tokenizer_config.json). Set that to false, or give a template without them"
             )
         self.tokenizer = tokenizer
-        self.marks = bool(_GENERATION.search(template))
 
     def __call__(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
         """Token ids and whether each is the assistant's. Raises BadExample."""
@@ -60,19 +62,37 @@ class ChatEncoder:
         if tools is not None and not isinstance(tools, list):
             raise BadExample(f'"tools" is {kind_of(tools)}, where a list was expected')
         try:
-            return self._marked(messages, tools) if self.marks else self._between_prefixes(messages, tools)
+            template = self.tokenizer.get_chat_template(tools=tools)
+            find = self._marked if _GENERATION.search(template) else self._between_prefixes
+            text, spans = find(messages, tools)
         except BadExample:
             raise
         except Exception as error:  # templates raise what they like, jinja's own errors and Python's
             raise BadExample(f"the chat template fails on these messages: {error}") from error
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), _flags(encoded["offset_mapping"], spans)
 
-    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[bool]]:
-        encoded = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    def _marked(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text and the spans of it, in characters, that the template marks.
+
+        Not by `apply_chat_template(…, return_assistant_tokens_mask=True)`: where a span begins or ends with white space
+        that belongs to no token, it leaves out all later answers or takes in all that follows (5.23). The function
+        behind it gives the spans themselves.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
         )
-        return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
+        return texts[0], [(start, end) for start, end in spans[0]]
 
-    def _between_prefixes(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[bool]]:
+    def _between_prefixes(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The same of a template without marks."""
+
         def render(count: int, prompt: bool = False) -> str:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -81,9 +101,7 @@ class ChatEncoder:
             )
 
         whole = render(len(messages))
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoded["offset_mapping"]
-        flags = [False] * len(offsets)
+        spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -98,12 +116,22 @@ class ChatEncoder:
             turn = after[len(before) :]
             if turn.rstrip().endswith(self.special):
                 turn = turn.rstrip()
-            # By the ends, not token by token: tokens of white space may have no characters of their own.
-            start, end = len(before), len(before) + len(turn)
-            first = next((i for i, (_, stop) in enumerate(offsets) if stop > start), len(offsets))
-            last = next((i for i, (begin, _) in enumerate(offsets) if begin >= end), len(offsets))
-            flags[first:last] = [True] * (last - first)
-        return list(encoded["input_ids"]), flags
+            spans.append((len(before), len(before) + len(turn)))
+        return whole, spans
+
+
+def _flags(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
+    """Whether each token lies in a span or reaches into it from before.
+
+    By the first and last token of a span: those between may have no characters (white space, with some tokenizers).
+    """
+    flags = [False] * len(offsets)
+    ends = list(accumulate((end for _, end in offsets), max))
+    for start, end in spans:
+        first = bisect_right(ends, start)
+        last = next((i for i in range(first, len(offsets)) if offsets[i][0] >= end), len(offsets))
+        flags[first:last] = [True] * (last - first)
+    return flags
 
 
 def checked_text(text: Any, what: str) -> str:
