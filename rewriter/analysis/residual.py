@@ -7,7 +7,8 @@ also reads rewired programs:
 - `meta["block"]`: the block that a node between two such values belongs to;
 - `meta["mode"]`, on a stream value: how the block that wrote it is wired, where a pass changed that;
 - `meta["writes"]`: the block that a node belongs to which carries a write into the stream;
-- `meta["reads"]`, on a value that a pass made for blocks to read: the stream value that it stands for.
+- `meta["reads"]`, on a value that a pass made for blocks to read: the stream value that it stands for;
+- `meta["dropped"]`, on a rank's own part of a sum that a pass leaves without its reduction.
 """
 
 from __future__ import annotations

@@ -16,9 +16,13 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.lane_huggingface import emit_lanes
 from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.modeling_file import (
+    ANNEALED,
+    BLEND,
     STANDARD,
     HuggingFaceFiles,
     Names,
+    annealing_attribute,
+    anneals,
     conversions,
     docstring,
     imports,
@@ -35,6 +39,7 @@ from rewriter.emit.modeling_file import (
 from rewriter.emit.naming import camel, identifier
 from rewriter.emit.python import bracketed
 from rewriter.emit.source import layer_arguments, require_importable, returned_values
+from rewriter.passes import annealing
 from rewriter.passes.base import bound_ranks, scopes, single_device
 from rewriter.program import Program, Source
 
@@ -50,19 +55,26 @@ class _Kind:
     touched: bool
 
 
-def emit_huggingface(program: Program) -> HuggingFaceFiles:
+def emit_huggingface(program: Program, annealed: bool = False) -> HuggingFaceFiles:
     """The files that make `AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` compute `program`.
 
     A sharded program is emitted as what one device computes: its model-level passes alone. When those leave every layer
     as the source wrote it, the source's config is returned unchanged and there is no modeling file. A program that is
     bound to its ranks is emitted as a model that computes every rank's lane.
 
+    With `annealed`, the files are of a variant for training alone: each rewired layer blends what it reads or adds with
+    what the original does, by its attribute `annealing` (a number or a 0-d tensor; 1.0, the rewritten layer, until it
+    is set). Parameters are the same.
+
     Raises RewriterError when the source's classes are not part of transformers, or when the wiring cannot be written
-    as layers (the message names the node).
+    as layers (the message names the node). With `annealed`, also when no layer differs from the original.
     """
     if bound_ranks(program) is not None:
-        return emit_lanes(single_device(program).with_(recipe=program.recipe))
+        single = single_device(program).with_(recipe=program.recipe)
+        return emit_lanes(annealing.annealed(single) if annealed else single)
     single = _model_level(program)
+    if annealed:
+        single = annealing.annealed(single)
     config = source_config(single.source)
     plain = HuggingFaceFiles(config, None, None, single.source.model_type)
     if single.origin is None:  # no pass changed what the model computes
@@ -131,6 +143,7 @@ def _modeling(program: Program, kinds: list[_Kind], names: Names) -> str:
     parts = [
         _header(program, kinds, names),
         f"{imports(source)}\n\n{source_check(source)}",
+        *[BLEND] * anneals(program),
         *(_layer_class(program, kind) for kind in kinds),
         table(program.source, [(kind.name, kind.class_name) for kind in kinds]),
         _rewire(program.source),
@@ -154,6 +167,8 @@ def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
     for entry in program.history:
         options = ", ".join(f"{k}={v!r}" for k, v in entry.options.items())
         lines.append(wrapped(f"{entry.name}({options}): {entry.summary}", 4))
+    if anneals(program):
+        lines += ["", *wrapped(ANNEALED).splitlines()]
     about = (
         "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
         "names the kind of every layer:"
@@ -203,7 +218,8 @@ def _layer_class(program: Program, kind: _Kind) -> str:
         parameters.append("**kwargs")
     lines = [f"class {kind.class_name}({source.layer_class}):"]
     lines += docstring(_what(program, kind), 4)
-    lines += ["", f"    takes = {len(kind.layer.takes)}", f"    gives = {len(kind.layer.gives)}", ""]
+    lines += ["", f"    takes = {len(kind.layer.takes)}", f"    gives = {len(kind.layer.gives)}"]
+    lines += [*annealing_attribute(program, kind.example), ""]
     lines.append(bracketed("def forward(", ["self", *parameters], "):", 4))
     for name in untraced(program, arguments, kind.example):
         lines.append(f"        if {name} is not None:")

@@ -103,6 +103,7 @@ def _modeling(program: Program, kinds: list[_Kind], names: file.Names) -> str:
         _header(program, kinds, names),
         f"{_imports(program, modules, children)}\n\n{_lanes(program)}\n\n{file.source_check(source, children)}",
         *support(modules),
+        *[file.BLEND] * file.anneals(program),
         *(_layer_class(program, kind) for kind in kinds),
         file.table(source, [(kind.name, kind.class_name) for kind in kinds]),
         _rewire(program),
@@ -143,7 +144,7 @@ def _header(program: Program, kinds: list[_Kind], names: file.Names) -> str:
         "heads and channels of the whole module, so only the projections that read lanes (LaneEntry) or return their "
         "partial sums (LaneExit) differ. `config.rewriter_layers` names the kind of every layer:",
     ]
-    for text in about:
+    for text in [*about, *[file.ANNEALED] * file.anneals(program)]:
         lines += ["", *file.wrapped(text).splitlines()]
     lines.append("")
     rewritten = [(kind.name, f"{kind.class_name}: {' '.join(_what(program, kind))}") for kind in kinds]
@@ -187,6 +188,7 @@ def _layer_class(program: Program, kind: _Kind) -> str:
     lines = [f"class {kind.class_name}({source.layer_class}):"]
     lines += file.docstring(_what(program, kind), 4)
     lines += ["", f"    takes = {_tuple(kind.layer.widths_taken)}", f"    gives = {_tuple(kind.layer.widths_given)}"]
+    lines += file.annealing_attribute(program, kind.example)
     if kind.layer.modules:
         lines.append("    lane_modules = (")
         for path, module in kind.layer.modules.items():

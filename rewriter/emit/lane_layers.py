@@ -177,6 +177,9 @@ class _Printer:
             head = " + ".join(self._as(n, form) for n in args_of(node)) if _is_sum(node) else self._scaled(node)
         elif form == "same":
             head, items, tail = call_parts(node, self.path, self._operands(node))
+        elif node.target is ops.blend:
+            lanes = {n: self._as(n, form) for n in node.all_input_nodes}
+            head, items, tail = call_parts(node, self.path, lanes)
         else:
             raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")
         name = self.names[node] = self.unique.fresh(self._wish(node))
@@ -265,6 +268,10 @@ class _Printer:
         users = list(node.users)
         if len(users) == 1 and users[0].target is ops.all_reduce and self.form[node] == "total":
             node = users[0]  # it is printed as nothing
+        if node.target is ops.blend:
+            return "blended"
+        if node.target is ops.enter:  # of a sum over the lanes: of anything else it is printed as nothing
+            return "summed"
         if "stream" in node.meta:
             return self.labels.get(node.meta["stream"], "total")
         if "reads" in node.meta:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.naming import Names
 from rewriter.emit.python import bracketed, call_parts, operands
@@ -161,6 +162,8 @@ def _wish(node: fx.Node, path: str, labels: Mapping[str, str]) -> str:
         return str(node.target).removeprefix(path + ".")
     if node.name in labels:
         return labels[node.name]
+    if node.target is ops.blend:
+        return "blended"
     return "total" if node.name.startswith("add") else node.name
 
 

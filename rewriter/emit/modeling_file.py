@@ -14,6 +14,7 @@ from typing import Any
 
 import transformers
 
+from rewriter import ops
 from rewriter.emit.naming import identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
 from rewriter.emit.source import Argument, config_module
@@ -146,6 +147,30 @@ def docstring(sentences: list[str], indent: int) -> list[str]:
     first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
     body = [*first, *(["", *rest] if rest else [])]
     return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
+
+
+BLEND = '''
+def blend(fresh, stale, annealing):
+    """(1 - annealing) * fresh + annealing * stale; exactly `fresh` at 0 and `stale` at 1."""
+    return torch.lerp(fresh.to(stale.dtype), stale, annealing)
+'''
+
+ANNEALED = (
+    "A variant for training alone: what a rewired layer reads or adds is blended with what the original reads or adds, "
+    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewritten layer). It may change from step "
+    "to step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
+)
+
+
+def anneals(program: Program, layer: int | None = None) -> bool:
+    """Whether a layer, or any, blends what it computes with what the original does."""
+    blends = (n for n in program.graph.nodes if n.target is ops.blend)
+    return any(layer is None or n.meta["layer"] == layer for n in blends)
+
+
+def annealing_attribute(program: Program, layer: int) -> list[str]:
+    """The line of a class of layers that declares its `annealing`; none where it has no such thing."""
+    return ["    annealing = 1.0"] if anneals(program, layer) else []
 
 
 def untraced(program: Program, arguments: list[Argument], layer: int = 0) -> list[str]:

@@ -117,6 +117,8 @@ def call_parts(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> 
         return f"{items[0]}.{node.target}(", [*items[1:], *keywords], ")"
     if node.target is ops.dropout:
         return "torch.nn.functional.dropout(", [items[0], f"p={items[1]}", "training=self.training"], ")"
+    if node.target is ops.blend:
+        return "blend(", [items[0], items[1], "self.annealing"], ")"
     if node.target is getattr:
         return f"{items[0]}.{node.args[1]}", [], ""
     if node.target is ops.type_as_model:

@@ -179,6 +179,8 @@ class _Lane:
                 value = self._kept(current, parts, whole, travel_of(reduced[0]))
                 self.synchronised = self.added = None
             else:
+                for part in parts:
+                    part.meta["dropped"] = True
                 value = self._sum(current, *parts, *whole)
                 if self.resync == "sum":
                     self.added = self._added(parts, whole)

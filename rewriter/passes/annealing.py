@@ -1,0 +1,228 @@
+"""Annealed conversion: a rewritten program whose layers go from the original's wiring to their own by a number λ.
+
+Not a pass of a recipe: what it makes is trained, not shipped. At λ = 0 it computes the original, at λ = 1 what it was
+made from, and nothing else about it changes: parameters, their names, what is bound to ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.lanes import local_values
+from rewriter.analysis.placement import AXIS
+from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, residual_blocks, stream_values
+from rewriter.errors import RewriterError
+from rewriter.program import Module, Program, args_of, drop_dead_nodes
+
+_COLLECTIVES = (ops.enter, ops.all_reduce)
+
+
+def annealed(program: Program, at: float = 1.0) -> Program:
+    """`program` between its original (λ = 0) and itself (λ = 1); `at` is λ where the result is simulated.
+
+    Whatever a module of a rewired block is given, `stale`, is set against what the original program gives it, `fresh`,
+    both made of the stream as `program` has it. Where they differ, the module gets
+
+        (1 − λ) · fresh + λ · stale
+
+    for ladder blocks the stream without and with the block before, the sum over ranks against a rank's own part of it;
+    for a parallel MLP the stream after attention against the stream before it, behind their norms where one norm serves
+    both halves. Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f). A reduction that is kept brings the
+    ranks together as before: of x_r for a mean, of all f_r since for a sum. Both are right at any λ, since neither
+    depends on how much of the f_r the other ranks have seen.
+
+    λ belongs to the layer that reads, or that writes a dropped sum: an emitted layer reads `self.annealing` there.
+    `program` is not scheduled (`single_device`). Raises RewriterError when nothing in it differs from the original.
+    """
+    if program.origin is None:
+        raise RewriterError("annealing: no pass was applied, so there is nothing to go to. Apply a recipe first.")
+    graph, _ = program.edit()
+    writes = _blend_dropped(program, graph, at)
+    reads = _Reads(program, graph, at).blend()
+    if not reads + writes:
+        names = ", ".join(entry.name for entry in program.history) or "none"
+        raise RewriterError(
+            f"annealing: every block reads and writes what it does in the original (passes: {names}). There is nothing "
+            "to anneal: train without it."
+        )
+    drop_dead_nodes(graph)
+    return program.with_(graph=graph)
+
+
+# --- dropped reductions ----------------------------------------------------------------------------------------------
+
+
+def _blend_dropped(program: Program, graph: fx.Graph, at: float) -> int:
+    """Give each rank's stream, where it gets the rank's own part of a sum, also its share of the whole sum."""
+    count = 0
+    for block in blocks_of(graph, program.modules):
+        for total in _sums(block.add):
+            for part in [n for n in total.all_input_nodes if n.meta.get("dropped")]:
+                meta = {"layer": block.layer, "writes": block.index}
+                with graph.inserting_before(total):
+                    whole = _made(graph, meta, ops.all_reduce, part, AXIS)
+                    whole = _made(graph, meta, ops.enter, whole, AXIS)
+                    total.replace_input_with(part, _made(graph, meta, ops.blend, whole, part, at))
+                count += 1
+    return count
+
+
+def _sums(value: fx.Node) -> Iterator[fx.Node]:
+    """The adds that a stream value is made of, those before it that nothing else reads among them."""
+    if is_add(value):
+        yield value
+        for operand in value.all_input_nodes:
+            if len(operand.users) == 1 and "stream" not in operand.meta:
+                yield from _sums(operand)
+
+
+# --- reads -----------------------------------------------------------------------------------------------------------
+
+
+class _Reads:
+    """Compares what modules are given with what the original gives them, and blends where that differs."""
+
+    def __init__(self, program: Program, graph: fx.Graph, at: float) -> None:
+        assert program.origin is not None
+        self.graph, self.at = graph, at
+        self.modules: Mapping[str, Module] = program.modules
+        self.local = local_values(graph, program.parameters)
+        self.calls = _calls(graph)
+        self.origin_calls = {node: key for key, node in _calls(program.origin.graph).items()}
+        self.streams = _same_values(program, graph)
+        self.readers = {n: _readers(n) for n in (*self.calls.values(), *self.origin_calls)}
+        self.before: list[fx.Node] = []  # what stands before the module at hand
+        self.blends: dict[tuple[fx.Node, fx.Node, int], fx.Node] = {}
+
+    def blend(self) -> int:
+        """Blend every read that differs. Returns how many."""
+        originals = {self.calls[key]: node for node, key in self.origin_calls.items() if key in self.calls}
+        for node in list(self.graph.nodes):
+            original = originals.get(node)
+            if original is not None and node.meta.get("layer") is not None and self._serves(original, node):
+                for place, (fresh, stale) in enumerate(zip(args_of(original), args_of(node), strict=True)):
+                    if not self._same(fresh, stale):
+                        with self.graph.inserting_before(node):
+                            node.update_arg(place, self._blended(fresh, stale, node))
+            self.before.append(node)
+        return len(self.blends)
+
+    def _blended(self, fresh: fx.Node, stale: fx.Node, reader: fx.Node) -> fx.Node:
+        meta = {k: reader.meta[k] for k in ("layer", "block") if k in reader.meta}
+        key = (fresh, stale, reader.meta["layer"])
+        if key not in self.blends:
+            value = self._made_of(fresh, meta)
+            if stale in self.local and value not in self.local:
+                value = _made(self.graph, meta, ops.enter, value, AXIS)
+            self.blends[key] = _made(self.graph, meta, ops.blend, value, stale, self.at)
+            if (read := read_index(stale)) is not None:
+                self.blends[key].meta["reads"] = read
+        return self.blends[key]
+
+    def _serves(self, original: fx.Node, node: fx.Node) -> bool:
+        """Whether a module does its original's work: a norm that serves another block too is another value."""
+        return computes(self.modules[str(node.target)]) or self.readers[original] == self.readers[node]
+
+    def _same(self, fresh: fx.Node, stale: fx.Node) -> bool:
+        """Whether `stale` is, in the rewritten program, what `fresh` is in the original."""
+        while stale.target in _COLLECTIVES and "stream" not in stale.meta:
+            stale = stale.all_input_nodes[0]
+        if "stream" in fresh.meta:
+            return self.streams.get(fresh) is stale
+        if fresh.meta.get("layer") is None:
+            return True  # what is made outside the layers is made as before
+        if (fresh.op, fresh.target) != (stale.op, stale.target):
+            return False
+        if fresh.op == "call_module" and self._serves(fresh, stale):
+            return True
+        return all(self._same(a, b) for a, b in zip(_nodes(fresh), _nodes(stale), strict=True))
+
+    def _made_of(self, fresh: fx.Node, meta: dict[str, Any]) -> fx.Node:
+        """`fresh` of the original, computed in the rewritten program; from what is there, where it is."""
+        if (value := self.streams.get(fresh)) is not None:
+            return value
+        key = self.origin_calls.get(fresh)
+        if key in self.calls and computes(self.modules[str(fresh.target)]):
+            return self._whole(self.calls[key], meta)
+        sources = {n: self._made_of(n, meta) for n in fresh.all_input_nodes}
+        args, kwargs = fx.map_arg((fresh.args, fresh.kwargs), sources.__getitem__)  # type: ignore[misc]
+        for node in self.before:
+            if (node.op, node.target, node.args, node.kwargs) == (fresh.op, fresh.target, args, kwargs):
+                return node
+        made = self.graph.create_node(fresh.op, fresh.target, args, kwargs, fresh.name)
+        made.meta = {k: v for k, v in fresh.meta.items() if k in ("python", "val")} | meta
+        return made
+
+    def _whole(self, node: fx.Node, meta: dict[str, Any]) -> fx.Node:
+        """The sum over ranks of a rank's own part."""
+        if node not in self.local:
+            return node
+        known = [n for n in self.before if n.target is ops.all_reduce and n.args[0] is node]
+        return known[0] if known else _made(self.graph, meta, ops.all_reduce, node, AXIS)
+
+
+def _calls(graph: fx.Graph) -> dict[tuple[str, int], fx.Node]:
+    """Calls of modules by path, the n-th of a path as (path, n)."""
+    calls: dict[tuple[str, int], fx.Node] = {}
+    counts: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            path = str(node.target)
+            calls[path, counts.setdefault(path, 0)] = node
+            counts[path] += 1
+    return calls
+
+
+def _nodes(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node, as often as they occur."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return found
+
+
+def _readers(node: fx.Node) -> frozenset[str]:
+    """The modules that read a value before it reaches the stream."""
+    found: set[str] = set()
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        if user.op == "call_module":
+            found.add(str(user.target))
+        elif read_index(user) is None:
+            todo += user.users
+    return frozenset(found)
+
+
+def _same_values(program: Program, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """From each value of the original's stream to the one that stands for it in `graph`.
+
+    Inside a layer whose blocks a pass joined there is none; at its end there is.
+    """
+    assert program.origin is not None
+    old, new = stream_values(program.origin.graph), stream_values(graph)
+    same = {old[0]: new[0]} if old and new else {}
+    by_layer: dict[int, list[fx.Node]] = {}
+    for block in blocks_of(graph, program.modules):
+        by_layer.setdefault(block.layer, []).append(block.add)
+    originals: dict[int, list[fx.Node]] = {}
+    for block in residual_blocks(program.origin):
+        originals.setdefault(block.layer, []).append(block.add)
+    for layer, values in originals.items():
+        if len(values) == len(by_layer[layer]):
+            same |= dict(zip(values, by_layer[layer], strict=True))
+        else:
+            same[values[-1]] = by_layer[layer][-1]
+    return same
+
+
+def _made(graph: fx.Graph, meta: Mapping[str, Any], target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta.update(meta)
+    return node
+
+
+__all__ = ["annealed"]
