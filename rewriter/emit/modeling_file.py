@@ -157,8 +157,8 @@ def blend(fresh, stale, annealing):
 
 ANNEALED = (
     "A variant for training alone: what a rewired layer reads or adds is blended with what the original reads or adds, "
-    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewritten layer). It may change from step "
-    "to step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
+    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewired layer). It may change at any "
+    "step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
 )
 
 

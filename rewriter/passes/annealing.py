@@ -29,11 +29,10 @@ def annealed(program: Program, at: float = 1.0) -> Program:
 
         (1 − λ) · fresh + λ · stale
 
-    for ladder blocks the stream without and with the block before, the sum over ranks against a rank's own part of it;
-    for a parallel MLP the stream after attention against the stream before it, behind their norms where one norm serves
-    both halves. Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f). A reduction that is kept brings the
-    ranks together as before: of x_r for a mean, of all f_r since for a sum. Both are right at any λ, since neither
-    depends on how much of the f_r the other ranks have seen.
+    That is, for ladder blocks the stream with the block before and without it (or with a rank's own part of it alone);
+    for a parallel MLP the stream after attention and before it, behind their norms where one norm serves both halves.
+    Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f). One that is kept stays as it is: at λ = 0 all
+    x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r since) are the original's stream.
 
     λ belongs to the layer that reads, or that writes a dropped sum: an emitted layer reads `self.annealing` there.
     `program` is not scheduled (`single_device`). Raises RewriterError when nothing in it differs from the original.
@@ -112,7 +111,7 @@ class _Reads:
         return len(self.blends)
 
     def _blended(self, fresh: fx.Node, stale: fx.Node, reader: fx.Node) -> fx.Node:
-        meta = {k: reader.meta[k] for k in ("layer", "block") if k in reader.meta}
+        meta: dict[str, Any] = {k: v for k, v in reader.meta.items() if k in ("layer", "block")}
         key = (fresh, stale, reader.meta["layer"])
         if key not in self.blends:
             value = self._made_of(fresh, meta)
@@ -149,7 +148,7 @@ class _Reads:
         if key in self.calls and computes(self.modules[str(fresh.target)]):
             return self._whole(self.calls[key], meta)
         sources = {n: self._made_of(n, meta) for n in fresh.all_input_nodes}
-        args, kwargs = fx.map_arg((fresh.args, fresh.kwargs), sources.__getitem__)  # type: ignore[misc]
+        args, kwargs = fx.map_arg((fresh.args, fresh.kwargs), sources.__getitem__)
         for node in self.before:
             if (node.op, node.target, node.args, node.kwargs) == (fresh.op, fresh.target, args, kwargs):
                 return node
