@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rewriter.collector import collector_paused
 from rewriter.errors import RewriterError
@@ -14,6 +14,7 @@ from rewriter.errors import RewriterError
 if TYPE_CHECKING:
     from torch import nn
 
+    from rewriter.adapt.run import AdaptReport
     from rewriter.convert import Report
     from rewriter.program import Program
     from rewriter.recipes import Recipe
@@ -69,6 +70,34 @@ def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Repor
     from rewriter.convert import save
 
     return save(program, out, **options)
+
+
+def adapt(
+    directory: str | os.PathLike[str],
+    *,
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    eval: str | os.PathLike[str] | None = None,
+    teacher: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    verify: Literal["none", "shrunken", "full"] = "shrunken",
+    set: Mapping[str, Any] | None = None,
+    progress: Callable[..., None] | None = None,
+    **options: Any,
+) -> AdaptReport:
+    """Fine-tune what `rewrite` wrote: `rewriter.adapt.run.adapt`, whose `Options` by name are the other arguments.
+
+    adapt("out", data="train.jsonl", out="healed", method="distill", set={"learning_rate": 1e-4, "max_steps": 500})
+    """
+    from rewriter.adapt.options import Options
+    from rewriter.adapt.run import adapt
+
+    chosen = Options(**options, settings=dict(set or {}))
+    told = {} if progress is None else {"progress": progress}
+    return adapt(
+        directory, data=data, out=out, evaluation=eval, teacher=teacher, resume=resume, verify=verify, options=chosen,
+        **told,
+    )  # fmt: skip
 
 
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:

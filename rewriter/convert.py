@@ -17,6 +17,7 @@ from rewriter.collector import collector_paused
 from rewriter.emit import directory
 from rewriter.emit.card import model_card
 from rewriter.emit.manifest import (
+    AdaptationEntry,
     Adapted,
     CheckEntry,
     Drift,
@@ -145,8 +146,14 @@ def save(
     text: str | None = None,
     progress: Progress = _silent,
     ahead: Ahead | None = None,
+    adaptation: AdaptationEntry | None = None,
+    beside: Mapping[str, Path] | None = None,
 ) -> Report:
     """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card.
+
+    `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
+    measured, since the same weights under the original wiring are not the original. `beside` are further files to copy
+    into the directory, by their names there.
 
     Raises RewriterError and VerificationError as `convert` does.
     """
@@ -193,12 +200,17 @@ def save(
                 real = RealWeights(program, dtype, progress)
                 if verify == "full":
                     real.compare(found)
-                measured = real.drift(found, text)
+                measured = real.drift(found, text) if adaptation is None else None
                 output.write(GOLDEN, real.golden())
                 golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
 
+        for file, path in (beside or {}).items():
+            if output.finished(file) is None:
+                output.write(file, path.read_bytes())
+
         def manifest_now() -> Manifest:
-            return _manifest(program, layout, output, report, skipped, hashes, found, measured, verify, golden)
+            made = _manifest(program, layout, output, report, skipped, hashes, found, measured, verify, golden)
+            return made.model_copy(update={"adaptation": adaptation})
 
         if verify == "full" and real is not None:
             output.manifest(manifest_now().table())  # the sharded module is found through it

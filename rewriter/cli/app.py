@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rewriter import __version__
-from rewriter.cli import convert, coverage, export, generate, inspect, recipes, verify
+from rewriter.cli import adapt, convert, coverage, export, generate, inspect, launching, recipes, verify
 from rewriter.errors import RewriterError
 from rewriter.suggestions import nearest
 
@@ -49,12 +49,13 @@ conversion = typer.Typer(
 conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
 commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
 commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
+commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
 commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
 commands.command(short_help="Check a written output again.")(verify.verify)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Write an output as ONNX.")(export.export)
 
-COMMANDS = ("inspect", "recipes", "coverage", "verify", "generate", "export")
+COMMANDS = ("inspect", "recipes", "adapt", "coverage", "verify", "generate", "export")
 
 
 def _print_version(wanted: bool) -> None:
@@ -97,7 +98,7 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         words = ["--help"]
     if words[0] in COMMANDS or words[0] in ("-h", "--help", "--version"):
-        code = commands(words, prog_name="rewrite", standalone_mode=False)
+        code = commands(words, prog_name="rewrite", standalone_mode=False, obj=words)
     else:
         _refuse_misspelt_command(words[0])
         code = conversion(words, prog_name="rewrite", standalone_mode=False)
@@ -122,5 +123,6 @@ def _fail(message: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    typer.echo(f"error: {message}", err=True)
+    if not launching.report_to_launcher(message):
+        typer.echo(f"error: {message}", err=True)
     return code

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class Progress:
     """Call it with a stage, and while one runs with how much of it is done: `progress("weights", done, total)`.
 
-    `done` and `total` are in the stage's own unit (bytes, layers); a stage without a total shows a spinner. Where
-    stderr is no terminal nothing is written, so that logs hold results and errors only.
+    `done` and `total` are in the stage's own unit (bytes, layers); a stage without a total shows a spinner. Figures by
+    name (`loss=`) are shown behind the time that is left. Where stderr is no terminal nothing is written, so that logs
+    hold results and errors only.
     """
 
     def __init__(self) -> None:
@@ -26,11 +27,19 @@ class Progress:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import (
+                BarColumn,
+                SpinnerColumn,
+                TaskProgressColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import Progress as Bars
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            self._bars = Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}"))
+            self._bars = Bars(*columns, *times, console=Console(stderr=True), transient=True)
             self._bars.start()
         return self
 
@@ -40,11 +49,12 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def __call__(self, stage: str, done: float = 0, total: float | None = None) -> None:
+    def __call__(self, stage: str, done: float = 0, total: float | None = None, **told: float | None) -> None:
         if self._bars is None:
             return
         if stage != self._stage or self._task is None:
             if self._task is not None:
                 self._bars.remove_task(self._task)
-            self._stage, self._task = stage, self._bars.add_task(stage, total=total)
-        self._bars.update(self._task, completed=done, total=total)
+            self._stage, self._task = stage, self._bars.add_task(stage, total=total, told="")
+        words = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in told.items() if value is not None)
+        self._bars.update(self._task, completed=done, total=total, told=words)

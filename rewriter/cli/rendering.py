@@ -31,6 +31,18 @@ def print_report(text: str, *, dry_run: bool = False) -> None:
     console.print(f"\n{verb} [bold]{escape(str(report['out']))}[/]" + (f", {count} files" if count else ""))
 
 
+def print_adaptation(text: str) -> None:
+    """Prints the JSON of `rewrite adapt`'s report as tables: what was done, and the losses."""
+    report: dict[str, Any] = json.loads(text)
+    done, console = report["adaptation"], Console(highlight=False)
+    what = {name: done[name] for name in ("method", "data", "steps", "tokens", "seconds")}
+    console.print(facts("fine-tuning", what))
+    console.print()
+    console.print(facts("loss (nats per target)", report["losses"]))
+    console.print(f"[dim]on {escape(str(done['evaluation']))}[/]")
+    console.print(f"\nwrote [bold]{escape(str(report['out']))}[/]")
+
+
 def print_verification(verification: Mapping[str, Any]) -> None:
     """Prints the checks of `rewrite verify`."""
     Console(highlight=False).print(facts("verification", verification))

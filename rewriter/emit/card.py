@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rewriter.analysis.sequence_bytes import travels
-from rewriter.emit.manifest import Lanes, Manifest, Quantized, mesh_name, ranks_of
+from rewriter.emit.manifest import AdaptationEntry, Lanes, Manifest, Quantized, mesh_name, ranks_of
 from rewriter.ops import SequencePlan
 
 
@@ -31,6 +31,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         *([] if manifest.quantized is None else ["## Quantized between ranks\n", _quantized(manifest.quantized)]),
         "## What was done\n",
         _passes(manifest),
+        *([] if manifest.adaptation is None else ["## Fine-tuning\n", _adaptation(manifest.adaptation)]),
         "## Verification\n",
         _verification(manifest),
         "## Recipe\n",
@@ -222,6 +223,44 @@ def _verification(manifest: Manifest) -> str:
     if verified.notes:
         lines += ["", *(f"- {note}" for note in verified.notes)]
     return "\n".join(lines).strip() + "\n"
+
+
+_METHODS = {
+    "sft": "cross entropy on the targets of the data (supervised fine-tuning)",
+    "distill": "divergence from the predictions of the original model (distillation)",
+}
+
+
+def _adaptation(done: AdaptationEntry) -> str:
+    """On what the model was trained and how, and its loss before and after, beside the original's."""
+    what = (
+        f"Trained after the rewrite by {_METHODS.get(done.method, done.method)}, on {done.data}: {done.steps:,} steps"
+    )
+    counts = [f"{count:,} {name.replace('_', ' ')}" for name, count in done.counts.items() if count]
+    lines = [
+        textwrap.fill(
+            f"{what} of {done.rows_per_step} rows of {done.length} tokens, {done.tokens:,} tokens in all.", 120
+        ),
+        textwrap.fill(f"The data: {', '.join(counts)}.", 120),
+        "",
+        "| loss, nats per target | |",
+        "|---|---|",
+        *(f"| {_LOSSES.get(name, name)} | {value:.4f} |" for name, value in done.losses.items()),
+        "",
+        textwrap.fill(f"Measured on {done.evaluation}.", 120),
+        "",
+        "| setting | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(str(value))} |" for name, value in {**done.options, **done.settings}.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_LOSSES = {
+    "original": "the original model",
+    "before": "rewritten, before training",
+    "after": "after training, as stored",
+}
 
 
 def _cell(text: str) -> str:

@@ -145,11 +145,36 @@ class Golden(_Part):
     tokens: int
 
 
+class AdaptationEntry(_Part):
+    """The fine-tuning that a checkpoint went through: on what, how, and what became of its loss.
+
+    `data` and `evaluation` say in words what was read; `counts` what became of the examples. `losses` are the mean
+    cross entropies in nats per target on the evaluation rows, by name: "original" (the teacher, untrained), "before"
+    (rewritten, untrained), "after" (as stored). `settings` are those of the Trainer, `steps` and `tokens` what was
+    done, in `seconds` on `ranks` (processes by axis).
+    """
+
+    method: str
+    data: str
+    counts: dict[str, int]
+    evaluation: str
+    steps: int
+    tokens: int
+    rows_per_step: int
+    length: int
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    ranks: dict[str, int]
+    losses: dict[str, float]
+    seconds: float
+
+
 class Manifest(_Part):
     """The whole file. `files` are the sha256 of every other file of the directory.
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `lanes` is None for a function that
-    is the same on any number of ranks; `quantized` is None where ranks exchange values as they are.
+    is the same on any number of ranks; `quantized` is None where ranks exchange values as they are,
+    `adaptation` where weights are as they were before the rewrite.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -165,6 +190,7 @@ class Manifest(_Part):
     quantized: Quantized | None = None
     verification: Verified
     golden: Golden | None = None
+    adaptation: AdaptationEntry | None = None
     files: dict[str, str]
     job: dict[str, Any] | None = None
 

@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -144,24 +144,26 @@ class Checkpoint:
         dtypes = {self.info(name).dtype for name in expression.tensors()}
         if len(dtypes) > 1:
             raise mixed_dtypes(self, expression)
-        return self._evaluate(expression)
+        return evaluate(expression, self.read)
 
-    def _evaluate(self, expression: Expression) -> torch.Tensor:
-        import torch
 
-        match expression:
-            case Tensor(name):
-                return self.read(name)
-            case Slice(source, dim, ranges):
-                whole = self._evaluate(source)
-                parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-                return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-            case Concat(parts_, dim):
-                return torch.cat([self._evaluate(part) for part in parts_], dim)
-            case Stack(parts_, dim):
-                return torch.stack([self._evaluate(part) for part in parts_], dim)
-            case Transpose(source, dim0, dim1):
-                return self._evaluate(source).transpose(dim0, dim1)
+def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The tensor that an expression describes over the tensors that `read` gives by name; a view where possible."""
+    import torch
+
+    match expression:
+        case Tensor(name):
+            return read(name)
+        case Slice(source, dim, ranges):
+            whole = evaluate(source, read)
+            parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        case Concat(parts_, dim):
+            return torch.cat([evaluate(part, read) for part in parts_], dim)
+        case Stack(parts_, dim):
+            return torch.stack([evaluate(part, read) for part in parts_], dim)
+        case Transpose(source, dim0, dim1):
+            return evaluate(source, read).transpose(dim0, dim1)
 
 
 def torch_dtype(dtype: str, name: str) -> torch.dtype:

@@ -1,0 +1,158 @@
+"""Checkpoints of a run: written beside their place by all ranks with DCP, and renamed when they are complete.
+
+Whatever moment a run is killed at, `last` finds one that holds everything, or none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as read_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as write_sharded
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rewriter.adapt.ranks import Ranks
+from rewriter.runtime.zero.stages import StagedOptimizer
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_SCHEDULE = "schedule.json"
+
+
+def last(run: Path) -> Path | None:
+    """The complete checkpoint of the latest step in the directory of a run."""
+    found = {int(m[1]): path for path in run.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))}
+    return found[max(found)] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps that were done when it was written."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def begin(run: Path, step: int, ranks: Ranks) -> Path:
+    """Where to write the checkpoint of a step; what an interrupted run left there is gone."""
+    staging = run / f".checkpoint-{step}.partial"
+    if ranks.first:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    ranks.barrier()
+    return staging
+
+
+def commit(staging: Path, step: int, keep: int | None, ranks: Ranks) -> None:
+    """Give a complete checkpoint its name, and delete those before the last `keep`."""
+    ranks.barrier()
+    if ranks.first:
+        final = staging.with_name(f"checkpoint-{step}")
+        shutil.rmtree(final, ignore_errors=True)
+        staging.rename(final)
+        found = sorted((p for p in final.parent.glob("checkpoint-*") if _NAME.fullmatch(p.name)), key=step_of)
+        for old in found[: -keep if keep else 0]:
+            shutil.rmtree(old, ignore_errors=True)
+    ranks.barrier()
+
+
+def save(place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: Ranks, own: int) -> None:
+    """Write trained parameters, the optimizer's and the scheduler's state, and every rank's random state.
+
+    `own` is this rank's number among those that share rows: their parameters have the same names and other values.
+    """
+    state: dict[str, Any] = {
+        "model": {_part(own): get_model_state_dict(model, options=_TRAINED)},
+        "random": _random_state(ranks),
+    }
+    if isinstance(optimizer, StagedOptimizer):  # its state is of this rank's pieces, which have no names
+        torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
+    else:
+        state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
+    write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    if ranks.first:
+        (place / _SCHEDULE).write_text(json.dumps(_plain(scheduler.state_dict())), encoding="utf-8")
+
+
+def load_model(place: Path, model: nn.Module, ranks: Ranks, own: int) -> None:
+    """Read the trained parameters back, in place."""
+    state = {"model": {_part(own): get_model_state_dict(model, options=_TRAINED)}}
+    read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    set_model_state_dict(model, state["model"][_part(own)], options=options)
+
+
+def load_rest(
+    place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: Ranks, own: int
+) -> None:
+    """Read back what `save` wrote beside the parameters, the random state excepted."""
+    if isinstance(optimizer, StagedOptimizer):
+        optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
+    else:
+        state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}
+        read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"][_part(own)], options=_TRAINED)
+    scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
+
+
+def load_random_state(place: Path, ranks: Ranks) -> None:
+    """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
+    state = {"random": _random_state(ranks)}
+    metadata = FileSystemReader(str(place / "state")).read_metadata()
+    if not set(_flat(state)) <= set(metadata.state_dict_metadata):
+        return
+    read_sharded(state, checkpoint_id=str(place / "state"), no_dist=True)
+    own = state["random"][str(ranks.rank)]
+    torch.set_rng_state(own["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True)
+
+
+def _own_optimizer(ranks: Ranks) -> str:
+    return f"optimizer-{ranks.rank}-of-{ranks.world}.pt"
+
+
+def _random_state(ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
+    own = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        own["cuda"] = torch.cuda.get_rng_state()
+    return {str(ranks.rank): own}
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names = []
+    for name, value in state.items():
+        names += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
+    return names
+
+
+def _part(own: int) -> str:
+    return f"part-{own}"
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a scheduler's state JSON can hold: numbers. Its functions are made again from the settings."""
+    return {name: value for name, value in state.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is not None and isinstance(value, bool | int | float | str)

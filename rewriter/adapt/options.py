@@ -1,0 +1,199 @@
+"""What a run of `rewrite adapt` was asked for, and the settings of the Trainer that follow from it and the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from rewriter.errors import RewriterError
+from rewriter.recipes.reading import read
+from rewriter.recipes.schema import Adaptation
+from rewriter.suggestions import did_you_mean
+
+Method = Literal["sft", "distill"]
+Zero = Literal["1", "2", "3", "plus-plus"]
+TooLong = Literal["truncate", "split", "refuse"]
+AnnealOrder = Literal["together", "first-to-last", "last-to-first"]
+
+SETTINGS = (
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "bf16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs", "neftune_noise_alpha",
+    "logging_steps", "eval_steps", "per_device_eval_batch_size", "save_steps", "save_total_limit",
+    "seed", "data_seed", "full_determinism", "use_cpu", "dataloader_num_workers", "dataloader_pin_memory",
+)  # fmt: skip
+"""The names of transformers.TrainingArguments that mean here what they mean there."""
+
+DEFAULTS: Mapping[str, Any] = {
+    # Ladder Residual (arXiv 2501.06589), section 4.2.1
+    "optim": "adamw_torch", "learning_rate": 5e-6, "warmup_steps": 200, "lr_scheduler_type": "cosine",
+    "num_train_epochs": 2.0, "max_grad_norm": 1.0, "weight_decay": 0.0, "save_total_limit": 2, "logging_steps": 1,
+    "seed": 0,
+}  # fmt: skip
+BATCH = 32  # rows of an optimizer step, over all ranks; the paper's
+MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`)."""
+
+    method: Method = "sft"
+    temperature: float = 1.0
+    cross_entropy: float = 0.0
+    hidden_states: float = 0.0
+    anneal: int = 0
+    anneal_order: AnnealOrder = "together"
+    lora: int = 0
+    zero: Zero | None = None
+    tp: int = 1
+    sp: int = 1
+    from_scratch: bool = False
+    length: int | None = None
+    too_long: TooLong = "truncate"
+    packing: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("--method", self.method, Method)
+        _one_of("--zero", self.zero, Zero, optional=True)
+        _one_of("--too-long", self.too_long, TooLong)
+        _one_of("--anneal-order", self.anneal_order, AnnealOrder)
+        for name, value, least in (
+            ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--anneal", self.anneal, 0), ("--lora", self.lora, 0),
+            ("--length", self.length, 2), ("--cross-entropy", self.cross_entropy, 0),
+            ("--hidden-states", self.hidden_states, 0),
+        ):  # fmt: skip
+            if value is not None and not value >= least:
+                raise RewriterError(f"{name} {value}: expected {least} or more")
+        if not self.temperature > 0:
+            raise RewriterError(f"--temperature {self.temperature}: expected more than 0")
+        self._check_combinations()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the runtime module trains, its ranks sharing heads, channels or tokens."""
+        return self.tp > 1 or self.sp > 1
+
+    def _check_combinations(self) -> None:
+        distills = self.method == "distill"
+        for name, used in (("--hidden-states", self.hidden_states), ("--cross-entropy", self.cross_entropy)):
+            if used and not distills:
+                raise RewriterError(f"{name} {used} is a part of the distillation loss. Add --method distill")
+        if distills and self.from_scratch:
+            raise RewriterError(
+                "--from-scratch --method distill: the teacher is the same weights under the original wiring, and those "
+                "are random. Leave out one of the two"
+            )
+        if self.from_scratch and self.lora:
+            raise RewriterError("--from-scratch --lora: an adapter on random weights learns nothing. Leave out one")
+        if not self.sharded:
+            return
+        where = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}"
+        for name, used, instead in (
+            ("--lora", self.lora, "adapters are added to the Hugging Face model. Train on data-parallel ranks"),
+            ("--anneal", self.anneal, "the sharded module computes the recipe as it is. Anneal on data-parallel ranks"),
+            ("--hidden-states", self.hidden_states, "the sharded module does not return them. Distill on logits alone"),
+        ):
+            if used:
+                raise RewriterError(f"{name} with {where}: {instead}")
+        if self.zero in ("1", "2", "plus-plus"):
+            raise RewriterError(f"--zero {self.zero} with {where}: it is for data-parallel ranks alone. Use --zero 3")
+
+
+def _one_of(name: str, value: Any, kind: Any, optional: bool = False) -> None:
+    known = get_args(kind)
+    if value not in known and not (optional and value is None):
+        raise RewriterError(f"{name} {value}: expected {', '.join(known)}")
+
+
+def parse_settings(assignments: list[str]) -> dict[str, Any]:
+    """`["max_steps=100"]` as `{"max_steps": 100}`; values are read as YAML. Raises RewriterError for what is neither
+    an assignment nor one of `SETTINGS`."""
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = (part.strip() for part in assignment.partition("="))
+        if not equals or not name:
+            raise RewriterError(f"--set {assignment}: expected NAME=VALUE, such as max_steps=1000")
+        if name in found:
+            raise RewriterError(f"--set {assignment}: {name} is set twice")
+        document = read(value)
+        if document.problems:
+            raise RewriterError(f"--set {assignment}: {document.problems[0].message}")
+        found[name] = document.data
+    return check_settings(found)
+
+
+def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings. Raises RewriterError for a name that means nothing here."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise RewriterError(f"--set {name}: {did_you_mean(name, SETTINGS, what='settings that adapt takes')}")
+    return dict(settings)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sizes that follow from the settings: rows per rank and backward pass, passes per step, steps, rows per step."""
+
+    micro_batch: int
+    accumulation: int
+    steps: int
+    batch: int
+
+
+def defaults(adapt: Adaptation | None) -> dict[str, Any]:
+    """What the recipe's `adapt` section says, in the Trainer's names; the paper's where it says nothing."""
+    found = dict(DEFAULTS)
+    if adapt is not None:
+        found |= {
+            "optim": "adamw_torch",
+            "learning_rate": adapt.learning_rate,
+            "warmup_steps": adapt.warmup_steps,
+            "lr_scheduler_type": adapt.schedule,
+            "num_train_epochs": adapt.epochs,
+        }
+    return found
+
+
+def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, replicas: int) -> Schedule:
+    """The sizes for `rows` rows of data and so many data-parallel ranks.
+
+    A step sees `gradient_accumulation_steps × per_device_train_batch_size × replicas` rows where the former is set;
+    else as many as the recipe's `batch_size`, on whatever number of ranks. Raises RewriterError where that does not
+    divide.
+    """
+    micro = settings.get("per_device_train_batch_size")
+    accumulation = settings.get("gradient_accumulation_steps")
+    if accumulation is not None:
+        micro = micro or MICRO_BATCH
+        batch = _count("gradient_accumulation_steps", accumulation) * micro * replicas
+    else:
+        batch = BATCH if adapt is None else adapt.batch_size
+        if batch % replicas:
+            raise RewriterError(
+                f"a step of {batch} rows cannot be dealt to {replicas} data-parallel ranks. Use a number of ranks that "
+                "divides it, or --set gradient_accumulation_steps=N, which makes it a multiple"
+            )
+        own = batch // replicas
+        if micro is None:
+            micro = max(n for n in range(1, min(own, MICRO_BATCH) + 1) if own % n == 0)
+        if own % _count("per_device_train_batch_size", micro):
+            raise RewriterError(
+                f"per_device_train_batch_size={micro}: a rank has {own} of the {batch} rows of a step, which it does "
+                f"not divide. Use a divisor of {own}, or set gradient_accumulation_steps too"
+            )
+        accumulation = own // micro
+    steps = settings.get("max_steps", -1)
+    if steps is None or steps <= 0:
+        epochs = float(settings.get("num_train_epochs", 1.0))
+        steps = max(1, int(rows * epochs // batch))
+    return Schedule(int(micro), int(accumulation), int(steps), int(batch))
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise RewriterError(f"--set {name}={value}: expected a whole number from 1")
+    return value

@@ -1,0 +1,78 @@
+"""What a run tells while it goes on: one JSON line per logged step, TensorBoard where it is installed, a display."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from rewriter.adapt.trainer import AdaptTrainer
+
+METRICS = "metrics.jsonl"
+_KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+class Metrics(TrainerCallback):
+    """Writes what is logged to `metrics.jsonl`; on rank 0 alone.
+
+    A line has the step, the tokens seen until then, and what the Trainer logs, with the parts of the loss and the
+    tokens per second since the line before. When a run is resumed, lines behind the checkpoint are dropped.
+    """
+
+    def __init__(self, run: Path, tokens_per_step: int, show: Callable[..., None] | None = None) -> None:
+        self.path, self.tokens_per_step, self.show = run / METRICS, tokens_per_step, show
+        self.trainer: AdaptTrainer | None = None
+        self._last: tuple[int, float] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        kept = [line for line in lines if _step(line) <= state.global_step]
+        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._last = (state.global_step, time.perf_counter())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logged = {name: value for name, value in (logs or {}).items() if name in _KEPT}
+        if not logged:
+            return
+        entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+        if self.trainer is not None and "loss" in logged:
+            logged |= {name: value for name, value in self.trainer.parts.items() if name != "loss"}
+        now, (step, then) = time.perf_counter(), self._last or (0, 0.0)
+        if state.global_step > step and "loss" in logged:
+            logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
+            self._last = (state.global_step, now)
+        entry |= {name: value if math.isfinite(value) else str(value) for name, value in logged.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        if self.show is not None and "loss" in logged:
+            self.show("training", state.global_step, state.max_steps, loss=logged["loss"],
+                      tokens_per_second=logged.get("tokens_per_second"))  # fmt: skip
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, in order."""
+    return [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # the line that was being written when the run was killed
+
+
+def tensorboard(run: Path) -> list[TrainerCallback]:
+    """The Trainer's callback for TensorBoard, which writes below the run's directory; none where it is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return []
+    from transformers.integrations import TensorBoardCallback
+
+    return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard")))]

@@ -1,0 +1,472 @@
+"""From a rewritten checkpoint and data to a trained one: what `rewrite adapt` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+from rewriter.adapt import build, checkpoints, losses
+from rewriter.adapt import options as settings_of
+from rewriter.adapt.anneal_callback import AnnealingCallback
+from rewriter.adapt.annealing import Annealing, annealed_layers
+from rewriter.adapt.batches import Order
+from rewriter.adapt.data import Counts, Rows, load_rows
+from rewriter.adapt.evaluate import evaluate, hold_out
+from rewriter.adapt.isolation import isolates_segments
+from rewriter.adapt.job import Job
+from rewriter.adapt.options import Options
+from rewriter.adapt.progress import METRICS, Metrics, tensorboard
+from rewriter.adapt.ranks import Ranks, join, this_device
+from rewriter.adapt.source import Opened, open_output, recipe_of, rewritten, source_config, write_source
+from rewriter.adapt.students import Batch, Model, base_of
+from rewriter.adapt.trainer import AdaptTrainer, Loss, alone
+from rewriter.adapt.unshard import full_tensors, read_shard, write_trained
+from rewriter.analysis.sequence import context_length
+from rewriter.convert import Level, check_free, save
+from rewriter.emit.manifest import AdaptationEntry
+from rewriter.errors import RewriterError
+from rewriter.verify.drift import load_tokenizer
+from rewriter.weights import Checkpoint
+
+LONGEST_ROW = 4096  # tokens of a row where --length does not say, if the model has so many positions
+Progress = Callable[..., None]
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """What a run did: its result, the losses by name (nats per target), and the manifest's entry."""
+
+    out: str
+    losses: dict[str, float]
+    adaptation: dict[str, Any]
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+
+def adapt(
+    directory: str | os.PathLike[str],
+    *,
+    data: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    evaluation: str | os.PathLike[str] | None = None,
+    teacher: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    verify: Level = "shrunken",
+    options: Options | None = None,
+    progress: Progress = _silent,
+) -> AdaptReport:
+    """Train the checkpoint in `directory`, which `rewrite` wrote, on `data`, and write the result to `out`.
+
+    `data` and `evaluation` are files of one JSON object per line ("messages" or "text"), or ids of the Hub; without
+    `evaluation`, some rows of the data are held out. `teacher` is the directory of the original model; by default it is
+    the same weights under the original wiring. Under torchrun, ranks that `options` does not give to tensors (tp) or
+    sequences (sp) are data-parallel. Every rank calls it; all get the report.
+
+    An interrupted run leaves its checkpoints in `.NAME.adapting` beside `out`, where `resume` continues it: step for
+    step with the same losses. Raises RewriterError for bad input, before anything is written, and for a loss that is
+    not finite; VerificationError where what was written does not compute what the recipe says.
+    """
+    chosen = options or Options()
+    settings = settings_of.check_settings(chosen.settings)
+    opened = open_output(directory)
+    build.require_serves(opened, chosen)
+    _require_teacher(opened, chosen, teacher)
+    place = Path(os.path.abspath(out))
+    device = this_device(bool(settings.get("use_cpu")))
+    ranks = join(chosen.tp * chosen.sp, device)
+    ranks.on_first(lambda: check_free(place))
+    run = _Run(opened, place, chosen, settings, ranks, device, progress)
+    return run.go(os.fspath(data), evaluation, teacher, resume, verify)
+
+
+def _require_teacher(opened: Opened, options: Options, teacher: Any) -> None:
+    if options.method == "distill" and teacher is None and opened.manifest.adaptation is not None:
+        raise RewriterError(
+            f"{opened.root} has been trained since it was rewritten, so its weights are no longer the original's. Give "
+            "the original model as --teacher"
+        )
+
+
+class _Run:
+    """One call of `adapt`."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        out: Path,
+        options: Options,
+        settings: Mapping[str, Any],
+        ranks: Ranks,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self.opened, self.out, self.options, self.ranks, self.device = opened, out, options, ranks, device
+        self.recipe = recipe_of(opened)
+        self.settings = {**settings_of.defaults(self.recipe.adapt), **settings}
+        self.seed = int(self.settings["seed"])
+        self.bf16 = bool(self.settings.get("bf16"))
+        self.progress: Progress = progress if ranks.first else _silent
+
+    def go(self, data: str, evaluation: Any, teacher: Any, resume: bool, verify: Level) -> AdaptReport:
+        rows, held_out, told = self._rows(data, evaluation)
+        sizes = settings_of.schedule(self.settings, self.recipe.adapt, len(rows), self.ranks.replicas)  # type: ignore[arg-type]
+        job = self.ranks.on_first(lambda: self._open_job(data, evaluation, teacher, sizes, resume))
+        self.run = Path(job)
+        done = False
+        try:
+            report = self._train(rows, held_out, told, sizes, teacher, verify)
+            done = True
+        finally:
+            if self.ranks.first:
+                self.job.close(done)
+        return report
+
+    def _open_job(self, data: str, evaluation: Any, teacher: Any, sizes: Any, resume: bool) -> str:
+        described = {
+            "checkpoint": Checkpoint.open(self.opened.root).fingerprint(),
+            "data": _identity(data),
+            "evaluation": None if evaluation is None else _identity(os.fspath(evaluation)),
+            "teacher": None if teacher is None else os.path.abspath(teacher),
+            "options": {k: v for k, v in asdict(self.options).items() if k != "settings"},
+            "settings": {k: v for k, v in self.settings.items() if k not in _MAY_CHANGE},
+            "rows per step": sizes.batch,
+            "steps": sizes.steps,
+        }
+        self.job = Job(self.out, described, resume)
+        return str(self.job.place)
+
+    # Data
+
+    def _rows(self, data: str, evaluation: Any) -> tuple[Dataset, Dataset, dict[str, Any]]:
+        tokenizer = load_tokenizer(str(self.opened.root))
+        if tokenizer is None:
+            raise RewriterError(
+                f"{self.opened.root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer "
+                "files into it"
+            )
+        length = self.options.length or min(context_length(self.opened.config), LONGEST_ROW)
+        if length > context_length(self.opened.config):
+            raise RewriterError(
+                f"--length {length}: the model has {context_length(self.opened.config)} positions. Give fewer"
+            )
+        self.progress("reading the data")
+        how: dict[str, Any] = {"length": length, "packing": self.options.packing}
+        read = load_rows(data, tokenizer, too_long=self.options.too_long, **how)
+        rows: Dataset = read
+        held: Dataset
+        if evaluation is not None:
+            other = load_rows(os.fspath(evaluation), tokenizer, too_long=self.options.too_long, **how)
+            held, words = other, f"{_public(evaluation)}, {other.counts.targets:,} targets"
+        else:
+            if len(read) < 2:
+                raise RewriterError(
+                    f"{data}: {len(read)} row of {length} tokens; at least 2 are needed, of which one is held out. "
+                    "Give more data, a smaller --length, or --eval"
+                )
+            rows, held = hold_out(read, self.seed)
+            words = f"{len(held)} of {len(read)} rows of the data, which were not trained on"
+        told = {"data": _public(data), "evaluation": words, "length": length, "counts": _counts(read)}
+        return rows, held, told
+
+    # Training
+
+    def _train(
+        self,
+        rows: Dataset,
+        held_out: Dataset,
+        told: dict[str, Any],
+        sizes: settings_of.Schedule,
+        teacher: Any,
+        verify: Level,
+    ) -> AdaptReport:
+        run, ranks, options = self.run, self.ranks, self.options
+        source = run / "source"
+        ranks.on_first(lambda: self._write_source(source))
+        original = self._original(source, teacher)
+        torch.manual_seed(self.seed)  # adapters start at random, alike on all ranks
+        self.progress("loading the model")
+        built = build.student(self.opened, source, run, options, ranks, self.device, self.bf16)
+        self._check_packing(built)
+        theirs: Model | None = None
+        facts = ranks.on_first(lambda: self.job.remember())
+        if options.method == "distill" or "original" not in facts:
+            theirs = None if original is None else build.teacher(built, original, run, options, ranks, self.device)
+        batch = int(self.settings.get("per_device_eval_batch_size", sizes.micro_batch))
+
+        def measured(model: Model) -> float:
+            return evaluate(model, held_out, batch, ranks, self.device, self.bf16)
+
+        if "before" not in facts:
+            self.progress("measuring the loss before training")
+            found = {} if theirs is None else {"original": measured(theirs)}
+            found["before"] = measured(built.model)
+            facts = ranks.on_first(lambda: self.job.remember(**found))
+        if options.method == "sft":
+            theirs = None
+        trainer = self._trainer(
+            built, theirs, rows, sizes, told["length"], lambda: {"eval_loss": measured(built.model)}
+        )
+        torch.manual_seed(self.seed + 1 + ranks.replica)  # dropout differs from row to row
+        begin = time.perf_counter()
+        kept = ranks.same(None if (found_last := checkpoints.last(run)) is None else str(found_last))
+        trainer.train(resume_from_checkpoint=kept)
+        seconds = time.perf_counter() - begin + float(facts.get("seconds", 0.0))
+        del theirs
+        self._round(built.model.module)
+        after = measured(built.model)
+        known = {name: facts[name] for name in ("original", "before") if name in facts}
+        entry = self._entry(told, sizes, {**known, "after": after}, seconds)
+        trained = run / "trained"
+        self._collect(built, source, trained)
+        ranks.on_first(lambda: self._write(trained, entry, verify))
+        ranks.barrier()
+        return AdaptReport(str(self.out), entry.losses, entry.model_dump())
+
+    def _write_source(self, source: Path) -> None:
+        if source.exists():
+            return
+        partial = source.with_name("source.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        write_source(self.opened, partial)
+        if self.options.from_scratch:
+            build.random_weights(partial, self.seed)
+        partial.rename(source)
+
+    def _original(self, source: Path, teacher: Any) -> Path | None:
+        """The directory of the original model; None where it is not known, or nothing to compare with."""
+        if self.options.from_scratch:
+            return None
+        if teacher is None:
+            return source if self.opened.manifest.adaptation is None else None
+        place = Path(teacher)
+        config = (
+            json.loads((place / "config.json").read_text(encoding="utf-8")) if (place / "config.json").is_file() else {}
+        )
+        expected = source_config(self.opened)
+        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+            if config.get(name) != expected.get(name):
+                raise RewriterError(
+                    f"--teacher {place}: its {name} is {config.get(name)!r}, that of the rewritten model "
+                    f"{expected.get(name)!r}. Give the model that was rewritten"
+                )
+        return place
+
+    def _check_packing(self, built: build.Student) -> None:
+        if self.options.packing and not self.options.sharded and not isolates_segments(built.model.module):
+            raise RewriterError(
+                f"{self.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
+                "examples. Train with --no-packing, which pads every example to a row of its own"
+            )
+
+    def _trainer(
+        self, built: build.Student, theirs: Model | None, rows: Dataset, sizes: settings_of.Schedule, length: int,
+        evaluation: Callable[[], dict[str, float]],
+    ) -> AdaptTrainer:  # fmt: skip
+        run, ranks, options = self.run, self.ranks, self.options
+        order = Order(len(rows), sizes, ranks, int(self.settings.get("data_seed", self.seed)))  # type: ignore[arg-type]
+        metrics = Metrics(run, sizes.batch * length, self.progress) if ranks.first else None
+        callbacks: list[Any] = [] if metrics is None else [metrics, *tensorboard(run)]
+        if built.annealed:
+            layers = tuple(annealed_layers(built.model.module))
+            callbacks.append(
+                AnnealingCallback(built.model.module, Annealing(options.anneal, layers, options.anneal_order))
+            )
+        trainer = AdaptTrainer(
+            built.model,
+            loss_of(options, theirs, self.device, self.bf16),
+            self._arguments(sizes),
+            rows,
+            order,
+            ranks,
+            own=built.own,
+            clip=built.clip,
+            optimizer=built.make_optimizer,
+            evaluation=evaluation,
+            callbacks=callbacks,
+        )
+        if metrics is not None:
+            metrics.trainer = trainer
+        return trainer
+
+    def _arguments(self, sizes: settings_of.Schedule) -> TrainingArguments:
+        chosen = {k: v for k, v in self.settings.items() if k not in ("num_train_epochs", "data_seed")}
+        chosen |= {
+            "max_steps": sizes.steps,
+            "per_device_train_batch_size": sizes.micro_batch,
+            "gradient_accumulation_steps": sizes.accumulation,
+            "warmup_steps": min(self.settings["warmup_steps"], max(0, sizes.steps - 1)),
+            "save_steps": self.settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
+            "eval_strategy": "steps" if "eval_steps" in self.settings else "no",
+        }
+        try:
+            with alone():
+                return TrainingArguments(
+                    output_dir=str(self.run),
+                    report_to="none",
+                    disable_tqdm=True,
+                    remove_unused_columns=False,
+                    logging_nan_inf_filter=False,
+                    **chosen,
+                )
+        except (TypeError, ValueError) as error:
+            raise RewriterError(f"--set: {' '.join(str(error).split()):.300}") from error
+
+    # The result
+
+    def _round(self, module: nn.Module) -> None:
+        """Round what was trained to the dtype that it is stored in: the loss after training is of those weights."""
+        target = getattr(torch, self.opened.dtype)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local.copy_(local.to(target))
+
+    def _collect(self, built: build.Student, source: Path, trained: Path) -> None:
+        """Write the trained weights under the source's names, beside the source's config."""
+        like = Checkpoint.open(source)
+        module = built.model.module
+        if built.program is None:
+            self._collect_whole(module, like, trained)
+        else:
+            shards = self.run / "shards"
+            own = {n: _whole_tensor(p) for n, p in module.named_parameters()}
+            if self.ranks.first:
+                shards.mkdir(exist_ok=True)
+            self.ranks.barrier()
+            if self.ranks.rank < self.options.tp:  # the first replica, and of its sequence ranks the first
+                save_file(own, shards / f"{built.own}.safetensors")
+            self.ranks.barrier()
+            program = built.program
+
+            def put_together() -> None:
+                parts = [read_shard(shards / f"{rank}.safetensors") for rank in range(self.options.tp)]
+                full = full_tensors(program, like, parts)
+                write_trained(like, full.__getitem__, trained)
+
+            self.ranks.on_first(put_together)
+        self.ranks.on_first(lambda: write_source(self.opened, trained, weights=False))
+
+    def _collect_whole(self, module: nn.Module, like: Checkpoint, trained: Path) -> None:
+        if base_of(module) is not module:
+            module = cast(Any, module).merge_and_unload()
+        state = {name: _whole_tensor(tensor) for name, tensor in module.state_dict().items()}
+
+        def write() -> None:
+            made = self.run / "made"
+            module.save_pretrained(made, state_dict=state)  # type: ignore[operator]
+            saved = Checkpoint.open(made)
+            write_trained(like, saved.read, trained)
+
+        self.ranks.on_first(write)
+
+    def _write(self, trained: Path, entry: AdaptationEntry, verify: Level) -> None:
+        self.progress("writing the result")
+        program = rewritten(self.opened, trained)
+        beside = {f"training/{METRICS}": self.run / METRICS}
+        for file in sorted((self.run / "tensorboard").glob("*tfevents*")):
+            beside[f"training/{file.name}"] = file
+        save(
+            program, self.out, name=self.opened.manifest.source.name, verify=verify, adaptation=entry, beside=beside,
+            progress=self.progress,
+        )  # fmt: skip
+
+    def _entry(
+        self, told: dict[str, Any], sizes: settings_of.Schedule, found: dict[str, float], seconds: float
+    ) -> AdaptationEntry:
+        plain = {f.name: f.default for f in dataclasses.fields(Options)}
+        given = {k: v for k, v in asdict(self.options).items() if k != "settings" and v != plain[k]}
+        told_settings = {k: v for k, v in self.settings.items() if k not in (*_MAY_CHANGE, "num_train_epochs")}
+        return AdaptationEntry(
+            method=self.options.method,
+            data=told["data"],
+            counts=told["counts"],
+            evaluation=told["evaluation"],
+            steps=sizes.steps,
+            tokens=sizes.steps * sizes.batch * told["length"],
+            rows_per_step=sizes.batch,
+            length=told["length"],
+            settings=told_settings,
+            options=given,
+            ranks={"dp": self.ranks.replicas, "sp": self.options.sp, "tp": self.options.tp},
+            losses=found,
+            seconds=round(seconds, 1),
+        )
+
+
+_MAY_CHANGE = (
+    "logging_steps", "save_steps", "save_total_limit", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "per_device_eval_batch_size", "eval_steps", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu",
+)  # fmt: skip
+
+
+def loss_of(options: Options, theirs: Model | None, device: torch.device, bf16: bool) -> Loss:
+    """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation."""
+
+    def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
+        computed = student(batch, module=module)
+        targets = losses.own_targets(batch["labels"], computed.indices)
+        return {"loss": losses.cross_entropy(computed.logits, targets)}
+
+    def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
+        assert theirs is not None
+        hidden = options.hidden_states > 0
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            taught = theirs(batch, hidden)
+        computed = student(batch, hidden, module)
+        targets = losses.own_targets(batch["labels"], computed.indices)
+        kl = losses.divergence(computed.logits, taught.logits, targets, options.temperature)
+        ce = losses.cross_entropy(computed.logits, targets) if options.cross_entropy else None
+        sums = {"loss": kl, "divergence": kl}
+        if ce is not None:
+            sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
+        if hidden:
+            distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)
+            sums |= {"loss": sums["loss"] + options.hidden_states * distance, "hidden_distance": distance}
+        return sums
+
+    return supervised if options.method == "sft" else distilled
+
+
+def _whole_tensor(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().contiguous().clone()
+
+
+def _public(name: Any) -> str:
+    """How data are named in what is published: a hub id, or the bare name of a file."""
+    return Path(name).name if Path(name).exists() else os.fspath(name)
+
+
+def _identity(source: str) -> str:
+    path = Path(source)
+    if not path.is_file():
+        return source
+    with path.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+def _counts(rows: Rows) -> dict[str, int]:
+    counts: Counts = rows.counts
+    return asdict(counts)

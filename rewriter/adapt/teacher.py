@@ -1,0 +1,52 @@
+"""The teacher: the original model. With a frozen base it reads the student's own weights, and costs no memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rewriter.adapt.students import base_of
+from rewriter.errors import RewriterError
+from rewriter.trace.model import load_config, parameters_on_meta
+
+
+def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
+    """The Hugging Face model in a directory, in fp32 on `device`."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
+    )
+    return model.to(device)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """`model`, in eval mode, with no parameter to train."""
+    return model.eval().requires_grad_(False)
+
+
+def sharing(student: nn.Module, source: Path, device: torch.device) -> nn.Module:
+    """The model of `source` whose parameters are those below the student's adapters: no second copy.
+
+    Names are equal, because a rewritten model keeps its source's. Raises RewriterError where a parameter of the teacher
+    is none of the student's, naming it.
+    """
+    config = load_config(source)
+    with parameters_on_meta():
+        teacher = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base = base_of(student)
+    teacher.tie_weights()
+    held = {name.replace(".base_layer.", "."): tensor for name, tensor in base.named_parameters()}
+    for name, _ in list(teacher.named_parameters()):
+        if name not in held:
+            raise RewriterError(f"the teacher's {name} is no parameter of the student. Distil without --lora")
+        path, _, leaf = name.rpartition(".")
+        teacher.get_submodule(path)._parameters[leaf] = nn.Parameter(held[name].detach(), requires_grad=False)
+    for name, buffer in base.named_buffers():  # checkpoints hold some of them
+        path, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
+        if leaf in (own := teacher.get_submodule(path)._buffers):
+            own[leaf] = buffer
+    teacher.tie_weights()
+    return frozen(teacher.to(device))

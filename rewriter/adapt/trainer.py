@@ -1,0 +1,180 @@
+"""transformers' Trainer, for a model whose distribution is its own.
+
+Every rank's Trainer believes that it is alone: there is no DDP, and accelerate shards nothing. Data are dealt by
+`Order`, gradients are summed by the model or its optimizer, checkpoints are written by all ranks together. Logging,
+schedules, accumulation, mixed precision and the loop itself are the Trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, Dataset
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from rewriter.adapt import checkpoints, losses
+from rewriter.adapt.batches import Order, stack
+from rewriter.adapt.ranks import Ranks
+from rewriter.adapt.students import Batch, Model
+from rewriter.errors import RewriterError
+from rewriter.runtime.zero.stages import StagedOptimizer
+
+_PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]
+"""Sums over this rank's targets by name; "loss" is what is minimised."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Hide from accelerate that there are other ranks."""
+    kept = {name: value for name, value in os.environ.items() if name not in _PLACE}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        yield
+
+
+class AdaptTrainer(Trainer):
+    """Trains `student` by `loss`.
+
+    `own` is this rank's number among those that share rows. `clip(n)` scales the gradient so that its norm over all
+    ranks is at most n, and returns the norm.
+
+    Raises RewriterError when a loss or gradient is not finite, naming the step and the last good checkpoint.
+    """
+
+    def __init__(
+        self,
+        student: Model,
+        loss: Loss,
+        arguments: TrainingArguments,
+        rows: Dataset[dict[str, Tensor]],
+        order: Order,
+        ranks: Ranks,
+        *,
+        own: int = 0,
+        clip: Callable[[float], Tensor],
+        optimizer: Callable[[AdaptTrainer], torch.optim.Optimizer] | None = None,
+        evaluation: Callable[[], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+    ) -> None:
+        with alone():
+            super().__init__(student.module, arguments, stack, rows, callbacks=callbacks)
+        self.student, self.loss, self.order, self.ranks, self.own = student, loss, order, ranks, own
+        self.clip, self.evaluation, self.make_optimizer = clip, evaluation, optimizer
+        self.remove_callback(PrinterCallback)  # Metrics tells what it would print
+        self.parts: dict[str, float] = {}
+        self._made = False
+        self._targets = 1
+        self._sums: dict[str, Tensor] = {}
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        workers, pin = self.args.dataloader_num_workers, self.args.dataloader_pin_memory
+        pin = pin and self.args.device.type == "cuda"
+        return DataLoader(
+            self.train_dataset, batch_sampler=self.order, collate_fn=stack, num_workers=workers, pin_memory=pin
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> int:
+        own = sum(losses.count_targets(batch["labels"]) for batch in batch_samples)
+        total = torch.tensor(own, device=device, dtype=torch.float64)
+        if self.ranks.world > 1:
+            total = self.ranks.sum(total) / self.ranks.within
+        self._targets = max(1, int(total))
+        self._sums = {}
+        return self._targets
+
+    # A step
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        last = self.accelerator.sync_gradients
+        if isinstance(self.student.module, FSDPModule):
+            self.student.module.set_requires_gradient_sync(last)
+        inputs = self._prepare_inputs(inputs)
+        optimizer = self._raw()
+        put_off = optimizer.no_sync() if isinstance(optimizer, StagedOptimizer) and not last else None
+        with self.compute_loss_context_manager(), put_off or contextlib.nullcontext():
+            sums = self.loss(self.student, inputs, model)
+            self.accelerator.backward(sums["loss"] * (self.ranks.replicas / self._targets))
+        told = torch.stack([value.detach().float() for value in sums.values()]) / self._targets
+        if self.student.group is not None:
+            self.ranks.sum(told, self.student.group)
+        for name, value in zip(sums, told.unbind(), strict=True):
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        return told[list(sums).index("loss")]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm = self.clip(self.args.max_grad_norm)
+        self._require_finite(norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        if grad_norm is None:
+            grad_norm = self.clip(math.inf)
+            self._require_finite(grad_norm)
+        return grad_norm
+
+    def _require_finite(self, norm: Tensor) -> None:
+        """Before weights are touched: what is not finite now would be in all of them after the step."""
+        self.parts = {name: float(value) for name, value in self._sums.items()}
+        found = {**{f"the {name}": value for name, value in self.parts.items()}, "the gradient's norm": float(norm)}
+        bad = next((name for name, value in found.items() if not math.isfinite(value)), None)
+        if bad is None:
+            return
+        kept = checkpoints.last(Path(self.args.output_dir))
+        where = "there is no checkpoint yet" if kept is None else f"the last good checkpoint is {kept}"
+        raise RewriterError(
+            f"step {self.state.global_step + 1}: {bad} is {found[bad]}; training stopped before the weights took it "
+            f"up, and {where}. Lower learning_rate or max_grad_norm and start again, or look at the rows of this step"
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.make_optimizer is not None and not self._made:
+            self.optimizer, self._made = self.make_optimizer(self), True
+        return super().create_optimizer(model) if model is not None else super().create_optimizer()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The losses on the evaluation rows, logged."""
+        assert self.evaluation is not None
+        found = self.evaluation()
+        self.log(found)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        step = self.state.global_step
+        staging = checkpoints.begin(Path(self.args.output_dir), step, self.ranks)
+        checkpoints.save(staging, self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.own)
+        if self.ranks.first:
+            self.state.save_to_json(str(staging / "trainer_state.json"))
+        checkpoints.commit(staging, step, self.args.save_total_limit, self.ranks)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        checkpoints.load_model(Path(resume_from_checkpoint), self.student.module, self.ranks, self.own)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_rest(
+                Path(checkpoint), self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.own
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_random_state(Path(checkpoint), self.ranks)
+
+    def _raw(self) -> torch.optim.Optimizer:
+        """The optimizer within accelerate's."""
+        found: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found

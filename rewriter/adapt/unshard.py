@@ -1,0 +1,99 @@
+"""Trained shards put back into the tensors of a checkpoint.
+
+Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.expressions`). The expression of a
+parameter, evaluated over the elements' places in place of the elements, says where each trained one belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rewriter.program import Parameter, Program
+from rewriter.weights import Checkpoint
+from rewriter.weights.checkpoint import evaluate, torch_dtype
+
+
+def write_trained(like: Checkpoint, read: Callable[[str], torch.Tensor], out: Path) -> None:
+    """Write `read(name)` for every tensor of `like` into `out`: the same files, names and dtypes.
+
+    The index, where there is one, is written by whoever copies the other files.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for file in like.files:
+        inside = {name: info for name, info in like.tensors.items() if info.file == file}
+        tensors = {name: read(name).to(torch_dtype(info.dtype, name)).contiguous() for name, info in inside.items()}
+        place = out / file.relative_to(like.directory)
+        place.unlink(missing_ok=True)  # never through a link to the original
+        save_file(tensors, place, metadata=dict(like.metadata[file]) or {"format": "pt"})
+
+
+def full_tensors(
+    program: Program, like: Checkpoint, shards: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by name, in the dtype of the shards, from the parameters of each tensor-parallel rank.
+
+    `shards[r]` maps runtime names to rank r's tensors. Elements that several ranks hold are equal on them. Tensors
+    that no parameter reads are as `like` has them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in program.parameters.items():
+        if name in program.ties:
+            continue
+        for rank, shard in enumerate(shards):
+            _scatter(parameter, rank, shard[name], like, found)
+    for name in like.tensors:
+        if name not in found:
+            found[name] = like.read(name)
+    return found
+
+
+def _scatter(
+    parameter: Parameter, rank: int, value: torch.Tensor, like: Checkpoint, found: dict[str, torch.Tensor]
+) -> None:
+    expression = parameter.on_rank(rank)
+    names = list(dict.fromkeys(expression.tensors()))
+    places: dict[str, torch.Tensor] = {}
+    bounds: list[int] = [0]
+    for name in names:
+        shape = like.info(name).shape
+        count = torch.Size(shape).numel()
+        places[name] = torch.arange(bounds[-1], bounds[-1] + count).reshape(shape)
+        bounds.append(bounds[-1] + count)
+        if name not in found:
+            # all of it is written, but for what no rank holds: padding of a vocabulary, say
+            found[name] = like.read(name).to(value.dtype, copy=True)
+    index = evaluate(expression, places.__getitem__).reshape(-1)
+    flat = value.detach().reshape(-1).to("cpu")
+    for i, name in enumerate(names):
+        own = (index >= bounds[i]) & (index < bounds[i + 1]) if len(names) > 1 else slice(None)
+        found[name].view(-1)[index[own] - bounds[i]] = flat[own]
+
+
+def read_shard(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, in memory."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def shares(parameter: Parameter, rank: int, ranks: int) -> float | torch.Tensor:
+    """What part of an element's contribution to a sum over all ranks is this rank's: 1 over the number of its copies.
+
+    A number, or where copies differ from element to element a tensor that broadcasts against the rank's parameter.
+    """
+    if parameter.ranges is None or parameter.dim is None or parameter.full_shape is None:
+        return 1.0 / ranks
+    held = torch.zeros(parameter.full_shape[parameter.dim])
+    for ranges in parameter.ranges:
+        for start, stop in ranges:
+            held[start:stop] += 1
+    own = torch.cat([1.0 / held[start:stop] for start, stop in parameter.ranges[rank]])
+    if bool((own == 1).all()):
+        return 1.0
+    sizes = [1] * len(parameter.full_shape)
+    sizes[parameter.dim] = -1
+    return own.reshape(sizes)
