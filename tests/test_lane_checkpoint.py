@@ -14,7 +14,7 @@ import oracles
 import pytest
 import torch
 import zoo
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import fx
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -365,13 +365,60 @@ def test_a_layer_reads_like_the_source() -> None:
     assert "whose function is bound to 4 ranks (tp=4)" in text
 
 
+# Adapters
+
+LORA = ["llama", "llama_mha_bias", "gpt2", "gpt_neox", "mixtral"]
+
+
+@pytest.mark.parametrize("mix", ["2x", "own-partial"])
+@pytest.mark.parametrize("family", LORA)
+def test_lora_on_the_projections_of_lanes_equals_its_merged_weights(family: str, mix: str) -> None:
+    """Its factors compute every lane as the weight does to which their product is added."""
+    base, ids = emitted.load(directory(family, mix, 4)), batch(family)
+    with torch.no_grad():
+        before = base(input_ids=ids).logits
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2")
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, before)  # it starts as nothing
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    assert sum("Lane" in type(m).__name__ for n, m in model.named_modules() if "lora_" in n) >= len(
+        emitted.layers_of(base)
+    )
+    logits = model(input_ids=ids).logits
+    loss_of(logits, ids).backward()
+    logits = logits.detach()
+    assert oracles.relative_error(logits, before) >= 1e-2
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+    with torch.no_grad():
+        merged = model.merge_and_unload()(input_ids=ids).logits
+    assert oracles.relative_error(logits, merged) <= TOLERANCE
+
+
+def test_an_adapter_that_was_saved_is_loaded_again(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(emitted.load(directory("llama", "2x", 4)), config).eval()
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(emitted.load(directory("llama", "2x", 4)), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batch("llama")).logits, again(input_ids=batch("llama")).logits)
+
+
 # What cannot be
 
 
-def test_an_adapter_on_a_projection_of_the_lanes_is_refused() -> None:
-    """LoRA wraps modules; the lanes would not pass through a wrapped one."""
+UNFIT_ADAPTERS = [
+    LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM", use_dora=True),
+    LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM", lora_bias=True),
+    IA3Config(target_modules=["o_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+]
+
+
+@pytest.mark.parametrize("config", UNFIT_ADAPTERS, ids=["dora", "bias", "ia3"])
+def test_an_adapter_that_cannot_know_lanes_is_refused(config: PeftConfig) -> None:
     model = emitted.load(directory("llama", "2x", 4))
-    config = LoraConfig(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM")
     with pytest.raises(TypeError, match=r"self_attn\.o_proj of a DropKeep\w+ became a Linear, which cannot compute"):
         get_peft_model(model, config)(input_ids=batch("llama"))
 

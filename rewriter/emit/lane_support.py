@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rewriter.emit.lane_modules import LaneModule
+from rewriter.emit.python import bracketed
 
 _PACKING = '''
 def unpack(states, widths):
@@ -152,14 +153,51 @@ def use_lanes(layer):
 
 
 def require_lanes(layer, args):
-    """Refuse modules that were wrapped or exchanged later (adapters, quantisation): they would not know lanes."""
-    for path, lane_class, _ in layer.lane_modules:
+    """Refuse modules that were wrapped or exchanged later (adapters, quantisation) and do not know lanes."""
+    for path, lane_class, options in layer.lane_modules:
         module = layer.get_submodule(path)
-        if not isinstance(module, lane_class):
+        if not isinstance(module, lane_class) and not lora_knows_lanes(module, lane_class, options):
             raise TypeError(
                 f"{path} of a {type(layer).__name__} became a {type(module).__name__}, which cannot compute the "
-                f"{LANES} lanes of this model. Train its weights themselves, or adapt the other modules."
+                f"{LANES} lanes of this model. Train its weights themselves, adapt it by peft's LoRA (plain, without "
+                "biases), or adapt the other modules."
             )
+'''
+
+_LORA = '''
+def lora_knows_lanes(module, lane_class, options):
+    """Whether this is peft's LoRA and its factors know lanes: none of these modules has linear weights of its own."""
+    return False
+'''
+
+_LORA = '''
+def lora_knows_lanes(module, lane_class, options):
+    """Let the two factors of peft's LoRA compute lanes as the weight does that their product adds to.
+
+    Where lanes enter, every lane's input passes the whole first factor and those outputs of the second that the lane
+    holds; where they leave, it passes the lane's inputs of the first and the whole second. False for any other wrapper.
+    """
+    if type(module).__module__ != "peft.tuners.lora.layer" or not isinstance(module.get_base_layer(), lane_class):
+        return False
+    if module.lora_variant or any(factor.bias is not None for factor in module.lora_B.values()):
+        return False
+    for role, (first, second) in LORA_FACTORS.items():
+        if issubclass(lane_class, role):
+            for name in module.lora_A:
+                module.lora_A[name].__class__ = first
+                module.lora_B[name].__class__ = second
+                for option, value in options.items():
+                    setattr(module.lora_B[name], option, value)
+            return True
+    return False
+'''
+
+_LORA_READ = '''
+class LaneRead(torch.nn.Linear):
+    """The whole of a projection for every lane's own input: [B, S, LANES * inputs] becomes [B, S, LANES * outputs]."""
+
+    def forward(self, states):
+        return super().forward(states.unflatten(-1, (LANES, -1))).flatten(-2)
 '''
 
 _WIDEN = """\
@@ -180,7 +218,9 @@ _MULTIPLY = """\
 def support(modules: Collection[LaneModule]) -> list[str]:
     """Top-level code for layers with these modules: functions, what a role does, the classes by role and kind."""
     roles = {role_name(m) for m in modules}
-    kinds = sorted({m.kind for m in modules if m.kind in _WEIGHTS})
+    # Of each projection's role also the Linear, for the factors of an adapter.
+    pairs = {(role_name(m), m.kind) for m in modules if m.kind} | {(role, "Linear") for role in roles & _FACTORS.keys()}
+    kinds = sorted({kind for _, kind in pairs if kind in _WEIGHTS})
     parts = [_PACKING]
     if len(kinds) == 2:
         parts.append(_ROWS.format("projection.weight.t() if isinstance(projection, Conv1D) else projection.weight"))
@@ -189,13 +229,29 @@ def support(modules: Collection[LaneModule]) -> list[str]:
     parts += [text for role, text in _ROLES.items() if role in roles]
     if roles & {"LaneNorm", "LaneExperts"}:
         parts.append(_UNBOUND)
-    for role, kind in sorted({(role_name(m), m.kind) for m in modules if m.kind}):
+    for role, kind in sorted(pairs):
         parent = f"torch.nn.{kind}" if kind in ("Linear", "LayerNorm") else kind
         parts.append(f"class {_class_name(role, kind)}({role}, {parent}):\n    pass")
     use = _USE.replace("@norm", _WIDEN if "LaneNorm" in roles else "")
-    return [*parts, use.replace("@experts", _MULTIPLY if "LaneExperts" in roles else "")]
+    parts.append(use.replace("@experts", _MULTIPLY if "LaneExperts" in roles else ""))
+    return parts + _adapters(roles)
 
 
+def _adapters(roles: Collection[str]) -> list[str]:
+    """Code by which adapters of modules with these roles know lanes."""
+    classes = [f"{role}: ({', '.join(factors)})" for role, factors in _FACTORS.items() if role in roles]
+    table = "# The classes of a LoRA's two factors, by what their product is added to.\n"
+    table += bracketed("LORA_FACTORS = {", classes, "}", 0)
+    return [*([_LORA_READ] if "LaneEntry" in roles else []), table, _LORA]
+
+
+# The first factor, from inputs to the rank of the adapter, and the second, from there to outputs.
+_FACTORS = {
+    "LaneEntry": ("LaneRead", "LaneEntryLinear"),
+    "LaneExit": ("LaneExitLinear", "torch.nn.Linear"),
+    "LaneTokenEntry": ("torch.nn.Linear", "LaneTokenEntryLinear"),
+    "LaneTokenExit": ("LaneTokenExitLinear", "torch.nn.Linear"),
+}
 _WEIGHTS = {"Linear": "projection.weight", "Conv1D": "projection.weight.t()"}
 _ROLES = {
     "LaneEntry": _ENTRY,
