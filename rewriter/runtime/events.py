@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rewriter.runtime.groups import Ranks, group_size
 
@@ -17,6 +19,8 @@ class Event:
 
     `sent` and `received` are what it sends to other ranks and receives from them, where the algorithm is ours and the
     numbers are exact (kind "wire"); 0 for others. `axis` is the mesh's name of the axis that they travel, where known.
+    `members` are the global ranks of the group, and `to` what each of them is sent, where they are not sent equally
+    much.
     """
 
     kind: str  # "start", "wait", "reduce", "all_gather", "wire", "mark"
@@ -26,6 +30,8 @@ class Event:
     sent: int = 0
     received: int = 0
     axis: str = ""
+    members: tuple[int, ...] = ()
+    to: tuple[int, ...] = ()
 
 
 _observers: list[list[Event]] = []
@@ -52,8 +58,19 @@ def mark(name: str) -> None:
 
 
 def observe(
-    kind: str, name: str, x: Tensor, group: Ranks | None, sent: int = 0, received: int = 0, axis: str = ""
+    kind: str,
+    name: str,
+    x: Tensor,
+    group: Ranks | None,
+    sent: int = 0,
+    received: int = 0,
+    axis: str = "",
+    to: Sequence[int] = (),
 ) -> None:
     """Add an event to every running `record_events`."""
+    if not _observers:
+        return
+    members = tuple(dist.get_process_group_ranks(group)) if isinstance(group, ProcessGroup) else ()
+    event = Event(kind, name, x.nbytes, group_size(group), sent, received, axis, members, tuple(to))
     for events in _observers:
-        events.append(Event(kind, name, x.nbytes, group_size(group), sent, received, axis))
+        events.append(event)

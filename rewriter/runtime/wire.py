@@ -129,6 +129,33 @@ def all_to_all_rows_start(sent_PB: Tensor, group: ProcessGroup, name: str, axis:
     return Transfer(works, lambda: received_PB, (sent_PB,))
 
 
+def all_to_all_uneven_start(
+    sent_ND: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup, name: str, axis: str = ""
+) -> Transfer:
+    """Rows of [N, D] to the ranks of `group`: the first `sends[0]` to rank 0, and so on; N is their sum.
+
+    `wait` gives the rows that arrived, [Σ receives, D], in rank order; `receives[r]` is what rank r sends here. One's
+    own do not travel, and are not counted.
+    """
+    own, row = group.rank(), sent_ND[:1].nbytes
+    sent_ND = sent_ND.contiguous()
+    received_ND = sent_ND.new_empty(sum(receives), *sent_ND.shape[1:])
+    to = [0 if r == own else rows * row for r, rows in enumerate(sends)]
+    others = (sum(receives) - receives[own]) * received_ND[:1].nbytes
+    observe("wire", name, sent_ND, group, sum(to), others, axis, to)
+    if sent_ND.is_cuda:
+        work = dist.all_to_all_single(received_ND, sent_ND, list(receives), list(sends), group=group, async_op=True)
+        return Transfer([work], lambda: received_ND, (sent_ND,))
+    leaving, arriving, peers = sent_ND.split(list(sends)), received_ND.split(list(receives)), _peers(group)
+    arriving[own].copy_(leaving[own])
+    works = _start(
+        {p: _bytes(leaving[r]) for p, r in peers.items() if sends[r]},
+        {p: _bytes(arriving[r]) for p, r in peers.items() if receives[r]},
+        group,
+    )
+    return Transfer(works, lambda: received_ND, (sent_ND,))
+
+
 def all_to_all_start(
     parts: Sequence[Sequence[Tensor]],
     group: ProcessGroup | None,

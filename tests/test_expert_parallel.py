@@ -1,0 +1,375 @@
+"""Experts dealt over ranks, against one device that sees all rows: logits, losses, every gradient, steps, full weights.
+
+Models compute in fp64, so that only what routers and norms do in fp32 rounds. Ranks have rows of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import pytest
+import torch
+import zoo
+from ranks import run_ranks
+
+from rewriter import RewriterError
+from rewriter.runtime.expert_parallel import ORDERS, expert_mesh, expert_parallel, traffic
+
+STEPS, LOCAL = 5, 2
+
+# name: family, dp, ep, order, experts implementation
+FAST = {
+    "mixtral, ep 2": ("mixtral", 1, 2, "E+D", "eager"),
+    "qwen3_moe, ep 2": ("qwen3_moe", 1, 2, "D+E", "batched_mm"),
+    "starved": ("starved", 1, 2, "D+E", "eager"),
+    "mixtral, E+D": ("mixtral", 2, 2, "E+D", "eager"),
+    "mixtral, D+E": ("mixtral", 2, 2, "D+E", "eager"),
+    "gpt_oss, D+E": ("gpt_oss", 2, 2, "D+E", "eager"),
+    "ladder, D+E": ("ladder", 2, 2, "D+E", "eager"),
+}
+SLOW = {
+    "mixtral, dp 2": ("mixtral", 2, 1, "D+E", "eager"),
+    "mixtral, ep 4": ("mixtral", 1, 4, "E+D", "eager"),
+    "qwen3_moe, D+E": ("qwen3_moe", 2, 2, "D+E", "eager"),
+    "gpt_oss, batched": ("gpt_oss", 2, 2, "E+D", "batched_mm"),
+}
+CASES = FAST | SLOW
+
+
+@functools.cache
+def ladder_path():
+    import emitted
+
+    emitted.shared("mixtral", "upper-half")  # its code, where ranks would race to copy it
+    return str(emitted.emitted("mixtral", "upper-half"))
+
+
+def build(family, ladder, experts="eager"):
+    if family == "ladder":
+        from transformers import AutoModelForCausalLM
+
+        made = AutoModelForCausalLM.from_pretrained(ladder, trust_remote_code=True, attn_implementation="eager").eval()
+    else:
+        made = zoo.build("mixtral" if family == "starved" else family)
+    if family == "starved":  # all tokens choose the same experts, which are on one rank
+        with torch.no_grad():
+            made.model.layers[1].mlp.gate.weight.zero_()
+    made.set_experts_implementation(experts)
+    return made.double()
+
+
+def rows(step, rank):
+    return zoo.batch(rows=2, length=13, seed=100 * step + rank)
+
+
+def forward(made, ids):
+    """transformers' own loss is computed in fp32."""
+    logits = made(input_ids=ids).logits
+    return logits, torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def adam(made):
+    return torch.optim.AdamW(made.parameters(), lr=1e-3, eps=1e-4)
+
+
+def whole(parallel, values):
+    """Gradients of experts put together over "ep", with the others."""
+    import torch.distributed as dist
+
+    group, found = parallel.mesh.get_group("ep"), {}
+    for name, value in values.items():
+        if name in parallel.experts:
+            parts = [torch.empty_like(value) for _ in range(group.size())]
+            dist.all_gather(parts, value.contiguous(), group=group)
+            value = torch.cat(parts)
+        found[name] = value
+    return found
+
+
+def one(group, case, ladder, steps=STEPS):
+    from rewriter.runtime import record_events
+
+    family, dp, ep, order, experts = CASES[case]
+    rank = group.rank()
+    made = build(family, ladder, experts)
+    parallel = expert_parallel(made, expert_mesh(dp, ep, order, "cpu"))
+    optimizer, found = adam(made), {}
+    for step in range(steps):
+        ids = rows(step, rank)
+        with record_events() as events:
+            logits, loss = forward(made, ids)
+            loss.backward()
+            parallel.reduce_gradients()
+        if step == 0:
+            found["logits"], found["loss"] = logits.detach(), loss.detach()
+            found["gradients"] = whole(parallel, {n: p.grad.clone() for n, p in made.named_parameters()})
+            found["norm"] = parallel.clip_grad_norm_(float("inf"))
+            found["traffic"] = traffic(events, LOCAL, rank)
+            found["events"] = events
+            found["held"] = sum(p.numel() for n, p in made.named_parameters() if n in parallel.experts)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = parallel.full_state_dict()
+    return found | {"parallel": parallel}
+
+
+def saved_and_loaded(group, parallel, weights, directory):
+    """Rank 0 writes a checkpoint; whether another model that all ranks load with the full weights is equal."""
+    if group.rank() == 0:
+        parallel.model.save_pretrained(directory, state_dict=weights)
+    shared = [weights]
+    torch.distributed.broadcast_object_list(shared, 0)
+    again = build("mixtral", None)
+    expert_parallel(again, parallel.mesh).load_full_state_dict(shared[0])
+    return all(torch.equal(p, q) for p, q in zip(parallel.model.parameters(), again.parameters(), strict=True))
+
+
+# --- faults ---
+
+
+def experts_averaged_over_replicas(patch):
+    """By as many ranks as summed them, though tokens of all ranks have added to them."""
+    from rewriter.runtime import expert_parallel as module
+
+    finish = module._Sum.finish
+
+    def faulty(self, divide):
+        finish(self, divide / 2 if self.parameters[0].dim() == 3 else divide)
+
+    patch(module._Sum, "finish", faulty)
+
+
+def experts_not_reduced(patch):
+    from rewriter.runtime import expert_parallel as module
+
+    sums = module._sums
+    patch(module, "_sums", lambda p, g, name: sums(p, None if "experts" in name else g, name))
+
+
+def experts_summed_over_all(patch):
+    from rewriter.runtime import expert_parallel as module
+
+    sums = module._sums
+    patch(module, "_sums", lambda p, g, name: sums(p, torch.distributed.group.WORLD, name))
+
+
+def experts_of_the_neighbour(patch):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    local = DeviceMesh.get_local_rank
+    patch(DeviceMesh, "get_local_rank", lambda self, dim=None: (local(self, dim) + (dim == "ep")) % 2)
+
+
+def gradient_of_dispatch_lost(patch):
+    from rewriter.runtime import expert_parallel as module
+
+    backward = module._Exchange.backward
+
+    def faulty(ctx, gradient):
+        rows, *rest = backward(ctx, gradient)
+        return (torch.zeros_like(rows) if "dispatch" in ctx.args[3] else rows), *rest
+
+    patch(module._Exchange, "backward", staticmethod(faulty))
+
+
+def own_rows_forgotten(patch):
+    """Of the counts that ranks tell each other."""
+    from rewriter.runtime import expert_parallel as module
+
+    start = module.all_to_all_rows_start
+
+    def faulty(sent, group, name, axis=""):
+        transfer = start(sent, group, name, axis)
+        transfer.wait()[group.rank()] = 0
+        return transfer
+
+    exchange = module.ParallelExperts._exchange_counts
+
+    def counts(self, counts_E):
+        found = exchange(self, counts_E)
+        own = found[self.ranks.rank()]
+        own.copy_(own.flip(0))
+        return found
+
+    patch(module, "all_to_all_rows_start", faulty)
+    patch(module.ParallelExperts, "_exchange_counts", counts)
+
+
+FAULTS = {
+    "experts averaged over replicas": experts_averaged_over_replicas,
+    "experts not reduced": experts_not_reduced,
+    "experts summed over all": experts_summed_over_all,
+    "experts of the neighbour": experts_of_the_neighbour,
+    "gradient of dispatch lost": gradient_of_dispatch_lost,
+    "counts of own rows mixed up": own_rows_forgotten,
+}
+
+
+def faulty(group, fault, ladder):
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault](patch.setattr)
+        return one(group, "mixtral, D+E", ladder, steps=1)
+
+
+# --- launches ---
+
+
+def everything(group, ladder, directory, slow):
+    ranks, cases = group.size(), SLOW if slow else FAST
+    found = {case: one(group, case, ladder) for case, (_, dp, ep, _, _) in cases.items() if dp * ep == ranks}
+    if ranks == 4 and not slow:
+        found |= {fault: faulty(group, fault, ladder) for fault in FAULTS}
+        found["refused"] = refused()
+        kept = found["mixtral, D+E"]
+        found["loaded"] = saved_and_loaded(group, kept["parallel"], kept["weights"], directory)
+    return {
+        key: {k: v for k, v in value.items() if k != "parallel"} if isinstance(value, dict) else value
+        for key, value in found.items()
+    }
+
+
+def refused():
+    found = {}
+    for name, family, dp, ep in (
+        ("count", "qwen3_moe", 1, 4),
+        ("dense", "llama", 2, 2),
+        ("own code", "llama4_text", 2, 2),
+    ):
+        try:
+            expert_parallel(zoo.build(family), expert_mesh(dp, ep, "E+D", "cpu"))
+        except RewriterError as error:
+            found[name] = str(error)
+    made = zoo.build("mixtral")
+    mesh = expert_mesh(2, 2, "E+D", "cpu")
+    expert_parallel(made, mesh)
+    try:
+        expert_parallel(made, mesh)
+    except RewriterError as error:
+        found["twice"] = str(error)
+    return found
+
+
+@functools.cache
+def saved():
+    return tempfile.mkdtemp(prefix="experts-")
+
+
+@functools.cache
+def results(ranks, slow=False):
+    return run_ranks(everything, ranks, ladder_path() if ranks == 4 else None, saved(), slow, timeout=120.0)
+
+
+@functools.cache
+def reference(family, ranks, experts="eager"):
+    made = build(family, ladder_path() if family == "ladder" else None, experts)
+    optimizer, found = adam(made), {}
+    for step in range(STEPS):
+        ids = torch.cat([rows(step, rank) for rank in range(ranks)])
+        logits, loss = forward(made, ids)
+        loss.backward()
+        if step == 0:
+            found["logits"], found["loss"] = logits.detach(), loss.detach()
+            found["gradients"] = {n: p.grad.clone() for n, p in made.named_parameters()}
+            found["norm"] = torch.nn.utils.clip_grad_norm_(made.parameters(), float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["weights"] = {n: v.detach() for n, v in made.state_dict().items()}
+    return found
+
+
+def close(found, expected, limit, name):
+    scale = float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    assert error <= limit * max(scale, 1e-30), f"{name}: {error:.1e} of {scale:.1e}"
+
+
+def check(case, ranks, key=None):
+    family, _, _, _, experts = CASES[case]
+    expected, found = (
+        reference(family, ranks, experts),
+        [each[key or case] for each in (results(ranks, True) if case in SLOW else results(ranks))],
+    )
+    close(torch.cat([each["logits"] for each in found]), expected["logits"], 1e-9, "logits")
+    close(torch.stack([each["loss"] for each in found]).mean(), expected["loss"], 1e-9, "loss")
+    for each in found:
+        for name, gradient in expected["gradients"].items():
+            close(each["gradients"][name], gradient, 1e-8, name)
+        close(each["norm"], expected["norm"], 1e-8, "norm")
+    if key is not None:  # a fault, of the first step alone
+        return
+    assert set(found[0]["weights"]) == set(expected["weights"])
+    assert not any(each["weights"] for each in found[1:])
+    for name, weight in expected["weights"].items():
+        close(found[0]["weights"][name], weight, 1e-7, name)
+
+
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_all_is_that_of_one_device(case):
+    check(case, CASES[case][1] * CASES[case][2])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_by_the_same_comparison(fault):
+    with pytest.raises(AssertionError):
+        check("mixtral, D+E", 4, fault)
+
+
+def test_ranks_hold_their_part_of_the_experts():
+    total = sum(p.numel() for n, p in zoo.shared("mixtral").named_parameters() if "experts" in n)
+    for case, ranks in (("mixtral, ep 2", 2), ("mixtral, D+E", 4)):
+        assert {each[case]["held"] for each in results(ranks)} == {total // CASES[case][2]}
+
+
+def test_starved_experts_have_gradients_of_zero():
+    gradient = reference("starved", 2)["gradients"]["model.layers.1.mlp.experts.down_proj"]
+    assert (gradient.flatten(1).abs().sum(1) == 0).tolist().count(True) == 2
+
+
+def test_full_weights_are_a_checkpoint_of_the_source():
+    from transformers import AutoModelForCausalLM
+
+    assert all(each["loaded"] for each in results(4))
+    made = AutoModelForCausalLM.from_pretrained(saved(), dtype=torch.float64)
+    for name, weight in reference("mixtral", 4)["weights"].items():
+        close(made.state_dict()[name], weight, 1e-7, name)
+
+
+def test_an_order_moves_gradients_or_tokens_between_nodes():
+    """Nodes of two ranks: with E+D replicas are in other nodes, with D+E the other experts are."""
+    e_d, d_e = ([each[f"mixtral, {order}"]["traffic"] for each in results(4)] for order in ORDERS)
+    experts = sum(p.numel() for n, p in zoo.shared("mixtral").named_parameters() if "experts" in n)
+    others = sum(p.numel() for n, p in zoo.shared("mixtral").named_parameters() if "experts" not in n)
+    for rank in range(4):
+        tensors = 2 * 4  # of experts, in four layers, each with the number of ranks that have its gradient
+        assert e_d[rank].experts == 2 * (1 / 2) * 8 * (experts / 2 + tensors)
+        assert d_e[rank].experts == 0
+        assert d_e[rank].tokens > 0
+        assert e_d[rank].tokens == 0
+        # every other parameter crosses where the ring leaves the node
+        assert (e_d[rank].others > 0) == (rank in (1, 3))
+        assert e_d[rank].others == d_e[rank].others
+    assert e_d[1].others == pytest.approx(2 * (3 / 4) * 8 * others, rel=1e-2)
+
+
+def test_tokens_travel_once_each_way_in_forward_and_in_backward():
+    """Each chosen expert on another rank costs a row of the hidden size four times."""
+    for rank in results(2):
+        found = rank["mixtral, ep 2"]
+        names = ("experts dispatch", "experts combine", "experts dispatch gradient", "experts combine gradient")
+        sent = {name: sum(e.sent for e in found["events"] if e.name == name) for name in names}
+        received = {name: sum(e.received for e in found["events"] if e.name == name) for name in names}
+        assert sent["experts dispatch"] == received["experts combine"] == sent["experts combine gradient"]
+        assert received["experts dispatch"] == sent["experts combine"] == sent["experts dispatch gradient"]
+        assert 0 < sent["experts dispatch"] < 4 * 2 * 26 * 64 * 8  # layers, choices, tokens, hidden size, bytes
+        assert sum(e.name == "experts dispatch" for e in found["events"]) == 4
+
+
+def test_refusals_name_what_does_not_fit():
+    found = results(4)[0]["refused"]
+    assert "has 6 experts, which do not divide by ep 4. Possible: 1, 2, 3, 6" in found["count"]
+    assert "LlamaForCausalLM has no experts" in found["dense"]
+    assert "Llama4TextExperts" in found["own code"]
+    assert "dealt already" in found["twice"]
+    with pytest.raises(RewriterError, match="order 'DE'"):
+        expert_mesh(1, 1, "DE", "cpu")
