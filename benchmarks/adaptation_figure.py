@@ -1,0 +1,64 @@
+"""Line charts as SVG, written by hand: no dependency, and the same bytes for the same figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+WIDTH, HEIGHT = 720, 380
+LEFT, RIGHT, TOP, BOTTOM = 64, 230, 34, 48  # margins; the legend is in the right one
+COLOURS = ("#444444", "#1b6ca8", "#c4472b", "#3a8f4d", "#8a4fa3", "#b8860b", "#00838f", "#ad1457", "#6d4c41")
+
+Points = Sequence[tuple[float, float]]
+
+
+def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Points]) -> str:
+    """An SVG of `lines` by name, each of (x, y) in rising x. Both axes are linear; y is cut to what is drawn."""
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        raise ValueError(f"{title}: no points to draw")
+    right = max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    if high == low:
+        low, high = low - 1, high + 1
+
+    def place(x: float, y: float) -> str:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
+        return f"{across:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="12" fill="#444444">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="{HEIGHT - 10}">{escape(x_label)}</text>',
+        f'<text transform="translate(14 {HEIGHT - BOTTOM}) rotate(-90)">{escape(y_label)}</text>',
+    ]
+    for value in ticks(low, high):
+        x, y = place(0, value).split(",")
+        parts.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for value in ticks(0, right):
+        x, _ = place(value, low).split(",")
+        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+    for index, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        dashes = ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
+        joined = " ".join(place(x, y) for x, y in line)
+        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>')
+        parts += [
+            f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"/>' for x, y in (p.split(",") for p in joined.split())
+        ]
+        y = TOP + 16 * index
+        parts.append(f'<path d="M{WIDTH - RIGHT + 10} {y}h18" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts.append(f'<text x="{WIDTH - RIGHT + 34}" y="{y + 4}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers between the two, at most nine."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= 8)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(step * k, 12) for k in range(first, last + 1)]

@@ -1,0 +1,148 @@
+"""benchmarks/adaptation.py: the experiment runs as a whole, goes on where it was cut off, and compares fairly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def made_up(run, offset: float):
+    """A result whose windows differ much, as those of text do, and whose models differ by `offset`."""
+    from adaptation_runs import Result
+
+    losses = [1.0 + 0.5 * (i % 7) + offset + 0.001 * (i % 3) for i in range(60)]
+    return Result(losses, [(run.tokens // 2, 2.0), (run.tokens, 1.0)] if run.tokens else [], 1.0)
+
+
+def experiment() -> dict:
+    """Results of the core: distillation is closer than SFT, more tokens than fewer."""
+    from adaptation_runs import STANDARD, Settings, core
+
+    found = {}
+    for run in core(Settings()):
+        if run.recipe == STANDARD:
+            offset = 0.0 if run.method == "none" else -0.01
+        else:
+            offset = {"none": 0.5, "sft": 0.05, "distill": 0.01}[run.method] * (0.5 if run.tokens > 600_000 else 1)
+        found[run] = made_up(run, offset)
+    return found
+
+
+def test_the_core_is_what_the_issue_asks_for() -> None:
+    from adaptation_page import GOALS
+    from adaptation_runs import PRETRAINING, STANDARD, Settings, core
+
+    settings, runs = Settings(), core(Settings())
+    assert settings.evaluated >= 200_000
+    assert all(run.tokens <= 1_000_000 for run in runs)
+    assert 10_000_000 < sum(run.tokens for run in runs) < 20_000_000
+    light = [run for run in runs if 0 < run.tokens <= 0.05 * PRETRAINING]
+    assert {(run.recipe, run.method) for run in light if run.recipe != STANDARD} == {
+        (recipe, method) for recipe in (*GOALS, "ladder-own-partial") for method in ("sft", "distill")
+    }
+    assert all(run.reference in runs for run in runs)
+
+
+def test_a_difference_is_paired_by_window_and_relative_to_the_reference() -> None:
+    from adaptation_runs import Result, difference
+
+    reference = Result([1.0, 2.0, 3.0, 2.0], [], 0.0)
+    shifted = Result([1.02, 2.02, 3.02, 2.02], [], 0.0)
+    assert difference(shifted, reference) == pytest.approx((1.0, 0.0), abs=1e-9)
+    mean, half = difference(Result([1.1, 1.9, 3.1, 1.9], [], 0.0), reference)
+    assert (mean, half) == (pytest.approx(0.0, abs=1e-9), pytest.approx(100 * 1.96 * 0.11547 / 2 / 2, rel=1e-3))
+
+
+def test_results_are_kept_for_the_run_the_settings_and_the_origin_alone(tmp_path: Path) -> None:
+    from adaptation_runs import Run, Settings, Store
+
+    settings, run = Settings(), Run("ladder", "sft", 1024)
+    store = Store(tmp_path, settings, "a")
+    result = made_up(run, 0.0)
+    store.put(run, result)
+    assert store.get(run) == result
+    others = [replace(run, anneal=0.5), replace(run, method="distill"), replace(run, tokens=2048)]
+    assert store.missing([*others, run]) == others
+    for other in (Store(tmp_path, replace(settings, learning_rate=1.0), "a"), Store(tmp_path, settings, "b")):
+        assert other.get(run) is None
+
+
+def test_the_page_says_what_the_figures_say() -> None:
+    from adaptation_page import figures, page, unsupported
+    from adaptation_runs import Run, Settings, budget
+
+    settings, results = Settings(), experiment()
+    assert unsupported(results) == []
+    text = page(results, settings, "")
+    assert "<<" not in text
+    assert "| `ladder-upper-half` | 0.5 | +0.82 ± 0.00 | distilled 489,472 tokens | **missed** |" in text
+    assert "| `ladder` | 2 | +0.82 ± 0.00 | distilled 489,472 tokens | reached |" in text
+    assert "Distillation is better in 8 of 8 pairs, worse in 0" in text
+    assert set(figures(results)) == {"adaptation-sft.svg"}
+    worse = Run("ladder", "distill", budget(0.05, settings))
+    results[worse] = made_up(worse, 0.6)
+    assert unsupported(results) == ["every training heals"]
+    assert "Distillation is better in 7 of 8 pairs, worse in 1" in page(results, settings, "")
+
+
+def test_a_chart_draws_every_point_within_its_frame() -> None:
+    from adaptation_figure import HEIGHT, LEFT, WIDTH, line_chart, ticks
+
+    chart = ElementTree.fromstring(line_chart("t < u", "x", "y", {"a & b": [(1, 2.5), (4, 1.0)], "c": [(2, 9.0)]}))
+    circles = [(float(c.get("cx")), float(c.get("cy"))) for c in chart.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(circles) == 3
+    assert all(LEFT <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in circles)
+    assert circles[2][1] < circles[0][1] < circles[1][1]  # more is higher
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert 4 <= len(ticks(0.93, 1.21)) <= 9
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
+    from adaptation_train import rate
+
+    rates = [rate(step, 100, 0.1) for step in range(100)]
+    assert rates[:2] == pytest.approx([0.1, 0.2])
+    assert max(rates) == rates[9] == 1
+    assert 0 < rates[-1] < 0.02
+
+
+@pytest.mark.slow
+def test_the_experiment_runs_and_goes_on(tmp_path: Path) -> None:
+    settings = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    words = ["--quick", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "page.md")]
+    command = [sys.executable, str(BENCHMARKS / "adaptation.py"), *words]
+
+    def run() -> tuple[str, str]:
+        ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stderr, (tmp_path / "page.md").read_text(encoding="utf-8")
+
+    said, page = run()
+    assert said.count(" min  ") == 5
+    assert "| `ladder-upper-half` |" in page
+    kept = sorted((tmp_path / "results").glob("*.json"))
+    assert len(kept) == 5
+    reference, student = (
+        json.loads(next(path for path in kept if path.name.startswith(name)).read_text(encoding="utf-8"))["losses"]
+        for name in ("tensor-parallel-none", "ladder-upper-half-none")
+    )
+    assert sum(student) > 1.02 * sum(reference)  # the recipe's wiring was measured, not the original's
+    kept[0].unlink()
+    said, again = run()
+    assert said.count(" min  ") == 1
+    figures = [line for line in page.splitlines() if line.startswith("| `ladder-upper-half` |")]
+    assert all(line in again for line in figures)
