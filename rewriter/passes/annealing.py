@@ -35,10 +35,12 @@ def annealed(program: Program, at: float = 1.0) -> Program:
     x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r since) are the original's stream.
 
     λ belongs to the layer that reads, or that writes a dropped sum: an emitted layer reads `self.annealing` there.
-    `program` is not scheduled (`single_device`). Raises RewriterError when nothing in it differs from the original.
+    Raises RewriterError when nothing in `program` differs from the original, and where passes that belong behind this
+    one came before it: reductions that are scheduled, modules that are fused (`single_device` leaves both out).
     """
     if program.origin is None:
         raise RewriterError("annealing: no pass was applied, so there is nothing to go to. Apply a recipe first.")
+    _check_comparable(program, program.origin)
     graph, _ = program.edit()
     writes = _blend_dropped(program, graph, at)
     reads = _Reads(program, graph, at).blend()
@@ -50,6 +52,18 @@ def annealed(program: Program, at: float = 1.0) -> Program:
         )
     drop_dead_nodes(graph)
     return program.with_(graph=graph)
+
+
+def _check_comparable(program: Program, origin: Program) -> None:
+    known = {str(node.target) for node in origin.graph.nodes if node.op == "call_module"}
+    for node in program.graph.nodes:
+        if node.target in (ops.all_reduce_start, ops.all_reduce_wait):
+            raise RewriterError(f"annealing: {node.name}: the reductions are scheduled already: anneal before overlap")
+        if node.op == "call_module" and str(node.target) not in known:
+            raise RewriterError(
+                f"annealing: {node.target} is no module of the original, so what it reads cannot be compared: anneal "
+                "before fuse_projections"
+            )
 
 
 # --- dropped reductions ----------------------------------------------------------------------------------------------
