@@ -343,7 +343,7 @@ def test_between_the_ends_lanes_equal_ranks_written_out(family: str, recipe: str
     ("family", "recipe"), [("gpt2", "4x-sum"), ("llama", "mix"), ("mixtral", "own-partial")], ids=str
 )
 def test_lanes_and_their_gradients_equal_the_simulated_ranks(family: str, recipe: str) -> None:
-    """`enter` stands wherever a shared value meets a rank's own: a lacking one would show in simulated gradients."""
+    """The printed layers compute what the program says, node by node, on ranks."""
     between = annealed(single_device(program(family, recipe)), at=0.5)
     lint(between, "annealing")
     weights = {n: p.detach().clone().requires_grad_() for n, p in zoo.shared(family).named_parameters()}
