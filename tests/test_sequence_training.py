@@ -64,34 +64,57 @@ def build(plan, dp=1, tp=1):
 
 
 def trained(group, cases):
-    """Per case the gradients of the first step and the losses. A case: arguments of `build`, FSDP2 or not, the number
-    of steps, and a fault's name."""
+    """Per case the gradients of the first step, the losses, and with ZeRO the gradients' norm. A case: arguments of
+    `build`, "fsdp" or the stage of ZeRO or None, the number of steps, and a fault's name."""
     return [one_case(*case) for case in cases]
 
 
-def one_case(layout, fsdp, steps, fault):
+def one_case(layout, sharding, steps, fault):
     from torch.distributed.tensor import DTensor
 
     from rewriter.runtime import shard_parameters
+    from rewriter.runtime.training import shard_optimizer
 
     model, ids, labels = build(*layout)
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             FAULTS[fault](patch.setattr)
-        if fsdp:
+        if sharding == "fsdp":
             shard_parameters(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        losses, first = [], {}
+        if sharding in (1, 2):
+            model(ids, labels=labels)  # which gives parameters hooks that sum gradients: not to be summed twice
+            optimizer = shard_optimizer(model, lambda groups: torch.optim.SGD(groups, lr=RATE), stage=sharding)
+        losses, first, norm = [], {}, None
         for _ in range(steps):
             optimizer.zero_grad()
             loss = model(ids, labels=labels).loss
             loss.backward()
+            if sharding in (1, 2) and not first:
+                first, norm = put_together(model, optimizer), clipped(model, optimizer)
             gradients = {name: p.grad for name, p in model.named_parameters()}
             if not first:
                 first = {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in gradients.items()}
             optimizer.step()
             losses.append(loss.item())
-    return first, losses
+    return first, losses, norm
+
+
+def put_together(model, optimizer):
+    """Gradients from the ranks that own their parts."""
+    found = {}
+    for name, p in model.named_parameters():
+        part = optimizer.gradient(p)
+        found[name] = torch.zeros_like(p) if part is None else part
+        torch.distributed.all_reduce(found[name], group=optimizer.group)
+    return found
+
+
+def clipped(model, optimizer):
+    """The norm of the gradients of all tensor-parallel ranks, too."""
+    tp = 1 if model.tp is None else model.tp.size()
+    whole = {p: reference.weights()[n].shape == p.shape for n, p in model.named_parameters()}
+    return optimizer.clip_grad_norm_(float("inf"), within=model.tp, share=lambda p: 1 / tp if whole[p] else 1.0)
 
 
 # --- faults, each one line of what users' own training loops get wrong ---
@@ -167,7 +190,9 @@ FAULTS = {
 def check(by_rank, tp=1):
     """Gradients and losses of all ranks (tensor-parallel ranks are neighbours) are those of one device."""
     gradients, losses = one_device()
-    for rank, (found, followed) in enumerate(by_rank):
+    expected_norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
+    for rank, (found, followed, norm) in enumerate(by_rank):
+        assert norm is None or float(norm) == pytest.approx(expected_norm, rel=GRADIENT)
         for name, whole in gradients.items():
             expected = reference.shard(name, whole, rank % tp, tp)
             error = float((found[name] - expected).abs().max() / whole.abs().max())
@@ -177,19 +202,28 @@ def check(by_rank, tp=1):
 
 
 COLUMN, SQUARE = SequencePlan("attention2d", (1, 2, 1)), SequencePlan("attention2d", (1, 2, 2))
-REPLICATED = [((COLUMN, 2), True, STEPS, None)] + [
-    ((COLUMN, 2), True, 1, fault) for fault in FAULTS if fault != "not_summed"
+REPLICATED = [((COLUMN, 2), "fsdp", STEPS, None)] + [
+    ((COLUMN, 2), "fsdp", 1, fault) for fault in FAULTS if fault != "not_summed"
 ]
-PLAIN = [((SQUARE,), False, STEPS, None)] + [((SQUARE,), False, 1, fault) for fault in FAULTS]
+PLAIN = [((SQUARE,), None, STEPS, None)] + [((SQUARE,), None, 1, fault) for fault in FAULTS]
+ALONE = SequencePlan("attention2d", (1, 1, 1))
+ZERO = {"sequence": ((COLUMN, 2), 2, STEPS, None), "tensor": ((ALONE, 2, 2), 1, STEPS, None)}
 
 
 @functools.cache
 def of_four(which):
-    return run_ranks(trained, 4, {"replicated": REPLICATED, "plain": PLAIN}[which], timeout=120)
+    return run_ranks(trained, 4, {"replicated": [*REPLICATED, *ZERO.values()], "plain": PLAIN}[which], timeout=120)
 
 
 def test_sequence_and_data_parallel_training_with_fsdp_follows_one_device():
     check([rank[0] for rank in of_four("replicated")])
+
+
+@pytest.mark.parametrize("parallel", ZERO)
+def test_training_with_a_sharded_optimizer_follows_one_device(parallel):
+    """ZeRO 2 over replicas and sequence ranks, ZeRO 1 over the replicas of each tensor-parallel rank."""
+    index = len(REPLICATED) + list(ZERO).index(parallel)
+    check([rank[index] for rank in of_four("replicated")], tp=2 if parallel == "tensor" else 1)
 
 
 def test_sequence_parallel_training_without_fsdp_follows_one_device():
