@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rewriter.errors import RewriterError
 
@@ -21,14 +21,25 @@ def calibrate(
 ) -> Recipe:
     """`recipe` with the measurements that its passes ask for and do not have; the same recipe where none is missing.
 
-    A `drop_sync` without layers and sensitivity gets `sensitivity`, measured on the weights of `program` (as traced)
-    for `ranks` ranks with `text`, by default the packaged calibration text. What cannot be measured at all (one rank,
-    no weights) is left to the pass, which refuses. Raises RewriterError where the weights are too large to be run here.
+    A `drop_sync` without layers and sensitivity gets `sensitivity`, a `permute` without an order `ranks`, measured on
+    the weights of `program` (as traced) for `ranks` ranks with `text`, by default the packaged calibration text. What
+    cannot be measured at all (one rank, no weights) is left to the pass, which refuses. Raises RewriterError where the
+    weights are too large to be run here; a pass that is optional is left out then.
     """
+    if ranks < 2 or program.source.path is None or program.history:
+        return recipe
+    for measure in (_sensitivities, _orders):
+        recipe = measure(recipe, program, ranks, text, progress)
+    return recipe
+
+
+def _sensitivities(
+    recipe: Recipe, program: Program, ranks: int, text: str | None, progress: Callable[..., None]
+) -> Recipe:
     from rewriter.passes.drop_sync import DropSync
 
     waiting = [i for i, p in enumerate(recipe.build()) if isinstance(p, DropSync) and p.unmeasured]
-    if not waiting or ranks < 2 or program.source.path is None or program.history:
+    if not waiting:
         return recipe
     from rewriter.verify.drift import calibration_tokens, too_large
     from rewriter.verify.sensitivity import sensitivity
@@ -43,4 +54,35 @@ def calibrate(
     for index in waiting:
         measured = {"sensitivity": list(costs), "measured_on": f"{len(tokens)} tokens on {ranks} ranks, {what}"}
         recipe = recipe.with_options(index, measured)
+    return recipe
+
+
+def _orders(recipe: Recipe, program: Program, ranks: int, text: str | None, progress: Callable[..., None]) -> Recipe:
+    from rewriter.passes.permute import Permute
+
+    waiting = [i for i, p in enumerate(recipe.build()) if isinstance(p, Permute) and p.unmeasured]
+    if not waiting:
+        return recipe
+    from rewriter.verify.affinity import affinity, measurable
+    from rewriter.verify.drift import calibration_tokens, too_large
+
+    unmoved = recipe
+    for index in waiting:
+        unmoved = unmoved.with_options(index, {"ranks": {}})
+    rewritten = measurable(program, unmoved, ranks)
+    if rewritten is None:
+        options: dict[str, Any] = {"ranks": {}, "measured_on": "every rank computes with the same residual"}
+    elif reason := too_large(program, 2):  # as they are, and in another order
+        if all(recipe.passes[index].optional for index in waiting):
+            return recipe
+        raise RewriterError(
+            f"permute: the order of heads and channels is found by a measurement, but {reason}. Give permute.ranks "
+            "(measured on a larger machine), or leave the pass out"
+        )
+    else:
+        tokens, what = calibration_tokens(program, text)
+        found = affinity(program, rewritten, tokens, progress=progress)
+        options = {"ranks": dict(found.ranks), "measured_on": f"{len(tokens)} tokens on {ranks} ranks, {what}: {found}"}
+    for index in waiting:
+        recipe = recipe.with_options(index, options)
     return recipe

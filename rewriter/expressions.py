@@ -152,7 +152,40 @@ class Transpose:
         return f"transpose({self.source}, {self.dim0}, {self.dim1})"
 
 
-Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose
+@dataclass(frozen=True)
+class Take:
+    """The elements of `source` along `dim` at the places `index`, as torch.index_select.
+
+    What a `Slice` with thousands of ranges would be: neurons in another order.
+    """
+
+    source: Expression
+    dim: int
+    index: tuple[int, ...]
+
+    def tensors(self) -> Iterator[str]:
+        """See Tensor.tensors."""
+        return self.source.tensors()
+
+    def shape(self, shapes: Shapes) -> Shape:
+        """See Tensor.shape. The size of `dim` becomes the number of places; none at all is refused."""
+        whole = self.source.shape(shapes)
+        size = whole[_dim(self, self.dim, whole)]
+        if not self.index:
+            raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
+        if min(self.index) < 0 or max(self.index) >= size:
+            raise RewriterError(
+                f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
+                f"has size {size} (shape {_sizes(whole)})."
+            )
+        return (*whole[: self.dim], len(self.index), *whole[self.dim + 1 :])
+
+    def __str__(self) -> str:
+        first = ", ".join(map(str, self.index[:4])) + (", …" if len(self.index) > 4 else "")
+        return f"{self.source}[{':, ' * self.dim}({first})]"
+
+
+Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take
 
 
 def _part_shapes(expression: Concat | Stack, parts: tuple[Expression, ...], shapes: Shapes) -> list[Shape]:

@@ -308,7 +308,6 @@ def _described(parameter: Parameter) -> str:
 def _history(program: Program) -> str:
     lines = []
     for entry in program.history:
-        options = ", ".join(f"{key}={value!r}" for key, value in entry.options.items())
-        lines.append(f"  {entry.name}({options}), {entry.kind}: {entry.summary}")
+        lines.append(f"  {entry.name}({entry.arguments()}), {entry.kind}: {entry.summary}")
         lines += [f"    {note}" for note in entry.notes]
     return "\n".join(lines)

@@ -240,6 +240,11 @@ class PassRecord:
     notes: tuple[str, ...] = ()
     fired: bool = True
 
+    def arguments(self) -> str:
+        """The options as they would be written in a call; of a mapping (measured data) only its size."""
+        shown = {k: f"{{{len(v)} entries}}" if isinstance(v, Mapping) else repr(v) for k, v in self.options.items()}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
 
 @dataclass(frozen=True)
 class Program:

@@ -52,6 +52,7 @@ def with_supposed_costs(recipe: Recipe, standard: Program) -> tuple[Recipe, list
     What is inspected (how many reductions, which bytes) does not depend on which layers a measurement would choose.
     """
     from rewriter.passes.drop_sync import DropSync, attention_reductions
+    from rewriter.passes.permute import Permute
 
     rules: list[Rule] = []
     for rewrite in recipe.build():
@@ -62,6 +63,10 @@ def with_supposed_costs(recipe: Recipe, standard: Program) -> tuple[Recipe, list
             layers = replace(rewrite, sensitivity=costs).chosen(count)
             recipe = recipe.with_overrides({f"{rewrite.name}.layers": list(layers)})
             reason = f"which layers cost least is measured on the weights; layers {spans(layers)} stand for them here"
+            rules.append({"rule": rewrite.name, "reason": reason})
+        if isinstance(rewrite, Permute) and rewrite.unmeasured and standard.mesh:
+            recipe = recipe.with_overrides({f"{rewrite.name}.ranks": {}})
+            reason = "which heads and channels fit together is measured on the weights; they are left in order here"
             rules.append({"rule": rewrite.name, "reason": reason})
     return recipe, rules
 

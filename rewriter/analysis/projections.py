@@ -25,6 +25,11 @@ def is_projection(module: Module | None) -> bool:
     return isinstance(module, Leaf) and module.kind in _LAYOUT
 
 
+def is_row_split(module: Module | None, dim: int) -> bool:
+    """Whether `module` is a projection whose weight has its inputs along `dim`."""
+    return isinstance(module, Leaf) and module.kind in _LAYOUT and _LAYOUT[module.kind][2] != dim
+
+
 def inputs_of(leaf: Leaf) -> int:
     """The number of inputs of a projection that is not split yet."""
     return leaf.parameters["weight"][1 - _LAYOUT[leaf.kind][2]]

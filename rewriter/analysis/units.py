@@ -61,19 +61,21 @@ class Units:
 
         Elements that belong to no unit (the one key/value head in a fused projection) are held by every rank.
         """
-        runs = _runs(profile.tolist())
+        places: dict[int, list[tuple[int, int]]] = {}
+        for unit, start, stop in _runs(profile.tolist()):
+            places.setdefault(unit, []).append((start, stop))
+        everywhere = places.pop(-1, [])
         result = []
         for units in self.held:
-            wanted = Counter(units)
-            if any(wanted[u] > 1 for u, _, _ in runs):
-                if any(u == -1 for u, _, _ in runs):
+            wanted = Counter(unit for unit in units if unit in places)
+            if any(count > 1 for count in wanted.values()):
+                if everywhere:
                     raise Unsplittable("repeated key/value heads stand beside what belongs to no head")
-                by_unit = {u: (a, b) for u, a, b in runs}
-                if len(by_unit) != len(runs):
+                if any(len(runs) > 1 for runs in places.values()):
                     raise Unsplittable("repeated key/value heads are interleaved with others")
-                result.append(tuple(by_unit[u] for u in units if u in by_unit))
+                result.append(tuple(places[unit][0] for unit in units if unit in places))
             else:
-                result.append(_merge([(a, b) for u, a, b in runs if u in wanted or u == -1]))
+                result.append(_merge(sorted([*everywhere, *(run for unit in wanted for run in places[unit])])))
         sizes = {sum(b - a for a, b in ranges) for ranges in result}
         if len(sizes) != 1 or 0 in sizes:
             raise Unsplittable(f"the ranks would hold {sorted(sizes)} elements")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rewriter.analysis.sequence import sequence_plan
-from rewriter.emit.lane_weights import changed_tensors
+from rewriter.emit.lane_weights import changed_tensors, untied_tensors
 from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.errors import RewriterError
 from rewriter.expressions import Expression, Tensor
@@ -79,7 +79,7 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
     single = single_device(program)
-    emitted, changed = emit_huggingface(single), changed_tensors(single)
+    emitted, changed = emit_huggingface(single), changed_tensors(single, checkpoint.shapes)
     config = dict(emitted.config)
     if target is not None:
         config["dtype"] = str(target).removeprefix("torch.")
@@ -121,7 +121,7 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
     lanes = None
     if (bound := bound_ranks(program)) is not None:
-        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=sorted(changed))
+        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=untied_tensors(changed))
     return Layout(
         checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
     )

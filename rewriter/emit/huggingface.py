@@ -101,7 +101,8 @@ def _kinds(program: Program) -> tuple[list[_Kind], list[str]]:
     source = program.source
     standard = standard_kinds(source)
     originals = print_layers(program.origin or program)
-    rewrite = "_".join(identifier(entry.name) for entry in program.history) or "rewired"
+    rewiring = [entry.name for entry in program.history if entry.kind != "exact"]
+    rewrite = "_".join(map(identifier, rewiring)) or "rewired"
     kinds: list[_Kind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
@@ -165,8 +166,7 @@ def _header(program: Program, kinds: list[_Kind], names: Names) -> str:
         f"with transformers {transformers.__version__}.",
     ]
     for entry in program.history:
-        options = ", ".join(f"{k}={v!r}" for k, v in entry.options.items())
-        lines.append(wrapped(f"{entry.name}({options}): {entry.summary}", 4))
+        lines.append(wrapped(f"{entry.name}({entry.arguments()}): {entry.summary}", 4))
     if anneals(program):
         lines += ["", *wrapped(ANNEALED).splitlines()]
     about = (

@@ -134,8 +134,7 @@ def _header(program: Program, kinds: list[_Kind], names: file.Names) -> str:
         ),
     ]
     for entry in program.history:
-        options = ", ".join(f"{k}={v!r}" for k, v in entry.options.items())
-        lines.append(file.wrapped(f"{entry.name}({options}): {entry.summary}", 4))
+        lines.append(file.wrapped(f"{entry.name}({entry.arguments()}): {entry.summary}", 4))
     about = [
         f"Sharded over {ranks} ranks, some all-reduces are left out, and what a rank computes then is its own. Here "
         f"every rank is a lane, and all {ranks} are computed on one device: a value that differs by rank is "

@@ -15,12 +15,13 @@ def available() -> dict[str, type[Any]]:
     from rewriter.passes.no_communication import NoCommunication
     from rewriter.passes.overlap import Overlap
     from rewriter.passes.parallel_block import ParallelBlock
+    from rewriter.passes.permute import Permute
     from rewriter.passes.quantize_collectives import QuantizeCollectives
     from rewriter.passes.sequence_parallel import SequenceParallel
     from rewriter.passes.tensor_parallel import TensorParallel
 
     passes = (
-        TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
+        Permute, TensorParallel, ParallelBlock, MergeReductions, FuseProjections, Ladder, Desync, DropSync, Overlap,
         NoCommunication, SequenceParallel, QuantizeCollectives,
     )  # fmt: skip
     return {p.name: p for p in passes}

@@ -61,13 +61,13 @@ def single_device(program: Program) -> Program:
     single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
     for entry in program.history:
         rewrite = _rebuilt(entry)
-        if rewrite.scope != "runtime" or (bound and rewrite.name in _SHARDING):
+        if rewrite.scope != "runtime" or (bound and rewrite.name in SHARDING):
             single = rewrite.apply(single)
     return single
 
 
 # what lanes are made of: passes of scope "runtime" that say which rank computes what
-_SHARDING = ("tensor_parallel", "merge_reductions")
+SHARDING = ("tensor_parallel", "merge_reductions")
 
 
 def _rebuilt(entry: PassRecord) -> Any:

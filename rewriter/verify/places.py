@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rewriter.passes.base import Pass
 from rewriter.passes.desync import Desync
 from rewriter.passes.drop_sync import DropSync
+from rewriter.passes.permute import Permute
 from rewriter.selection import resolve
 from rewriter.verify.references import runs_of
 
@@ -31,6 +32,9 @@ def on_places(kept: Sequence[int], rewrite: Pass, count: int) -> list[Pass]:
 
     A pattern is told out for each run of places, since layers between those that are kept are gone.
     """
+    if isinstance(rewrite, Permute):  # its units are others, and it is to be seen that any order is as good
+        counts = [len(set(given)) for given in (rewrite.ranks or {}).values()]
+        return [Permute(dealt=rewrite.dealt or max(counts, default=1))]
     if not hasattr(rewrite, "layers"):
         return [rewrite]
     chosen = set(rewrite.chosen(count) if isinstance(rewrite, DropSync) else resolve(rewrite.layers, count))

@@ -5,6 +5,7 @@ The options are read here a second time, and not with the passes' own code, sinc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,10 +16,12 @@ from transformers import PreTrainedModel
 
 from rewriter.errors import RewriterError
 from rewriter.passes.base import Pass, bound_ranks
+from rewriter.passes.permute import Permute
 from rewriter.program import Program
 from rewriter.selection import resolve
 from rewriter.verify.exits import exit_shares
 from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream import few_ids, watched
 from rewriter.verify.structure import Plain, Structure, find_structure
 
@@ -28,11 +31,14 @@ class Reference:
     """What a rewritten program has to compute. `exact` says that it is the unmodified model itself.
 
     `passes` are the approximating ones; `whole` are the paths of the modules that every rank computes in full.
+    `reordered` are the weights, by runtime name, whose heads and channels a pass put in another order: which of them a
+    rank holds is part of what an approximating pass computes.
     """
 
     passes: Sequence[Pass]
     ranks: int
     whole: tuple[str, ...]
+    reordered: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _built: dict[int, LaneReference] = field(default_factory=dict)
 
     @property
@@ -49,9 +55,22 @@ class Reference:
         if self.exact:
             return original_logits(model, ids)
         if id(model) not in self._built:
-            mix = layer_modes(model, self.passes, self.whole)
-            self._built = {id(model): LaneReference(model, mix, self.ranks, whole=self.whole)}
+            ordered = self.ordered(model)
+            mix = layer_modes(ordered, self.passes, self.whole)
+            self._built = {id(model): LaneReference(ordered, mix, self.ranks, whole=self.whole)}
         return self._built[id(model)](ids)
+
+    def ordered(self, model: PreTrainedModel) -> PreTrainedModel:
+        """`model`, or a copy with heads and channels in the order in which ranks get them: it has to compute the same.
+
+        Raises RewriterError where a reordered weight is not one of the model's.
+        """
+        if not self.reordered:
+            return model
+        other = copy.deepcopy(model)
+        if surplus := other.load_state_dict(self.reordered, strict=False).unexpected_keys:
+            raise RewriterError(f"{surplus[0]}: the model has no such weight, but it was put in another order")
+        return other
 
 
 def reference_of(program: Program, passes: Sequence[Pass]) -> Reference:
@@ -64,7 +83,19 @@ def reference_of(program: Program, passes: Sequence[Pass]) -> Reference:
         if p.name not in _MODES:
             raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
     ranks = bound_ranks(program) or 1
-    return Reference(approximating, ranks, _whole(program) if ranks > 1 else ())
+    if ranks == 1:
+        return Reference(approximating, 1, ())
+    return Reference(approximating, ranks, _whole(program), _reordered(program, passes))
+
+
+def _reordered(program: Program, passes: Sequence[Pass]) -> dict[str, torch.Tensor]:
+    origin = (program.origin or program).with_(mesh={})
+    moved = origin
+    for rewrite in passes:
+        if isinstance(rewrite, Permute):
+            moved = rewrite.apply(moved)
+    changed = {n: p for n, p in moved.parameters.items() if p.expression != origin.parameters[n].expression}
+    return load_weights(moved.with_(parameters=changed), torch.float32) if changed else {}
 
 
 @torch.no_grad()

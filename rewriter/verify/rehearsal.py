@@ -95,9 +95,11 @@ def rehearse(
         model, traced, program = _telling(small, mapped, mesh, Path(scratch, "model"), trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
         for ids in batches:
-            result.require(
-                "trace = original model", simulate(traced, ids, host=model), original_logits(model, ids), EXACT
-            )
+            wanted = original_logits(model, ids)
+            result.require("trace = original model", simulate(traced, ids, host=model), wanted, EXACT)
+            if reference.reordered:
+                name = "heads and channels reordered = original model"
+                result.require(name, original_logits(reference.ordered(model), ids), wanted, EXACT)
         # On several ranks partial sums are added in another order.
         limit = EXACT if bound_ranks(program) is None else RANKS
         expected = [simulate(single, ids, host=model) for ids in batches]

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from rewriter.errors import RewriterError
-from rewriter.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
+from rewriter.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> tor
             return torch.stack([evaluate(part, read) for part in parts_], dim)
         case Transpose(source, dim0, dim1):
             return evaluate(source, read).transpose(dim0, dim1)
+        case Take(source, dim, index):
+            return evaluate(source, read)[(slice(None),) * dim + (torch.tensor(index),)]
 
 
 def torch_dtype(dtype: str, name: str) -> torch.dtype:

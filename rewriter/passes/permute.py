@@ -1,0 +1,155 @@
+"""Heads and channels in another order, so that those that fit together come to the same rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rewriter.analysis.interchange import Interchangeable, interchangeable
+from rewriter.analysis.placement import AXIS
+from rewriter.errors import RewriterError
+from rewriter.expressions import Take
+from rewriter.passes.base import Effect, Scope, record
+from rewriter.program import Parameter, Program
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Permute:
+    """W_in ← Π W_in, W_out ← W_out Πᵀ in attention and MLPs: the same function, other units on each rank.
+
+    Tensor parallelism gives rank r the r-th part of a block's units. Where ranks compute with a residual of their own
+    (desync, own-partial), it matters which units those are (SPD, arXiv 2502.20727, section 4.3: head grouping).
+    Units are key/value heads with their query heads, query heads where there is one key/value head for all, and MLP
+    channels, the same in every expert of a layer.
+
+    `ranks` says by block (the path of its module) which rank each unit goes to, one character of 0-9a-z per unit in
+    their order on disk: "0110" gives rank 0 units 0 and 3. Units of a rank keep their order; blocks that are not named
+    stay as they are. It is measured above the passes and handed in; `measured_on` says in words with what. `dealt`
+    instead deals the units of every block to so many ranks in turn, from the last to the first: an order without a
+    measurement. `applied` says that the checkpoint's weights are in this order already: nothing is moved again.
+
+    Comes before tensor_parallel. The names and shapes of the adapted checkpoint's tensors are the source's, its config
+    too. Raises RewriterError where it is not told an order, for a block that does not exist or may not be reordered,
+    and where ranks would not get equally many units.
+    """
+
+    ranks: Mapping[str, str] | None = None
+    measured_on: str | None = None
+    dealt: int | None = None
+    applied: bool = False
+
+    name: ClassVar[str] = "permute"
+    effect: ClassVar[Effect] = "exact"
+    scope: ClassVar[Scope] = "model"
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and self.dealt is not None:
+            raise RewriterError("permute: give either ranks or dealt")
+        if self.dealt is not None and not 1 <= self.dealt <= len(DIGITS):
+            raise RewriterError(f"permute: dealt={self.dealt}; expected 1 to {len(DIGITS)} ranks")
+        for path, given in (self.ranks or {}).items():
+            counts = Counter(given)
+            if set(counts) != set(DIGITS[: len(counts)]) or len(set(counts.values())) != 1:
+                raise RewriterError(
+                    f"permute: ranks of {path}: {given[:40]!r}; expected one character of 0-9a-z per unit, each rank "
+                    "from 0 on equally often."
+                )
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether a measurement is needed to say which units go to which rank."""
+        return self.ranks is None and self.dealt is None
+
+    def apply(self, program: Program) -> Program:
+        ranks = program.mesh.get(AXIS, 1)
+        if self.unmeasured:
+            if ranks == 1:
+                return record(program, self, "one rank: every order is the same", fired=False)
+            raise RewriterError(
+                "permute: which heads and channels fit together is measured on the weights, and there is no "
+                "measurement. Convert a checkpoint, or give permute.ranks (by block, the rank of each of its units)"
+            )
+        blocks = interchangeable(program)
+        chosen = self._chosen(blocks, ranks)
+        parameters = dict(program.parameters)
+        if not self.applied:
+            for block, given in chosen:
+                parameters |= permuted(program, block, order_of(given))
+        moved = sum(moved_units(given) for _, given in chosen)
+        heads = sum(block.heads for block, _ in chosen)
+        summary = f"{moved} units to other ranks, in {heads} attention blocks and {len(chosen) - heads} MLP blocks"
+        if not chosen:
+            summary = "no order was found that is better than the one on disk"
+        elif self.applied:
+            summary += "; the weights are in this order already"
+        return record(program, self, summary, self._notes(blocks), fired=bool(chosen), parameters=parameters)
+
+    def _chosen(self, blocks: Sequence[Interchangeable], ranks: int) -> list[tuple[Interchangeable, str]]:
+        """The blocks whose units change places, and the rank of each of their units."""
+        if self.ranks is None:
+            count = self.dealt or 1
+            fit = [block for block in blocks if block.reason is None and block.count % count == 0]
+            return [(block, "".join(DIGITS[count - 1 - i % count] for i in range(block.count))) for block in fit]
+        known, chosen = {block.path: block for block in blocks}, []
+        for path, given in self.ranks.items():
+            block = known.get(path)
+            if block is None:
+                raise RewriterError(f"permute: {path!r} is no block with heads or channels. There are {_some(known)}")
+            if block.reason is not None:
+                raise RewriterError(f"permute: {path} cannot be reordered: {block.reason}")
+            if len(given) != block.count:
+                raise RewriterError(f"permute: ranks of {path} name {len(given)} units, it has {block.count}")
+            if ranks not in (1, count := len(set(given))):
+                raise RewriterError(f"permute: ranks of {path} are for {count} ranks, here are {ranks}. Measure again")
+            chosen.append((block, given))
+        return chosen
+
+    def _notes(self, blocks: Sequence[Interchangeable]) -> tuple[str, ...]:
+        refused: dict[str, list[str]] = {}
+        for block in blocks:
+            if block.reason is not None:
+                refused.setdefault(block.reason, []).append(block.path)
+        notes = [
+            f"{paths[0]}{f' and {len(paths) - 1} like it' if len(paths) > 1 else ''} left in order: {reason}"
+            for reason, paths in refused.items()
+        ]
+        return (*notes, *([f"measured: {self.measured_on}"] if self.measured_on else ()))
+
+
+def order_of(ranks: str) -> tuple[int, ...]:
+    """The unit that comes to each place, where `ranks` names the rank of every unit; those of a rank keep order."""
+    return tuple(sorted(range(len(ranks)), key=lambda unit: (DIGITS.index(ranks[unit]), unit)))
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The order that undoes `order`."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def moved_units(ranks: str) -> int:
+    """How many units go to another rank than by their order on disk."""
+    return sum(a != b for a, b in zip(ranks, sorted(ranks, key=DIGITS.index), strict=True))
+
+
+def permuted(program: Program, block: Interchangeable, order: Sequence[int]) -> dict[str, Parameter]:
+    """The parameters of `block` with its units in another order: unit order[i] at place i."""
+    result = {}
+    indices: dict[tuple[int, Any], tuple[int, ...]] = {}  # alike parameters share one
+    for name, shard in block.places.items():
+        known = program.parameters[name]
+        size = known.shape[shard.dim]
+        key = (size, shard.ranges)
+        if key not in indices:
+            indices[key] = block.index(name, order, size)
+        if known.expression is not None and indices[key] != tuple(range(size)):
+            result[name] = replace(known, expression=Take(known.expression, shard.dim, indices[key]))
+    return result
+
+
+def _some(paths: Mapping[str, Any]) -> str:
+    shown = ", ".join(list(paths)[:3])
+    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") if paths else "none"

@@ -1,0 +1,225 @@
+"""Which heads and channels belong on one rank, measured on real weights: what `permute` is told.
+
+Where a rank computes with a residual of its own, each unit u (a head, a channel) reads a value x_r that lacks what
+other ranks have added, instead of x. Its block's output is then wrong by Σ_u (h_u(x_r(u)) − h_u(x)) W_u: h_u are the
+unit's activations, W_u its rows of the exit projection, r(u) its rank. The units are dealt to ranks of equal size so
+that the mean square of this error is small on a text: each unit goes where the rank's own residual holds what it reads.
+
+Blocks are arranged in the order of the model, during one forward pass of all ranks: what a block reads already comes
+from the arranged blocks before it. What a block writes for later ones is not weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rewriter.analysis.interchange import Interchangeable, interchangeable
+from rewriter.analysis.projections import is_row_split
+from rewriter.apply import apply_recipe
+from rewriter.errors import RewriterError
+from rewriter.passes.base import SHARDING, bound_ranks, single_device
+from rewriter.passes.permute import DIGITS, moved_units, order_of
+from rewriter.program import Module, Program, walk_modules
+from rewriter.verify.dealing import deal
+from rewriter.verify.drift import Comparison, host_of, other_weights, windows
+from rewriter.verify.simulate import Lanes, Simulator, load_weights
+
+if TYPE_CHECKING:
+    from rewriter.recipes import Recipe
+
+_FEWEST = 8
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """`ranks` by block, as `Permute.ranks`; empty where the order on disk is kept.
+
+    `before` and `after` are drifts, KL in nats per token, of the order on disk and of the one that was found, whether
+    or not it is better, on the tokens that it was not searched with. `left` are the blocks that could not be measured.
+    """
+
+    ranks: Mapping[str, str]
+    before: float
+    after: float
+    left: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        if self.before == self.after:
+            text = "no other order was found"
+        else:
+            text = (
+                f"KL of the tokens held back {self.before:.4f} in the order on disk, {self.after:.4f} in the one found"
+            )
+            text += "" if self.ranks else ", which is not taken"
+        more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
+        return text + (f"; not measured: {self.left[0]}{more}" if self.left else "")
+
+
+def measurable(program: Program, recipe: Recipe, ranks: int) -> Program | None:
+    """`program` (as traced) after the passes of `recipe` that say what ranks compute; None where all compute the same.
+
+    None, too, for a recipe that cannot be applied: whoever applies it says why.
+    """
+    runtime = {p.name for p in recipe.build() if p.scope == "runtime" and p.name not in SHARDING}
+    try:
+        rewritten, _ = apply_recipe(program, recipe, ranks, disable=runtime)
+    except RewriterError:
+        return None
+    return None if bound_ranks(rewritten) is None else single_device(rewritten)
+
+
+@torch.no_grad()
+def affinity(
+    program: Program,
+    rewritten: Program,
+    tokens: torch.Tensor,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Affinity:
+    """The dealing of units to ranks for `rewritten`, what `measurable` makes of `program` (as traced).
+
+    `tokens`, int64 [T], are read in windows as `drift` reads them. The last quarter is held back: the order is kept
+    only where it lowers the drift of the whole model there, and on the others too. `weights` are full fp32 tensors of
+    `program` by runtime name; by default the checkpoint is read. Raises RewriterError for fewer than 8 tokens.
+    """
+    if len(tokens) < _FEWEST:
+        raise RewriterError(f"permute: {len(tokens)} tokens to measure with; at least {_FEWEST} are needed")
+    if weights is None:
+        weights = load_weights(program, torch.float32)
+    searched, held_back = tokens.split([len(tokens) - len(tokens) // 4, len(tokens) // 4])
+    pieces, host = windows(program, searched), host_of(program)
+    length = len(searched) // len(pieces)  # all windows at once, so of one length
+    batch = searched[: len(pieces) * length].reshape(len(pieces), length)
+    known = other_weights(rewritten, program, weights)
+    exits, left = _exits(program)
+    original = _Recording(program, weights, host, set(exits))
+    original.run(batch)
+    arranging = _Arranging(rewritten, dict(known), host, original, exits, progress)
+    arranging.run(batch)
+    dealt = {path: ranks for path, ranks in arranging.dealt.items() if moved_units(ranks)}
+    if not dealt:
+        return Affinity({}, 0.0, 0.0, left)
+    lower, found = True, (0.0, 0.0)
+    for part in (pieces, windows(program, held_back)):
+        before, after = Comparison(), Comparison()
+        for place, piece in enumerate(part):
+            progress("measuring what another order of heads and channels changes", place, len(part))
+            logits = Simulator(program, weights, host).run(piece[None])[0][0]
+            before.add(piece, logits, Simulator(rewritten, known, host).run(piece[None])[0][0])
+            after.add(piece, logits, Simulator(rewritten, arranging.arranged, host).run(piece[None])[0][0])
+        lower, found = lower and after.kl < before.kl, (before.kl, after.kl)
+    return Affinity(dealt if lower else {}, *found, left)
+
+
+def reordered(
+    weights: Mapping[str, torch.Tensor], block: Interchangeable, order: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The full tensors of `block`, by runtime name, with unit order[i] at place i."""
+    result = {}
+    for name, shard in block.places.items():
+        index = block.index(name, order, weights[name].shape[shard.dim])
+        result[name] = weights[name].index_select(shard.dim, torch.tensor(index))
+    return result
+
+
+@dataclass(frozen=True)
+class _Exit:
+    """The projection that a block's units leave by, and the columns of its inputs, those of unit 0 first."""
+
+    block: Interchangeable
+    path: str
+    dim: int
+    columns: torch.Tensor
+
+
+def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
+    """(by path, the blocks that can be measured; the paths of those that cannot).
+
+    Those are blocks whose output is not made by one projection inside them: experts, MLPs told out in the layer.
+    """
+    modules = dict(walk_modules(program.modules))
+    found: dict[str, _Exit] = {}
+    left: list[str] = []
+    for block in interchangeable(program):
+        if block.reason is not None:
+            continue  # the pass says so itself
+        exits = []
+        for name, shard in block.places.items():
+            owner, _, parameter = name.rpartition(".")
+            if parameter == "weight" and is_row_split(modules.get(owner), shard.dim):
+                columns = [place for unit in shard.ranges for start, stop in unit for place in range(start, stop)]
+                exits.append(_Exit(block, owner, shard.dim, torch.tensor(columns)))
+        if len(exits) == 1 and exits[0].path != block.path:
+            found[block.path] = exits[0]
+        else:
+            left.append(block.path)
+    return found, left
+
+
+class _Recording(Simulator):
+    """The original model: keeps what the measured blocks read, and what reaches their exits."""
+
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], host: Any, paths: set[str]) -> None:
+        super().__init__(program, weights, host)
+        self.paths, self.exit = paths, ""
+        self.read: dict[str, list[Any]] = {}
+        self.activations = torch.empty(0)
+
+    def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
+        if path in self.paths and not self.exit:
+            self.read[path] = [lanes[0][0] for lanes in inputs]
+        return super()._module(module, path, inputs)
+
+    def _leaf(self, module: Any, path: str, inputs: list[Lanes]) -> Lanes:
+        if path == self.exit:
+            self.activations = inputs[0][0]
+        return super()._leaf(module, path, inputs)
+
+    def units(self, exit: _Exit, inputs: Sequence[Any]) -> torch.Tensor:
+        """Activations [tokens, units · width] of one block, given `inputs`; those of unit 0 first."""
+        self.exit = exit.path
+        path = exit.block.path
+        self._module(self.program.modules[path], path, [(Lanes((value,)),) for value in inputs])
+        self.exit = ""
+        return self.activations.flatten(0, -2)[:, exit.columns]
+
+
+class _Arranging(Simulator):
+    """All ranks: before a block computes with values that differ by rank, its units are dealt to them."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: dict[str, torch.Tensor],
+        host: Any,
+        original: _Recording,
+        exits: Mapping[str, _Exit],
+        progress: Callable[..., None],
+    ) -> None:
+        super().__init__(program, weights, host)
+        self.arranged, self.original, self.exits, self.progress = weights, original, exits, progress
+        self.dealt: dict[str, str] = {}
+
+    def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
+        exit = self.exits.get(path)
+        own = any(not lanes[0].replicated for lanes in inputs)
+        if exit is not None and own and exit.block.count % self.ranks == 0 and exit.block.count > self.ranks:
+            self.progress("measuring which heads and channels fit together", len(self.dealt), len(self.exits))
+            found = self._ranks(exit, inputs)
+            self.dealt[path] = found
+            self.arranged.update(reordered(self.arranged, exit.block, order_of(found)))
+        return super()._module(module, path, inputs)
+
+    def _ranks(self, exit: _Exit, inputs: list[Any]) -> str:
+        """The rank of each unit of a block that is given `inputs`, as `Permute.ranks` has it."""
+        true = self.original.units(exit, self.original.read[exit.block.path])
+        errors = torch.stack(
+            [self.original.units(exit, [lanes[0][rank] for lanes in inputs]) - true for rank in range(self.ranks)]
+        )
+        weight = self.original.weights[f"{exit.path}.weight"].movedim(exit.dim, 0)[exit.columns]
+        return "".join(DIGITS[rank] for rank in deal(errors, weight, exit.block.count))
