@@ -9,12 +9,15 @@ import random
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.api import convert
+from rewriter.program import Program
+from rewriter.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
@@ -53,15 +56,31 @@ def write_source(path: Path, family: str = "llama", layers: int = 4) -> Path:
     return path
 
 
+def directory(recipe: str, tp: int = 1, family: str = "llama") -> Path:
+    """The family's checkpoint, rewritten; made once."""
+    return _directory(recipe, tp, family)
+
+
 @functools.cache
-def directory(recipe: str, tp: int = 1, family: str = "llama", **overrides: str) -> Path:
-    """The family's checkpoint, rewritten."""
+def _directory(recipe: str, tp: int, family: str) -> Path:
     source = root() / family
     if not source.exists():
         write_source(source, family)
     path = root() / f"{family}-{recipe}-tp{tp}"
     convert(source, recipe, out=path, tp=tp, verify="none")
     return path
+
+
+_traced: dict[str, Program] = {}
+
+
+def trace_once(path: Path) -> Program:
+    """As `rewriter.trace`, for a checkpoint that differs from an earlier one in its values alone: they are not read."""
+    config = (Path(path) / "config.json").read_text()
+    if config not in _traced:
+        _traced[config] = trace(path)
+    program = _traced[config]
+    return program.with_(source=replace(program.source, path=str(path)))
 
 
 @functools.cache

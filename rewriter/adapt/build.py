@@ -173,16 +173,7 @@ def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise RewriterError("--lora needs the package peft: pip install peft") from None
-    excluded = [
-        f"{name}.{path}" for name, layer in module.named_modules() for path, *_ in getattr(layer, "lane_modules", ())
-    ]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
-        exclude_modules=excluded or None,
-        task_type="CAUSAL_LM",
-    )
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     try:
         return get_peft_model(module, config)
     except ValueError as error:

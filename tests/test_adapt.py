@@ -1,0 +1,304 @@
+"""`rewrite adapt` on one device: what is learned, what is written, and what an interruption costs: nothing."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import adapted
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rewriter import RewriterError
+from rewriter.adapt import checkpoints, source
+from rewriter.adapt.job import place_of
+from rewriter.adapt.options import Options, parse_settings, schedule
+from rewriter.adapt.progress import read_metrics
+from rewriter.adapt.run import AdaptReport, adapt
+from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.emit.manifest import read_manifest
+
+SETTINGS = {
+    "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
+}  # fmt: skip
+_context = multiprocessing.get_context("forkserver")
+
+
+def run(out: Path, resume: bool = False, files: tuple[Path, Path, Path] | None = None, **options: Any) -> AdaptReport:
+    """Six short steps on the small llama; `files` are the model and the data of another process."""
+    settings = {**SETTINGS, **options.pop("settings", {})}
+    directory, data, evaluation = files or own_files()
+    return adapt(
+        directory, data=data, evaluation=evaluation, out=out, verify="none", resume=resume,
+        options=Options(length=adapted.LENGTH, settings=settings, **options),
+    )  # fmt: skip
+
+
+def own_files() -> tuple[Path, Path, Path]:
+    return adapted.directory("ladder"), adapted.text_file(), adapted.text_file(20, 1)
+
+
+def losses(out: Path) -> list[tuple[float, float, float]]:
+    return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in read_metrics(out / "training")]
+
+
+@pytest.fixture(autouse=True)
+def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing takes most of a short run; results differ in their weights alone."""
+    monkeypatch.setattr(source, "trace", adapted.trace_once)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Path:
+    """The result of an undisturbed run."""
+    out = adapted.root() / "plain"
+    run(out)
+    return out
+
+
+def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None:
+    manifest = read_manifest(plain)
+    done = manifest.adaptation
+    assert done is not None
+    assert done.losses["after"] < done.losses["before"] - 1
+    assert (done.steps, done.rows_per_step, done.tokens) == (6, 8, 6 * 8 * adapted.LENGTH)
+    assert done.losses["original"] != done.losses["before"]
+    # the loss in the manifest is that of the file, read as any user reads it
+    model = AutoModelForCausalLM.from_pretrained(plain, trust_remote_code=True, dtype=torch.float32)
+    from rewriter.adapt.data import load_rows
+    from rewriter.adapt.evaluate import evaluate
+    from rewriter.adapt.ranks import Ranks
+    from rewriter.adapt.students import HuggingFaceModel
+    from rewriter.verify.drift import load_tokenizer
+
+    rows = load_rows(adapted.text_file(20, 1), load_tokenizer(str(plain)), length=adapted.LENGTH)
+    again = evaluate(HuggingFaceModel(model, None), rows, 4, Ranks(), torch.device("cpu"))
+    assert math.isclose(again, done.losses["after"], rel_tol=1e-5)
+    names = {name: t.dtype for name, t in load_file(plain / "model.safetensors").items()}
+    assert names == {n: t.dtype for n, t in load_file(adapted.directory("ladder") / "model.safetensors").items()}
+
+
+def test_the_result_says_what_was_done(plain: Path) -> None:
+    card = " ".join((plain / "README.md").read_text().split())
+    assert "## Fine-tuning" in card
+    for told in ("text-60-0.jsonl", "6 steps of 8 rows of 48 tokens", "0.01", "after training, as stored"):
+        assert told in card
+    lines = read_metrics(plain / "training")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["tokens_per_second"] > 0 for line in lines)
+    assert any("tfevents" in path.name for path in (plain / "training").iterdir())
+    assert not place_of(plain).exists()
+    assert "training/metrics.jsonl" in read_manifest(plain).files
+
+
+# Interruptions
+
+
+def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
+    """A run that is killed at the moment that `where` names."""
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "in a step":
+        before = AdaptTrainer.training_step
+        calls = []
+
+        def step(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(1)
+            return before(self, *args, **kwargs) if len(calls) < 10 else die()  # type: ignore[return-value]
+
+        AdaptTrainer.training_step = step  # type: ignore[method-assign]
+    elif where == "in a checkpoint":
+        save = checkpoints.save
+
+        def half(place: Path, *args: Any) -> None:
+            save(place, *args)
+            if "checkpoint-4" in place.name:
+                (place / "trainer_state.json").write_text("{")
+                die()
+
+        checkpoints.save = half
+    elif where == "before the first checkpoint":
+        checkpoints.begin = die
+    else:
+        from rewriter.adapt import run as module
+
+        module.save = die  # when the result is written
+    run(out, files=files)
+
+
+MOMENTS = ["in a step", "before the first checkpoint", "when the result is written"]
+
+
+@pytest.mark.parametrize("where", ["in a checkpoint", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)])
+def test_a_killed_run_goes_on_with_the_same_losses(where: str, plain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = _context.Process(target=_killed, args=(out, where, own_files()))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(RewriterError, match="--resume, or delete"):
+        run(out)
+    with pytest.raises(RewriterError, match=r"--resume: the run in .* had settings .*0\.01.*, this one has .*0\.02"):
+        run(out, resume=True, settings={"learning_rate": 0.02})
+    run(out, resume=True)
+    assert losses(out) == losses(plain)
+    expected = load_file(plain / "model.safetensors")
+    assert all(torch.equal(t, expected[n]) for n, t in load_file(out / "model.safetensors").items())
+    assert read_manifest(out).adaptation.losses == read_manifest(plain).adaptation.losses  # type: ignore[union-attr]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewriter.adapt import losses as module
+
+    exact, calls = module.cross_entropy, []
+
+    def broken(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(logits.requires_grad)
+        bad = sum(calls) == 2 * 4 + 1  # the first pass of step 5
+        return exact(logits, targets) * (math.nan if bad else 1.0)
+
+    monkeypatch.setattr(module, "cross_entropy", broken)
+    out = tmp_path / "out"
+    with pytest.raises(RewriterError, match=r"step 5: the loss is nan; .*the last good checkpoint is .*checkpoint-4"):
+        run(out)
+    assert not out.exists()
+    kept = checkpoints.last(place_of(out))
+    assert kept is not None
+    assert kept.name == "checkpoint-4"
+    monkeypatch.setattr(module, "cross_entropy", exact)
+    run(out, resume=True)
+    assert all(map(math.isfinite, [loss for loss, *_ in losses(out)]))
+
+
+# Distillation, annealing, adapters
+
+
+def test_a_distilled_model_follows_the_original_not_the_data(tmp_path: Path) -> None:
+    report = run(tmp_path / "out", method="distill")
+    lines = read_metrics(tmp_path / "out" / "training")
+    assert lines[-1]["divergence"] == lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    assert abs(report.losses["after"] - report.losses["original"]) < 0.5
+    assert report.losses["after"] > 6, "a random teacher's predictions are no better than before"
+
+
+def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewriter.adapt import build
+
+    made: list[tuple[Any, Any]] = []
+    original = build.teacher
+
+    def watched(built: Any, *args: Any) -> Any:
+        made.append((built, original(built, *args)))
+        return made[-1][1]
+
+    monkeypatch.setattr(build, "teacher", watched)
+    run(tmp_path / "out", method="distill", lora=4)
+    built, theirs = made[0]
+    held = {p.untyped_storage().data_ptr() for p in built.model.module.parameters()}
+    assert {p.untyped_storage().data_ptr() for p in theirs.module.parameters()} <= held
+    before = load_file(adapted.directory("ladder") / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name}
+
+
+def test_annealing_begins_at_the_original_and_ends_at_the_recipe(tmp_path: Path) -> None:
+    run(tmp_path / "out", method="distill", anneal=4)
+    lines = read_metrics(tmp_path / "out" / "training")
+    assert abs(lines[0]["loss"]) < 1e-6, "at λ = 0 the student is its teacher"
+    assert lines[1]["loss"] > 1e-2
+    assert "annealing" not in (tmp_path / "out" / "modeling_rewriter_llama.py").read_text()
+
+
+def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:
+    report = run(tmp_path / "out", from_scratch=True)
+    assert "original" not in report.losses
+    assert abs(report.losses["before"] - math.log(264)) < 0.2
+    assert report.losses["after"] < report.losses["before"] - 0.5
+
+
+# Refusals
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"sp": 2, "lora": 4}, r"--lora with --sp 2: adapters are added to the Hugging Face model"),
+        ({"tp": 2, "anneal": 4}, r"--anneal with --tp 2"),
+        ({"tp": 2, "zero": "1"}, r"--zero 1 with --tp 2: .*Use --zero 3"),
+        ({"method": "distil"}, r"--method distil: expected sft, distill"),
+        ({"hidden_states": 1.0}, r"--hidden-states 1.0 is a part of the distillation loss"),
+        ({"method": "distill", "from_scratch": True}, r"--from-scratch --method distill"),
+        ({"length": 1}, r"--length 1: expected 2 or more"),
+    ]
+    for options, message in cases:
+        with pytest.raises(RewriterError, match=message):
+            Options(**options)
+    with pytest.raises(RewriterError, match=r"--tp × --sp = 2 ranks share .* but 1 runs\. Start it with torchrun"):
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(sp=2))
+    with pytest.raises(RewriterError, match="bound to tp=2, so it cannot be trained with --tp 4"):
+        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(tp=4))
+    with pytest.raises(RewriterError, match="48 positions"):
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(length=64))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "x"}\nnot json\n')
+    with pytest.raises(RewriterError, match=r"bad\.jsonl:2: .*JSON"):
+        adapt(adapted.directory("ladder"), data=bad, out=out, options=Options())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+def test_what_was_trained_can_be_trained_again_but_not_be_its_own_teacher(plain: Path, tmp_path: Path) -> None:
+    again = dict(data=adapted.text_file(), evaluation=adapted.text_file(20, 1), out=tmp_path / "out", verify="none")
+    with pytest.raises(RewriterError, match=r"no longer the original's\. Give the original model as --teacher"):
+        adapt(plain, options=Options(method="distill"), **again)  # type: ignore[arg-type]
+    options = Options(method="distill", length=adapted.LENGTH, settings={**SETTINGS, "max_steps": 1})
+    report = adapt(plain, teacher=adapted.root() / "llama", options=options, **again)  # type: ignore[arg-type]
+    first = read_manifest(plain).adaptation
+    assert first is not None
+    assert math.isclose(report.losses["original"], first.losses["original"], rel_tol=1e-6)
+    assert math.isclose(report.losses["before"], first.losses["after"], rel_tol=1e-5)
+
+
+def test_settings_are_the_trainers() -> None:
+    assert parse_settings(["learning_rate=1e-4", "lr_scheduler_type=linear", "bf16=true"]) == {
+        "learning_rate": 1e-4, "lr_scheduler_type": "linear", "bf16": True,
+    }  # fmt: skip
+    with pytest.raises(RewriterError, match="Did you mean 'learning_rate'"):
+        parse_settings(["learning_rat=1"])
+    with pytest.raises(RewriterError, match="expected NAME=VALUE"):
+        parse_settings(["max_steps"])
+    with pytest.raises(RewriterError, match="twice"):
+        parse_settings(["seed=1", "seed=2"])
+
+
+def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
+    from rewriter.adapt.batches import Order
+    from rewriter.adapt.ranks import Ranks
+
+    settings, seen = {"num_train_epochs": 3}, []
+    for replicas in (1, 2, 4):
+        sizes = schedule(settings, None, 50, replicas)
+        assert (sizes.batch, sizes.steps) == (32, 4)
+        # ranks in pairs that share rows
+        orders = [list(Order(50, sizes, Ranks(2 * replica, 2 * replicas, 2), 7)) for replica in range(replicas)]
+        each = range(sizes.accumulation)
+        seen.append([
+            [row for order in orders for i in each for row in order[step * sizes.accumulation + i]]
+            for step in range(sizes.steps)
+        ])  # fmt: skip
+    assert seen[0] == seen[1] == seen[2]
+    flat = [row for step in seen[0] for row in step]
+    assert sorted(flat[:50]) == sorted(flat[50:100]) == list(range(50)), "an epoch has every row once"
+    assert flat[:50] != flat[50:100]
+    with pytest.raises(RewriterError, match="32 rows cannot be dealt to 3"):
+        schedule(settings, None, 50, 3)

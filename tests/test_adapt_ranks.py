@@ -1,0 +1,162 @@
+"""`rewrite adapt` on real ranks: the losses, gradients and weights of one device, however the ranks share the work."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import adapted
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from rewriter.adapt import source
+from rewriter.adapt.options import Options
+from rewriter.adapt.progress import read_metrics
+from rewriter.adapt.run import adapt
+
+STEPS, ROWS = 5, 8
+SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "save_steps": 2, "use_cpu": True}
+Case = tuple[str, dict[str, Any]]
+"""Name of the directory, options."""
+
+
+def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> None:
+    """Each case in turn, into directories `out`/0, 1, …; every rank calls it."""
+    source.trace = adapted.trace_once
+    world = 1 if group is None else group.size()
+    for index, (name, options) in enumerate(cases):
+        replicas = world // (options.get("tp", 1) * options.get("sp", 1))
+        # two backward passes a step, whose rows have different numbers of targets
+        settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
+        chosen = Options(length=adapted.LENGTH, settings=settings, **options)
+        adapt(
+            files[name], data=files["text"], evaluation=files["evaluation"], out=out / str(index), verify="none",
+            options=chosen,
+        )  # fmt: skip
+
+
+@functools.cache
+def files() -> dict[str, Path]:
+    return {
+        "text": adapted.text_file(),
+        "evaluation": adapted.text_file(20, 1),
+        "ladder": adapted.directory("ladder", 2),
+        "desync": adapted.directory("desync-4x-sum", 2),
+        "mixtral": adapted.directory("ladder", 2, "mixtral"),
+    }
+
+
+@functools.cache
+def alone(name: str, method: str = "sft") -> Path:
+    """The result on one device."""
+    out = adapted.root() / f"alone-{name}-{method}"
+    train(None, files(), out, [(name, {"method": method})])
+    return out / "0"
+
+
+def assert_same_training(result: Path, expected: Path) -> None:
+    """Losses, gradient norms and losses after training, within rounding; weights, which bf16 rounds, mostly equal."""
+    ours, theirs = read_metrics(result / "training"), read_metrics(expected / "training")
+    assert len(ours) == len(theirs) == STEPS
+    for a, b in zip(ours, theirs, strict=True):
+        assert math.isclose(a["loss"], b["loss"], rel_tol=2e-5), (a, b)
+        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=1e-3), (a, b)
+        assert a["learning_rate"] == b["learning_rate"]
+    written = load_file(expected / "model.safetensors")
+    for name, tensor in load_file(result / "model.safetensors").items():
+        differs = (tensor != written[name]).float().mean()
+        assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
+
+
+TWO: list[Case] = [
+    ("ladder", {}),  # ZeRO 1
+    ("ladder", {"zero": "3"}),
+    ("ladder", {"tp": 2}),
+    ("desync", {"tp": 2}),
+]
+
+
+def test_two_ranks_train_as_one_device(tmp_path: Path) -> None:
+    """Data-parallel by ZeRO 1 and FSDP2, tensor-parallel; a checkpoint bound to its ranks, as lanes and on ranks."""
+    run_ranks(train, 2, files(), tmp_path, TWO, timeout=240)
+    for index, (name, _) in enumerate(TWO):
+        assert_same_training(tmp_path / str(index), alone(name))
+
+
+MORE_OF_TWO: list[Case] = [
+    ("ladder", {"zero": "2"}),
+    ("desync", {"zero": "3"}),
+    ("ladder", {"sp": 2}),
+    ("mixtral", {"tp": 2}),
+    ("ladder", {"tp": 2, "method": "distill"}),
+    ("ladder", {"zero": "3", "method": "distill"}),
+]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
+    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=500)
+    for index, (name, options) in enumerate(MORE_OF_TWO):
+        assert_same_training(tmp_path / str(index), alone(name, options.get("method", "sft")))
+
+
+FOUR: list[Case] = [
+    ("ladder", {}),
+    ("ladder", {"zero": "3"}),
+    ("ladder", {"tp": 2}),
+    ("ladder", {"tp": 2, "zero": "3"}),
+    ("desync", {"tp": 2, "zero": "3"}),
+    ("ladder", {"sp": 2, "zero": "3"}),
+    ("ladder", {"tp": 2, "sp": 2}),
+]
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
+    """dp 4 by ZeRO 1 and FSDP2; tp 2 × dp 2 with summed gradients and with FSDP2; sequence ranks with either."""
+    run_ranks(train, 4, files(), tmp_path, FOUR, timeout=900)
+    for index, (name, _) in enumerate(FOUR):
+        assert_same_training(tmp_path / str(index), alone(name))
+
+
+def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any]) -> None:
+    """A run that stops after its first checkpoint, by an error on all ranks, and is resumed."""
+    from rewriter.adapt.trainer import AdaptTrainer
+
+    source.trace = adapted.trace_once
+    before, calls = AdaptTrainer.training_step, []
+
+    def step(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2 * 3:
+            raise KeyboardInterrupt
+        return before(self, *args, **kwargs)
+
+    AdaptTrainer.training_step = step  # type: ignore[method-assign]
+    settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // options.pop("dp", 1)}
+    for resume in (False, True):
+        try:
+            adapt(
+                files["ladder"], data=files["text"], evaluation=files["evaluation"], out=out, verify="none",
+                resume=resume, options=Options(length=adapted.LENGTH, settings=settings, **options),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            assert not resume
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": "3", "dp": 2}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"zero": "2", "dp": 2}, {"tp": 2}))],
+    ids=["fsdp2", "zero 2", "tp"],
+)
+def test_ranks_that_are_interrupted_go_on_with_the_same_losses(options: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(halves, 2, files(), tmp_path / "out", dict(options), timeout=240)
+    whole = {k: v for k, v in options.items() if k != "dp"}
+    run_ranks(train, 2, files(), tmp_path, [("ladder", whole)], timeout=240)
+    ours, theirs = (read_metrics(tmp_path / name / "training") for name in ("out", "0"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])
