@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -482,6 +483,28 @@ def test_in_bfloat16_the_ends_are_exact_too() -> None:
     eager = emitted.load(emitted.source("llama"), dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(at(model, 0.0), eager(input_ids=zoo.batch(), use_cache=False).logits)
+
+
+def test_the_directory_to_train_from_links_weights_and_keeps_their_dtype(tmp_path: Path) -> None:
+    """Of an output directory, nothing else that is about the shipped file comes along."""
+    weights = tmp_path / "DIR"
+    (weights / "runtime").mkdir(parents=True)
+    (weights / "config.json").write_text('{"dtype": "bfloat16"}')
+    for name in (
+        "model.safetensors",
+        "tokenizer.json",
+        "golden.safetensors",
+        "modeling_rewriter_llama.py",
+        "README.md",
+    ):
+        (weights / name).write_text(name)
+    write_annealed(program("llama", "ladder"), weights, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json", "model.safetensors", "modeling_rewriter_llama.py", "tokenizer.json",
+    ]  # fmt: skip
+    assert (tmp_path / "out/model.safetensors").resolve() == weights / "model.safetensors"
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert "self.annealing" in (tmp_path / "out/modeling_rewriter_llama.py").read_text()
 
 
 def test_the_annealed_file_is_formatted_and_checked(tmp_path: Path) -> None:

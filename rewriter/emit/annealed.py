@@ -9,7 +9,8 @@ from rewriter.emit.huggingface import emit_huggingface
 from rewriter.errors import RewriterError
 from rewriter.program import Program
 
-_OWN = ("config.json", "rewrite.json", "README.md", "runtime")
+# what of an output directory is about the shipped file
+_OWN = ("config.json", "rewrite.json", "golden.safetensors", "README.md", "runtime")
 
 
 def write_annealed(program: Program, weights: Path, out: Path) -> None:
