@@ -173,30 +173,11 @@ def case_result(group, case, **changed):
 
 
 def owner_off_by_one(patch):
-    from rewriter.runtime.zero import buckets
+    """Each rank steps its neighbour's part, and gives it as its own."""
+    from rewriter.runtime.zero import buckets, flat
 
-    patch(buckets, "group_rank", lambda group: (group.rank() + 1) % group.size())
-    accumulate = buckets.FlatParameter.accumulate
-
-    def misplaced(self, part):
-        if self.master is not None:
-            n = min(self.gradient.numel(), part.numel())
-            accumulate(self, torch.cat([part[:n], torch.zeros_like(self.gradient[n:])]))
-
-    patch(buckets.FlatParameter, "accumulate", misplaced)
-    places = buckets.Bucket.take
-
-    def take(self, divide, keep):  # the section of the neighbour, as if it were one's own
-        for held in self.parameters:
-            held.mine_kept, held.mine = (
-                held.mine,
-                next((p for p in held.pieces if p.owner == buckets.group_rank(self.group)), held.mine),
-            )
-        places(self, divide, keep)
-        for held in self.parameters:
-            held.mine = held.mine_kept
-
-    patch(buckets.Bucket, "take", take)
+    for module in (buckets, flat):
+        patch(module, "group_rank", lambda group: (group.rank() + 1) % group.size())
 
 
 def not_averaged(patch):
@@ -546,14 +527,26 @@ def test_wrong_arguments(options, message):
 
 
 def test_a_second_gradient_after_the_bucket_was_sent_is_refused():
-    """What reentrant checkpointing of a shared weight does; a gradient there would be lost."""
-    made = model()
-    optimizer = zero_optimizer(made, adam, None, stage=2, bucket_bytes=SMALL)
-    made(rows(0, 0, 0), True).backward()
-    reducer = optimizer.reducer
-    reducer._active, reducer._next = True, len(reducer.buckets)
-    with pytest.raises(RewriterError, match="use_reentrant=False"):
-        made(rows(0, 0, 0), True).backward()
+    """What reentrant checkpointing of a weight that is used twice gives: without the refusal it would be lost."""
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(module, reentrant):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(module.shared, x, use_reentrant=reentrant)
+        return module.head(x).square().sum()
+
+    torch.manual_seed(0)
+    made = nn.ModuleDict({"shared": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 3)})
+    plain = copy.deepcopy(made)
+    optimizer = zero_optimizer(made, adam, None, stage=2, bucket_bytes=1)
+    with pytest.raises(RewriterError, match=r"shared\.\w+ got a second gradient.*use_reentrant=False"):
+        loss(made, True).backward()
+    optimizer.zero_grad()
+    loss(made, False).backward()
+    loss(plain, False).backward()
+    for p, q in zip(made.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(optimizer.gradient(p), q.grad)
 
 
 def test_a_model_of_flat_parameters_saves_as_before(tmp_path):
