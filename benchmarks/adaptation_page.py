@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from adaptation_figure import line_chart
-from adaptation_runs import CORE, OTHERS, PRETRAINING, SCRATCH, STANDARD, Result, Run, Settings, difference
+from adaptation_runs import (
+    CORE,
+    FROM_SCRATCH_RATE,
+    OTHERS,
+    PRETRAINING,
+    RATES,
+    REFERENCE_RATES,
+    SCRATCH,
+    STANDARD,
+    Result,
+    Run,
+    Settings,
+    difference,
+    reference_of,
+)
 
 TEMPLATE = Path(__file__).with_name("adaptation.md")
 GOALS = {"ladder-upper-half": 0.5, "ladder": 2.0, "desync-4x-sum": 2.0}  # % above the reference, at 5 % of the tokens
@@ -45,18 +60,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def against_reference(run: Run, results: Results) -> tuple[float, float] | None:
     """% above the reference and half of the interval; None where one of the two is missing."""
-    if run not in results or run.reference not in results:
+    reference = reference_of(run, results)
+    if run not in results or reference is None:
         return None
-    return difference(results[run], results[run.reference])
+    return difference(results[run], results[reference])
 
 
 def cell(found: tuple[float, float] | None) -> str:
     return "–" if found is None else f"{found[0]:+.2f} ± {found[1]:.2f}"
-
-
-def budgets(results: Results) -> list[int]:
-    """Tokens of the trainings that are not from scratch, fewest first."""
-    return sorted({run.tokens for run in results if run.tokens and not run.scratch})
 
 
 def trained(results: Results) -> list[tuple[str, Run]]:
@@ -76,13 +87,12 @@ def healing(results: Results) -> str:
     for recipe in (*CORE, *OTHERS):
         if Run(recipe) not in results:
             continue
-        cells = [
-            cell(against_reference(Run(recipe, like.method, like.tokens, like.anneal), results)) for _, like in columns
-        ]
+        cells = [cell(against_reference(replace(like, recipe=recipe), results)) for _, like in columns]
         rows.append(
             [f"`{recipe}`", f"{results[Run(recipe)].loss:.4f}", cell(against_reference(Run(recipe), results)), *cells]
         )
-    losses = [f"{results[like.reference].loss:.4f}" if like.reference in results else "–" for _, like in columns]
+    found = [reference_of(like, results) for _, like in columns]
+    losses = ["–" if reference is None else f"{results[reference].loss:.4f}" for reference in found]
     rows.append(["loss of the reference", f"{results[Run(STANDARD)].loss:.4f}", "", *losses])
     return table(("recipe", "loss, zero-shot", "zero-shot", *(name for name, _ in columns)), rows)
 
@@ -110,9 +120,13 @@ def goals(results: Results) -> str:
 
 def pairs(results: Results) -> list[tuple[Run, Run]]:
     """(distilled, fine-tuned) on the same tokens."""
-    distilled = [run for run in results if run.method == "distill"]
-    tuned = [Run(run.recipe, "sft", run.tokens, run.anneal) for run in distilled]
-    return [(a, b) for a, b in zip(distilled, tuned, strict=True) if b in results]
+    return [
+        (distilled, tuned)
+        for distilled in results
+        for tuned in results
+        if (distilled.method, tuned.method) == ("distill", "sft") and distilled.recipe == tuned.recipe
+        and (distilled.tokens, distilled.anneal) == (tuned.tokens, tuned.anneal)
+    ]  # fmt: skip
 
 
 def methods(results: Results) -> str:
@@ -152,7 +166,11 @@ def settings_table(settings: Settings) -> str:
     return table(
         ("setting", "value"),
         [
-            ["learning rate", f"{settings.learning_rate:g}, after {settings.warmup:.0%} of the steps linearly to zero"],
+            ["learning rate, fine-tuning", f"{RATES['sft']:g}"],
+            ["learning rate, distillation", f"{RATES['distill']:g}"],
+            ["learning rate, reference", "the better of " + " and ".join(f"{peak:g}" for peak in REFERENCE_RATES)],
+            ["learning rate, from scratch", f"{FROM_SCRATCH_RATE:g}"],
+            ["schedule", f"linear from zero over {settings.warmup:.0%} of the steps, then linearly to zero"],
             ["tokens per step", f"{settings.batch:,}, in windows of {settings.length}"],
             [
                 "optimizer",
@@ -178,7 +196,10 @@ def figures(results: Results) -> dict[str, str]:
         lines = {
             "original (the reference)" if run.recipe == STANDARD else run.recipe: results[run].curve
             for run in some
-            if run.tokens == longest and results[run].curve and not run.anneal
+            if run.tokens == longest
+            and results[run].curve
+            and not run.anneal
+            and (run.recipe != STANDARD or run == reference_of(run, results))
         }
         if lines:
             millions = {k: [(tokens / 1e6, loss) for tokens, loss in line] for k, line in lines.items()}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,9 @@ OTHERS = (
 )  # of the others, the single-device model is the original's or another's: they quantize or shard tokens
 SCRATCH = (STANDARD, "parallel", "ladder", "desync-2x", "desync-4x")  # the paper's tables 3 and 5
 RANKS = 2
+RATES = {"sft": 1e-3, "distill": 2e-3}  # peak learning rates: a teacher's targets are less noisy than the text's
+FROM_SCRATCH_RATE = 4e-3  # pretraining's
+REFERENCE_RATES = (3e-4, 1e-3)  # high rates heal but harm what needs no healing, so the reference has its pick
 
 Method = Literal["none", "sft", "distill"]
 
@@ -34,7 +37,6 @@ Method = Literal["none", "sft", "distill"]
 class Settings:
     """How every model of an experiment is trained and measured; the reference like all others."""
 
-    learning_rate: float = 2e-3
     warmup: float = 0.05  # share of the steps; then linearly to zero
     weight_decay: float = 0.1
     batch: int = 1024  # tokens per step
@@ -58,22 +60,21 @@ class Run:
     tokens: int = 0
     anneal: float = 0.0  # share of the steps in which the rewrite grows from 0 to 1
     scratch: bool = False  # from random weights
+    learning_rate: float = 0.0  # at its peak
 
     def __post_init__(self) -> None:
-        if (self.method == "none") != (self.tokens == 0) or (self.scratch and self.method != "sft"):
-            raise ValueError(f"{self}: a run without training has no tokens; from scratch there is no teacher")
+        if len({self.method == "none", self.tokens == 0, self.learning_rate == 0}) > 1:
+            raise ValueError(f"{self}: expected a method, tokens and a learning rate, or none of the three")
+        if self.scratch and self.method != "sft":
+            raise ValueError(f"{self}: from scratch there is no teacher")
 
     @property
     def name(self) -> str:
         """In words, for progress and errors."""
         how = {"none": "zero-shot", "sft": "SFT", "distill": "distilled"}[self.method]
         parts = [self.recipe, how, "annealed" * bool(self.anneal), "from scratch" * self.scratch]
-        return " ".join(filter(None, [*parts, f"{self.tokens:,} tokens" * bool(self.tokens)]))
-
-    @property
-    def reference(self) -> Run:
-        """The original trained on the same tokens: what healing is measured against."""
-        return Run(STANDARD, "sft" if self.tokens else "none", self.tokens, scratch=self.scratch)
+        training = f"{self.tokens:,} tokens at {self.learning_rate:g}" * bool(self.tokens)
+        return " ".join(filter(None, [*parts, training]))
 
 
 def budget(share: float, settings: Settings) -> int:
@@ -81,31 +82,39 @@ def budget(share: float, settings: Settings) -> int:
     return int(share * PRETRAINING) // settings.batch * settings.batch
 
 
+def light(recipes: Sequence[str], tokens: int) -> list[Run]:
+    """Each recipe distilled and fine-tuned on `tokens`."""
+    return [Run(recipe, how, tokens, learning_rate=RATES[how]) for recipe in recipes for how in ("distill", "sft")]
+
+
+def references(tokens: int) -> list[Run]:
+    """The original trained on as much."""
+    return [Run(STANDARD, "sft", tokens, learning_rate=peak) for peak in REFERENCE_RATES]
+
+
 def core(settings: Settings) -> list[Run]:
-    """Five percent of the pretraining tokens for four recipes and the reference, then as many again; most telling
+    """Five percent of the pretraining tokens for four recipes and the reference, then twice as many; most telling
     first."""
     runs = [Run(recipe) for recipe in (STANDARD, *CORE)]
     for share in (0.05, 0.1):
         tokens = budget(share, settings)
-        runs.append(Run(STANDARD, "sft", tokens))
-        runs += [Run(recipe, method, tokens) for recipe in CORE for method in ("distill", "sft")]
+        runs += references(tokens) + light(CORE, tokens)
     return runs
 
 
 def full(settings: Settings) -> list[Run]:
     """The core; every other recipe that approximates; models from scratch."""
-    tokens = budget(0.05, settings)
-    runs = core(settings) + [Run(recipe) for recipe in OTHERS]
-    runs += [Run(recipe, method, tokens) for recipe in OTHERS for method in ("distill", "sft")]
-    return runs + [Run(recipe, "sft", budget(1.0, settings), scratch=True) for recipe in SCRATCH]
+    runs = core(settings) + [Run(recipe) for recipe in OTHERS] + light(OTHERS, budget(0.05, settings))
+    whole = budget(1.0, settings)
+    return runs + [Run(recipe, "sft", whole, scratch=True, learning_rate=FROM_SCRATCH_RATE) for recipe in SCRATCH]
 
 
 def quick(settings: Settings) -> tuple[list[Run], Settings]:
     """Two steps of one recipe on a few windows: to see whether everything runs."""
     settings = replace(settings, windows=4, length=64, batch=128)
     tokens = 2 * settings.batch
-    trained = [Run("ladder-upper-half", method, tokens) for method in ("distill", "sft")]
-    return [Run(STANDARD), Run("ladder-upper-half"), Run(STANDARD, "sft", tokens), *trained], settings
+    trained = [*references(tokens)[:1], *light(["ladder-upper-half"], tokens)]
+    return [Run(STANDARD), Run("ladder-upper-half"), *trained], settings
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,14 @@ class Result:
     @property
     def loss(self) -> float:
         return float(np.mean(self.losses))
+
+
+def reference_of(run: Run, results: Mapping[Run, Result]) -> Run | None:
+    """What healing is measured against: the original trained on the same tokens, at the rate that suits it best; for
+    a model from scratch, the standard wiring. None where there is none yet."""
+    like = (run.tokens, run.scratch)
+    found = [other for other in results if other.recipe == STANDARD and (other.tokens, other.scratch) == like]
+    return min(found, key=lambda other: results[other].loss, default=None)
 
 
 def difference(result: Result, reference: Result) -> tuple[float, float]:

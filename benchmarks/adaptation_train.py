@@ -40,7 +40,7 @@ def train(student: nn.Module, teacher: nn.Module | None, text: Ids, run: Run, se
     decayed = [p for p in student.parameters() if p.ndim > 1]
     others = [p for p in student.parameters() if p.ndim <= 1]
     groups: list[Any] = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=run.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     steps = run.tokens // settings.batch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps, settings.warmup))
     source = windows(text, settings.length, np.random.default_rng(settings.seed))

@@ -44,7 +44,7 @@ def experiment() -> dict:
 
 def test_the_core_is_what_the_issue_asks_for() -> None:
     from adaptation_page import GOALS
-    from adaptation_runs import PRETRAINING, STANDARD, Settings, core
+    from adaptation_runs import PRETRAINING, STANDARD, Settings, core, reference_of
 
     settings, runs = Settings(), core(Settings())
     assert settings.evaluated >= 200_000
@@ -54,7 +54,20 @@ def test_the_core_is_what_the_issue_asks_for() -> None:
     assert {(run.recipe, run.method) for run in light if run.recipe != STANDARD} == {
         (recipe, method) for recipe in (*GOALS, "ladder-own-partial") for method in ("sft", "distill")
     }
-    assert all(run.reference in runs for run in runs)
+    results = {run: made_up(run, 0.0) for run in runs}
+    assert all(reference_of(run, results) is not None for run in runs)
+
+
+def test_the_reference_is_the_original_at_the_rate_that_suits_it_best() -> None:
+    from adaptation_runs import STANDARD, Run, reference_of
+
+    low, high = (Run(STANDARD, "sft", 1024, learning_rate=peak) for peak in (1e-4, 1e-2))
+    others = [Run(STANDARD), replace(low, tokens=512), replace(low, scratch=True), replace(low, recipe="ladder")]
+    results = {run: made_up(run, -0.5) for run in others} | {low: made_up(low, 0.0), high: made_up(high, 0.1)}
+    assert reference_of(replace(low, recipe="ladder", method="distill"), results) == low
+    results[high] = made_up(high, -0.1)
+    assert reference_of(replace(low, recipe="ladder", method="distill"), results) == high
+    assert reference_of(Run("ladder"), results) == Run(STANDARD)
 
 
 def test_a_difference_is_paired_by_window_and_relative_to_the_reference() -> None:
@@ -70,30 +83,35 @@ def test_a_difference_is_paired_by_window_and_relative_to_the_reference() -> Non
 def test_results_are_kept_for_the_run_the_settings_and_the_origin_alone(tmp_path: Path) -> None:
     from adaptation_runs import Run, Settings, Store
 
-    settings, run = Settings(), Run("ladder", "sft", 1024)
+    settings, run = Settings(), Run("ladder", "sft", 1024, learning_rate=1e-3)
     store = Store(tmp_path, settings, "a")
     result = made_up(run, 0.0)
     store.put(run, result)
     assert store.get(run) == result
-    others = [replace(run, anneal=0.5), replace(run, method="distill"), replace(run, tokens=2048)]
+    others = [
+        replace(run, anneal=0.5),
+        replace(run, method="distill"),
+        replace(run, tokens=2048),
+        replace(run, learning_rate=2e-3),
+    ]
     assert store.missing([*others, run]) == others
-    for other in (Store(tmp_path, replace(settings, learning_rate=1.0), "a"), Store(tmp_path, settings, "b")):
+    for other in (Store(tmp_path, replace(settings, batch=1), "a"), Store(tmp_path, settings, "b")):
         assert other.get(run) is None
 
 
 def test_the_page_says_what_the_figures_say() -> None:
     from adaptation_page import figures, page, unsupported
-    from adaptation_runs import Run, Settings, budget
+    from adaptation_runs import RATES, Run, Settings, budget
 
     settings, results = Settings(), experiment()
     assert unsupported(results) == []
     text = page(results, settings, "")
     assert "<<" not in text
-    assert "| `ladder-upper-half` | 0.5 | +0.82 ± 0.00 | distilled 489,472 tokens | **missed** |" in text
-    assert "| `ladder` | 2 | +0.82 ± 0.00 | distilled 489,472 tokens | reached |" in text
+    assert "| `ladder-upper-half` | 0.5 | +0.82 ± 0.00 | distilled 489,472 tokens at 0.002 | **missed** |" in text
+    assert "| `ladder` | 2 | +0.82 ± 0.00 | distilled 489,472 tokens at 0.002 | reached |" in text
     assert "Distillation is better in 8 of 8 pairs, worse in 0" in text
     assert set(figures(results)) == {"adaptation-sft.svg"}
-    worse = Run("ladder", "distill", budget(0.05, settings))
+    worse = Run("ladder", "distill", budget(0.05, settings), learning_rate=RATES["distill"])
     results[worse] = made_up(worse, 0.6)
     assert unsupported(results) == ["every training heals"]
     assert "Distillation is better in 7 of 8 pairs, worse in 1" in page(results, settings, "")
