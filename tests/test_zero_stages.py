@@ -549,6 +549,20 @@ def test_a_second_gradient_after_the_bucket_was_sent_is_refused():
         assert torch.equal(optimizer.gradient(p), q.grad)
 
 
+def test_buckets_are_sent_while_backward_runs(monkeypatch):
+    from rewriter.runtime.zero.buckets import Bucket
+
+    made, order = model(), []
+    zero_optimizer(made, adam, None, stage=2, bucket_bytes=1)
+    start, take = Bucket.start, Bucket.take
+    monkeypatch.setattr(Bucket, "start", lambda self, *a: [order.append(self.parameters[0].name), start(self, *a)][1])
+    monkeypatch.setattr(Bucket, "take", lambda self, *a: [order.append("taken"), take(self, *a)][1])
+    made.up.register_full_backward_pre_hook(lambda module, gradients: order.append("backward of up"))
+    made(rows(0, 0, 0), True).backward()
+    assert order[:3] == ["head.bias", "down.weight", "backward of up"]
+    assert order.index("taken") < order.index("embed.weight")  # memory is given back before the last ones fill
+
+
 def test_a_model_of_flat_parameters_saves_as_before(tmp_path):
     import zoo
     from safetensors.torch import load_file
