@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from rewriter.runtime.entering import enter
 from rewriter.runtime.events import observe
 from rewriter.runtime.groups import group_rank, group_size
 from rewriter.runtime.pending import Pending, all_reduce_wait
@@ -104,34 +105,6 @@ def all_reduce(
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce(x, group, format=format, name=name)
     return all_reduce_wait(all_reduce_start(x, group, name))
-
-
-def _summed(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    """A new tensor: autograd may hand the same gradient to other branches."""
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`x` itself; its gradient is summed over `group`.
-
-    Stands where a replicated value (a hidden state, a norm weight shared by all heads, a router's weights) enters
-    computation that differs per rank.
-    """
-    return x if group is None or group.size() == 1 else _Enter.apply(x, group)
 
 
 # --- gather and its relatives ---
