@@ -178,6 +178,7 @@ def test_query_heads_that_leave_their_key_value_head_show() -> None:
     assert relative_error(simulate(traced("llama"), ids, weights=weights), logits("llama", ids)) >= 1e-2
 
 
+@pytest.mark.slow
 def test_the_rehearsal_reorders_the_copy_and_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [Permute({"model.layers.3.mlp": "10" * 56}), TensorParallel(), Ladder(variant="own_partial")]
     assert {"heads and channels reordered = original model", "rewritten = its reference"} <= set(
@@ -325,7 +326,13 @@ def with_order(*passes: dict[str, Any], **options: Any) -> rw.Recipe:
     return rw.Recipe.model_validate({**RECIPE, "passes": listed})
 
 
-@pytest.mark.parametrize("passes", [{"pass": "desync", "n": 2}, {"pass": "ladder", "variant": "own_partial"}])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        {"pass": "desync", "n": 2},
+        pytest.param({"pass": "ladder", "variant": "own_partial"}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_measured_order_lowers_the_drift_of_the_tiny_model(passes: dict[str, Any]) -> None:
     program = tiny()
     rewritten = measurable(program, with_order(passes, ranks={}), 2)
@@ -359,6 +366,7 @@ def test_a_recipe_without_an_order_is_measured_and_another_one_is_not(monkeypatc
     assert plain.passes[0].options == {"ranks": {}, "measured_on": "every rank computes with the same residual"}
 
 
+@pytest.mark.slow
 def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dealing is turned round: every unit goes where it reads worst."""
 
