@@ -26,6 +26,12 @@ SETTINGS = (
 )  # fmt: skip
 """The names of transformers.TrainingArguments that mean here what they mean there."""
 
+FREE = (
+    "logging_steps", "save_steps", "save_total_limit", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "per_device_eval_batch_size", "eval_steps", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu",
+)  # fmt: skip
+"""Settings that do not change what is learned: a run may be resumed with others."""
+
 DEFAULTS: Mapping[str, Any] = {
     # Ladder Residual (arXiv 2501.06589), section 4.2.1
     "optim": "adamw_torch", "learning_rate": 5e-6, "warmup_steps": 200, "lr_scheduler_type": "cosine",

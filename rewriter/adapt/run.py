@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from rewriter.adapt import build, checkpoints, losses
+from rewriter.adapt import build, checkpoints, result
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.anneal_callback import AnnealingCallback
 from rewriter.adapt.annealing import Annealing, annealed_layers
@@ -29,16 +24,15 @@ from rewriter.adapt.data import Counts, Rows, load_rows
 from rewriter.adapt.evaluate import evaluate, hold_out
 from rewriter.adapt.isolation import isolates_segments
 from rewriter.adapt.job import Job
+from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
-from rewriter.adapt.progress import METRICS, Metrics, tensorboard
+from rewriter.adapt.progress import Metrics, tensorboard
 from rewriter.adapt.ranks import Ranks, join, this_device
-from rewriter.adapt.source import Opened, open_output, recipe_of, rewritten, source_config, write_source
-from rewriter.adapt.students import Batch, Model, base_of
-from rewriter.adapt.trainer import AdaptTrainer, Loss, alone
-from rewriter.adapt.unshard import full_tensors, read_shard, write_trained
+from rewriter.adapt.source import Opened, open_output, recipe_of, source_config, write_source
+from rewriter.adapt.students import Model
+from rewriter.adapt.trainer import AdaptTrainer, alone
 from rewriter.analysis.sequence import context_length
-from rewriter.convert import Level, check_free, save
-from rewriter.emit.manifest import AdaptationEntry
+from rewriter.convert import Level, check_free
 from rewriter.errors import RewriterError
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
@@ -149,7 +143,7 @@ class _Run:
             "evaluation": None if evaluation is None else _identity(os.fspath(evaluation)),
             "teacher": None if teacher is None else os.path.abspath(teacher),
             "options": {k: v for k, v in asdict(self.options).items() if k != "settings"},
-            "settings": {k: v for k, v in self.settings.items() if k not in _MAY_CHANGE},
+            "settings": {k: v for k, v in self.settings.items() if k not in settings_of.FREE},
             "rows per step": sizes.batch,
             "steps": sizes.steps,
         }
@@ -228,19 +222,17 @@ class _Run:
             built, theirs, rows, sizes, told["length"], lambda: {"eval_loss": measured(built.model)}
         )
         torch.manual_seed(self.seed + 1 + ranks.replica)  # dropout differs from row to row
-        begin = time.perf_counter()
         kept = ranks.same(None if (found_last := checkpoints.last(run)) is None else str(found_last))
         trainer.train(resume_from_checkpoint=kept)
-        seconds = time.perf_counter() - begin + float(facts.get("seconds", 0.0))
-        del theirs
-        self._round(built.model.module)
-        after = measured(built.model)
-        known = {name: facts[name] for name in ("original", "before") if name in facts}
-        entry = self._entry(told, sizes, {**known, "after": after}, seconds)
-        trained = run / "trained"
-        self._collect(built, source, trained)
-        ranks.on_first(lambda: self._write(trained, entry, verify))
-        ranks.barrier()
+        del theirs, trainer
+        self.progress("writing the result")
+        result.merge(built)
+        result.round_to(built.model.module, getattr(torch, self.opened.dtype))
+        found = {name: facts[name] for name in ("original", "before") if name in facts}
+        found["after"] = measured(built.model)
+        result.collect(self.opened, built, source, run, ranks, options.tp)
+        entry = ranks.on_first(lambda: result.entry(options, self.settings, told, sizes, found, run, ranks))
+        ranks.on_first(lambda: result.write(self.opened, self.out, run, entry, verify, self.progress))
         return AdaptReport(str(self.out), entry.losses, entry.model_dump())
 
     def _write_source(self, source: Path) -> None:
@@ -331,127 +323,6 @@ class _Run:
                 )
         except (TypeError, ValueError) as error:
             raise RewriterError(f"--set: {' '.join(str(error).split()):.300}") from error
-
-    # The result
-
-    def _round(self, module: nn.Module) -> None:
-        """Round what was trained to the dtype that it is stored in: the loss after training is of those weights."""
-        target = getattr(torch, self.opened.dtype)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.requires_grad and parameter.is_floating_point():
-                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    local.copy_(local.to(target))
-
-    def _collect(self, built: build.Student, source: Path, trained: Path) -> None:
-        """Write the trained weights under the source's names, beside the source's config."""
-        like = Checkpoint.open(source)
-        module = built.model.module
-        if built.program is None:
-            self._collect_whole(module, like, trained)
-        else:
-            shards = self.run / "shards"
-            own = {n: _whole_tensor(p) for n, p in module.named_parameters()}
-            if self.ranks.first:
-                shards.mkdir(exist_ok=True)
-            self.ranks.barrier()
-            if self.ranks.rank < self.options.tp:  # the first replica, and of its sequence ranks the first
-                save_file(own, shards / f"{built.own}.safetensors")
-            self.ranks.barrier()
-            program = built.program
-
-            def put_together() -> None:
-                parts = [read_shard(shards / f"{rank}.safetensors") for rank in range(self.options.tp)]
-                full = full_tensors(program, like, parts)
-                write_trained(like, full.__getitem__, trained)
-
-            self.ranks.on_first(put_together)
-        self.ranks.on_first(lambda: write_source(self.opened, trained, weights=False))
-
-    def _collect_whole(self, module: nn.Module, like: Checkpoint, trained: Path) -> None:
-        if base_of(module) is not module:
-            module = cast(Any, module).merge_and_unload()
-        state = {name: _whole_tensor(tensor) for name, tensor in module.state_dict().items()}
-
-        def write() -> None:
-            made = self.run / "made"
-            module.save_pretrained(made, state_dict=state)  # type: ignore[operator]
-            saved = Checkpoint.open(made)
-            write_trained(like, saved.read, trained)
-
-        self.ranks.on_first(write)
-
-    def _write(self, trained: Path, entry: AdaptationEntry, verify: Level) -> None:
-        self.progress("writing the result")
-        program = rewritten(self.opened, trained)
-        beside = {f"training/{METRICS}": self.run / METRICS}
-        for file in sorted((self.run / "tensorboard").glob("*tfevents*")):
-            beside[f"training/{file.name}"] = file
-        save(
-            program, self.out, name=self.opened.manifest.source.name, verify=verify, adaptation=entry, beside=beside,
-            progress=self.progress,
-        )  # fmt: skip
-
-    def _entry(
-        self, told: dict[str, Any], sizes: settings_of.Schedule, found: dict[str, float], seconds: float
-    ) -> AdaptationEntry:
-        plain = {f.name: f.default for f in dataclasses.fields(Options)}
-        given = {k: v for k, v in asdict(self.options).items() if k != "settings" and v != plain[k]}
-        told_settings = {k: v for k, v in self.settings.items() if k not in (*_MAY_CHANGE, "num_train_epochs")}
-        return AdaptationEntry(
-            method=self.options.method,
-            data=told["data"],
-            counts=told["counts"],
-            evaluation=told["evaluation"],
-            steps=sizes.steps,
-            tokens=sizes.steps * sizes.batch * told["length"],
-            rows_per_step=sizes.batch,
-            length=told["length"],
-            settings=told_settings,
-            options=given,
-            ranks={"dp": self.ranks.replicas, "sp": self.options.sp, "tp": self.options.tp},
-            losses=found,
-            seconds=round(seconds, 1),
-        )
-
-
-_MAY_CHANGE = (
-    "logging_steps", "save_steps", "save_total_limit", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "per_device_eval_batch_size", "eval_steps", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu",
-)  # fmt: skip
-
-
-def loss_of(options: Options, theirs: Model | None, device: torch.device, bf16: bool) -> Loss:
-    """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation."""
-
-    def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
-        computed = student(batch, module=module)
-        targets = losses.own_targets(batch["labels"], computed.indices)
-        return {"loss": losses.cross_entropy(computed.logits, targets)}
-
-    def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
-        assert theirs is not None
-        hidden = options.hidden_states > 0
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            taught = theirs(batch, hidden)
-        computed = student(batch, hidden, module)
-        targets = losses.own_targets(batch["labels"], computed.indices)
-        kl = losses.divergence(computed.logits, taught.logits, targets, options.temperature)
-        ce = losses.cross_entropy(computed.logits, targets) if options.cross_entropy else None
-        sums = {"loss": kl, "divergence": kl}
-        if ce is not None:
-            sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
-        if hidden:
-            distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)
-            sums |= {"loss": sums["loss"] + options.hidden_states * distance, "hidden_distance": distance}
-        return sums
-
-    return supervised if options.method == "sft" else distilled
-
-
-def _whole_tensor(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().contiguous().clone()
 
 
 def _public(name: Any) -> str:

@@ -91,11 +91,18 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
 
 
 def recipe_of(opened: Opened) -> Recipe:
-    """The recipe as it was applied: with every option as it was measured or overridden."""
+    """The recipe as it was applied, with every option as it was measured or overridden, for the directory's weights.
+
+    Those are in the order that `permute` gave them, and are not to be moved a second time.
+    """
     told = dict(opened.manifest.recipe)
     told.setdefault("summary", "Rewritten by a list of passes.")
     told.setdefault("paper", "-")
-    return Recipe.model_validate(told)
+    recipe = Recipe.model_validate(told)
+    for index, spec in enumerate(recipe.passes):
+        if spec.pass_name == "permute":
+            recipe = recipe.with_options(index, {"applied": True})
+    return recipe
 
 
 def rewritten(opened: Opened, source: Path, *, tp: int | None = None, sp: int | None = None) -> Program:

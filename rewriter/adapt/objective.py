@@ -1,0 +1,39 @@
+"""What a run minimises, from its options: the data's loss, or the distance from the original model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rewriter.adapt import losses
+from rewriter.adapt.options import Options
+from rewriter.adapt.students import Batch, Model
+from rewriter.adapt.trainer import Loss
+
+
+def loss_of(options: Options, theirs: Model | None, device: torch.device, bf16: bool) -> Loss:
+    """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation."""
+
+    def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
+        computed = student(batch, module=module)
+        targets = losses.own_targets(batch["labels"], computed.indices)
+        return {"loss": losses.cross_entropy(computed.logits, targets)}
+
+    def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
+        assert theirs is not None
+        hidden = options.hidden_states > 0
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            taught = theirs(batch, hidden)
+        computed = student(batch, hidden, module)
+        targets = losses.own_targets(batch["labels"], computed.indices)
+        kl = losses.divergence(computed.logits, taught.logits, targets, options.temperature)
+        ce = losses.cross_entropy(computed.logits, targets) if options.cross_entropy else None
+        sums = {"loss": kl, "divergence": kl}
+        if ce is not None:
+            sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
+        if hidden:
+            distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)
+            sums |= {"loss": sums["loss"] + options.hidden_states * distance, "hidden_distance": distance}
+        return sums
+
+    return supervised if options.method == "sft" else distilled
