@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -12,8 +13,8 @@ from typing import Any
 import adapted
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
 from rewriter.adapt import checkpoints, source
@@ -21,8 +22,11 @@ from rewriter.adapt.job import place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.progress import read_metrics
 from rewriter.adapt.run import AdaptReport, adapt
-from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.adapt.source import Opened, write_source
+from rewriter.adapt.trainer import AdaptTrainer, on_device
+from rewriter.adapt.unshard import write_model
 from rewriter.emit.manifest import read_manifest
+from rewriter.weights import Checkpoint
 
 SETTINGS = {
     "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,
@@ -261,12 +265,64 @@ def test_what_was_trained_can_be_trained_again_but_not_be_its_own_teacher(plain:
     again = dict(data=adapted.text_file(), evaluation=adapted.text_file(20, 1), out=tmp_path / "out", verify="none")
     with pytest.raises(RewriterError, match=r"no longer the original's\. Give the original model as --teacher"):
         adapt(plain, options=Options(method="distill"), **again)  # type: ignore[arg-type]
-    options = Options(method="distill", length=adapted.LENGTH, settings={**SETTINGS, "max_steps": 1})
+    settings = {**SETTINGS, "max_steps": 1, "eval_steps": 1}
+    options = Options(method="distill", length=adapted.LENGTH, settings=settings)
     report = adapt(plain, teacher=adapted.root() / "llama", options=options, **again)  # type: ignore[arg-type]
     first = read_manifest(plain).adaptation
     assert first is not None
     assert math.isclose(report.losses["original"], first.losses["original"], rel_tol=1e-6)
     assert math.isclose(report.losses["before"], first.losses["after"], rel_tol=1e-5)
+    (measured,) = (line["eval_loss"] for line in read_metrics(tmp_path / "out" / "training") if "eval_loss" in line)
+    assert math.isclose(report.losses["after"], measured, rel_tol=1e-2), "but for the rounding to bf16"
+
+
+# Names and files
+
+
+def test_trained_weights_go_back_under_the_names_and_into_the_files_of_the_source(tmp_path: Path) -> None:
+    """As of gpt2 on the Hub: without the prefix of the model below the head, with a mask that is no weight."""
+    config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=2, n_head=2, vocab_size=16, n_positions=8)
+    model = AutoModelForCausalLM.from_config(config)
+    source, mask = tmp_path / "source", torch.ones(2, 2).tril()
+    model.transformer.save_pretrained(source)
+    stored = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    files = {"one.safetensors": dict(list(stored.items())[:9]), "two.safetensors": dict(list(stored.items())[9:])}
+    files["two.safetensors"] |= {"h.0.attn.bias": mask, "lm_head.weight": stored["wte.weight"].clone()}
+    for name, tensors in files.items():
+        save_file(tensors, source / name)
+    index = {"weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = Opened(source, read_manifest(adapted.directory("ladder")), config.to_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    trained = write_source(opened, tmp_path / "trained", weights=False)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    write_model(model, state, Checkpoint.open(source), tmp_path / "made", trained)
+    found = Checkpoint.open(trained)
+    assert {tensor: info.file.name for tensor, info in found.tensors.items()} == index["weight_map"]
+    for name, before in (stored | {"lm_head.weight": stored["wte.weight"]}).items():
+        assert torch.equal(found.read(name), before + 1)
+    assert torch.equal(found.read("h.0.attn.bias"), mask)
+    # a weight that the source has no name for is not lost in silence
+    save_file({n: t for n, t in files["two.safetensors"].items() if n != "ln_f.weight"}, source / "two.safetensors")
+    del index["weight_map"]["ln_f.weight"]
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RewriterError, match=r"transformer\.ln_f\.weight has no tensor there"):
+        write_model(model, state, Checkpoint.open(source), tmp_path / "made", trained)
+
+
+def test_a_rank_keeps_to_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert on_device(arguments, torch.device("cpu")).device == torch.device("cpu")
+    # as on a machine with four of them
+    arguments.__dict__["_setup_devices"], arguments._n_gpu = torch.device("cuda", 0), 4
+    on_device(arguments, torch.device("cuda", 3))
+    assert (arguments.device, arguments.n_gpu) == (torch.device("cuda", 3), 1)
+    assert chosen == [torch.device("cuda", 3)]
 
 
 def test_settings_are_the_trainers() -> None:

@@ -21,7 +21,7 @@ from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.source import Opened, original, rewritten
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
 from rewriter.adapt.trainer import AdaptTrainer
-from rewriter.adapt.unshard import shares, write_trained
+from rewriter.adapt.unshard import shares, write_model
 from rewriter.convert import save
 from rewriter.errors import RewriterError
 from rewriter.program import Program
@@ -69,10 +69,7 @@ def random_weights(source: Path, seed: int) -> None:
     like = Checkpoint.open(source)
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(load_config(source), dtype=torch.float32)
-    fresh = source / "fresh"
-    model.save_pretrained(fresh)
-    made = Checkpoint.open(fresh)
-    write_trained(like, made.read, source)
+    write_model(model, model.state_dict(), like, source / "fresh", source)
 
 
 def student(

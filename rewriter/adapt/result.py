@@ -20,7 +20,7 @@ from rewriter.adapt.progress import METRICS, read_metrics
 from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.source import Opened, rewritten, write_source
 from rewriter.adapt.students import HuggingFaceModel, base_of
-from rewriter.adapt.unshard import full_tensors, read_shard, write_trained
+from rewriter.adapt.unshard import full_tensors, read_shard, write_model, write_trained
 from rewriter.convert import Level, save
 from rewriter.emit.manifest import AdaptationEntry
 from rewriter.weights import Checkpoint
@@ -58,7 +58,7 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Rank
     program = built.program
     if program is None:
         state = {name: _whole(tensor) for name, tensor in module.state_dict().items()}
-        ranks.on_first(lambda: _write_whole(module, state, like, run / "made", trained))
+        ranks.on_first(lambda: write_model(module, state, like, run / "made", trained))
     else:
         shards = run / "shards"
         own = {name: _whole(parameter) for name, parameter in module.named_parameters()}
@@ -73,12 +73,6 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Rank
 
         ranks.on_first(put_together)
     ranks.on_first(lambda: write_source(opened, trained, weights=False) and None)
-
-
-def _write_whole(module: nn.Module, state: Mapping[str, Tensor], like: Checkpoint, made: Path, trained: Path) -> None:
-    """Through transformers' own writer, which knows the names on disk."""
-    cast(Any, module).save_pretrained(made, state_dict=dict(state))
-    write_trained(like, Checkpoint.open(made).read, trained)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from rewriter.adapt.progress import Metrics, tensorboard
 from rewriter.adapt.ranks import Ranks, join, this_device
 from rewriter.adapt.source import Opened, open_output, recipe_of, source_config, write_source
 from rewriter.adapt.students import Model
-from rewriter.adapt.trainer import AdaptTrainer, alone
+from rewriter.adapt.trainer import AdaptTrainer, alone, on_device
 from rewriter.analysis.sequence import context_length
 from rewriter.convert import Level, check_free
 from rewriter.errors import RewriterError
@@ -313,7 +313,7 @@ class _Run:
         }
         try:
             with alone():
-                return TrainingArguments(
+                arguments = TrainingArguments(
                     output_dir=str(self.run),
                     report_to="none",
                     disable_tqdm=True,
@@ -323,6 +323,7 @@ class _Run:
                 )
         except (TypeError, ValueError) as error:
             raise RewriterError(f"--set: {' '.join(str(error).split()):.300}") from error
+        return on_device(arguments, self.device)
 
 
 def _public(name: Any) -> str:

@@ -74,13 +74,13 @@ def source_config(opened: Opened) -> dict[str, Any]:
 def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     """Make `out` the original model over the directory's weights (links to them, unless `weights` is False).
 
-    Everything that stands beside weights (tokenizer, generation config, licenses) is copied.
+    Everything that stands beside weights (their index, tokenizer, generation config, licenses) is copied.
     """
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(opened.root.iterdir()):
         if not path.is_file() or path.name in (*_NOT_SOURCE, "config.json") or path.suffix == ".py":
             continue
-        if ".safetensors" in path.name:
+        if path.suffix == ".safetensors":
             if weights:
                 (out / path.name).unlink(missing_ok=True)
                 (out / path.name).symlink_to(path.resolve())

@@ -41,6 +41,18 @@ def alone() -> Iterator[None]:
         yield
 
 
+def on_device(arguments: TrainingArguments, device: torch.device) -> TrainingArguments:
+    """`arguments` for this rank's device alone: a Trainer that believes it is alone would take the machine's first GPU,
+    and split its batches over all that there are.
+
+    The device is a private property of TrainingArguments, whose value is cached where it can be replaced.
+    """
+    if arguments.device.type == "cuda":
+        arguments.__dict__["_setup_devices"], arguments._n_gpu = device, 1
+        torch.cuda.set_device(device)
+    return arguments
+
+
 class AdaptTrainer(Trainer):
     """Trains `student` by `loss`.
 
@@ -66,7 +78,8 @@ class AdaptTrainer(Trainer):
         callbacks: list[Any] | None = None,
     ) -> None:
         with alone():
-            super().__init__(student.module, arguments, stack, rows, callbacks=callbacks)
+            # rows to evaluate on are asked for where eval_steps is set, and are never read: `evaluate` has its own
+            super().__init__(student.module, arguments, stack, rows, rows, callbacks=callbacks)
         self.student, self.loss, self.order, self.ranks, self.own = student, loss, order, ranks, own
         self.clip, self.evaluation, self.make_optimizer = clip, evaluation, optimizer
         self.remove_callback(PrinterCallback)  # Metrics tells what it would print

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
+from rewriter.errors import RewriterError
 from rewriter.program import Parameter, Program
 from rewriter.weights import Checkpoint
 from rewriter.weights.checkpoint import evaluate, torch_dtype
@@ -30,6 +33,32 @@ def write_trained(like: Checkpoint, read: Callable[[str], torch.Tensor], out: Pa
         place = out / file.relative_to(like.directory)
         place.unlink(missing_ok=True)  # never through a link to the original
         save_file(tensors, place, metadata=dict(like.metadata[file]) or {"format": "pt"})
+
+
+def write_model(module: nn.Module, state: Mapping[str, torch.Tensor], like: Checkpoint, made: Path, out: Path) -> None:
+    """Write the model of transformers with the weights of `state` into `out`, as `write_trained` does.
+
+    `made` is where transformers' own writer may write, which knows how modules are named on disk. What it does not
+    write is found as transformers finds it on loading: without the prefix of the model below the head, or as one of
+    tied weights. Tensors that are no part of the model are as `like` has them. Raises RewriterError where a weight of
+    the model has no place in `like`.
+    """
+    model = cast(Any, module)
+    model.save_pretrained(made, state_dict=dict(state))
+    written, prefix = Checkpoint.open(made), f"{model.base_model_prefix}."
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    names = {name: n for name in like.tensors for n in (prefix + name, name) if n in written.tensors}
+    lost = sorted(set(written.tensors) - set(names.values()) - tied - {name for name, _ in module.named_buffers()})
+    if lost:
+        raise RewriterError(f"{like.directory}: the trained {lost[0]} has no tensor there. Rewrite the model again")
+
+    def read(name: str) -> torch.Tensor:
+        if name in names:
+            return written.read(names[name])
+        held = next((state[n] for n in (name, prefix + name) if n in tied and n in state), None)
+        return like.read(name) if held is None else held
+
+    write_trained(like, read, out)
 
 
 def full_tensors(
