@@ -166,12 +166,6 @@ def require_lanes(layer, args):
 
 _LORA = '''
 def lora_knows_lanes(module, lane_class, options):
-    """Whether this is peft's LoRA and its factors know lanes: none of these modules has linear weights of its own."""
-    return False
-'''
-
-_LORA = '''
-def lora_knows_lanes(module, lane_class, options):
     """Let the two factors of peft's LoRA compute lanes as the weight does that their product adds to.
 
     Where lanes enter, every lane's input passes the whole first factor and those outputs of the second that the lane
