@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from rewriter.runtime import Context, enter, mark, record_events
+from rewriter.runtime import Context, enter, mark, record_events, shard_parameters
 from rewriter.runtime import load as load_rank
 
 
@@ -77,3 +77,24 @@ def test_entering_sums_gradients_over_ranks(anomaly: bool) -> None:
     for x, weight in run_ranks(sums, 2, anomaly):
         assert torch.equal(x, torch.full((4,), 2 * (1 + 2 + 10 + 20) * 2.0))
         assert torch.equal(weight, 2 * 2 * torch.arange(4.0) * 30)
+
+
+def sharded(group: Any, directory: Path) -> dict[str, float]:
+    """By parameter, by how much FSDP2's gradients differ from those of whole parameters, relative to the largest."""
+    found = []
+    for shards in (False, True):
+        model = load_rank(directory, dp=2, dtype=torch.float32)
+        if shards:
+            shard_parameters(model)
+        ids = torch.arange(16).reshape(2, 8) + group.rank() // 2
+        model(ids, ctx=Context()).float().logsumexp(-1).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    whole, parts = found
+    return {n: float((parts[n].full_tensor() - g).abs().max() / g.abs().max()) for n, g in whole.items()}
+
+
+@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
+def test_sharded_parameters_have_the_gradients_of_whole_ones(family: str) -> None:
+    """Of a ladder whose norms stand behind a sum that the next layer waits for, and of sums that are views."""
+    for errors in run_ranks(sharded, 4, adapted.directory("ladder", 2, family), timeout=120):
+        assert max(errors.values()) <= 1e-5, errors

@@ -145,6 +145,21 @@ def through_modules(group, mode):
     return out.detach(), [x.grad, *(p.grad for p in blocks.parameters())]
 
 
+def hooked(group):
+    weight, seen = torch.ones(4, 3, requires_grad=True), []
+    total = all_reduce((weight * 2).reshape(2, 2, 3), group)
+    total.register_hook(seen.append)
+    (total * 5).sum().backward()
+    return weight.grad, seen
+
+
+def test_the_sum_of_a_view_takes_hooks():
+    """register_hook crashes on a view whose memory was written to; FSDP2 registers one on what layers return."""
+    for gradient, (seen,) in run_ranks(hooked, 2):
+        assert torch.equal(gradient, torch.full((4, 3), 10.0))
+        assert torch.equal(seen, torch.full((2, 2, 3), 5.0))
+
+
 @pytest.mark.parametrize("mode", ["plain", "hooks", "checkpoint", "no_grad"])
 def test_a_pending_sum_crosses_modules(mode):
     torch.manual_seed(0)

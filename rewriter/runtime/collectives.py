@@ -92,6 +92,10 @@ def all_reduce_start(
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)
+            if not torch.compiler.is_compiling():
+                # of a view that was written to, autograd renews the history when it is asked for; `register_hook`
+                # (FSDP2, on what a layer returns) crashes where nobody has asked (torch 2.11 to 2.13)
+                _ = x.grad_fn
     return Pending(x, work, name, group)
 
 

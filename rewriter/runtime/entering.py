@@ -8,7 +8,7 @@ nothing else is ready, as in the standard wiring, the wait follows at once.
 
 from __future__ import annotations
 
-import itertools
+import threading
 from typing import Any
 
 import torch
@@ -19,7 +19,15 @@ from torch.distributed import ProcessGroup
 
 from rewriter.runtime.events import observe
 
-_waits = itertools.count()
+
+class _Waits(threading.local):
+    """How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on
+    the thread of a device's backward."""
+
+    count = 0
+
+
+_waits = _Waits()
 
 
 class _Enter(Function):
@@ -87,7 +95,8 @@ def _last_of_all(x: Tensor) -> None:
     """
     node: Any = x.grad_fn
     # fewer than any function's number: each of these was counted there too
-    node._set_sequence_nr(next(_waits))
+    node._set_sequence_nr(_waits.count)
+    _waits.count += 1
 
 
 def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -14,6 +14,7 @@ trained as bytes, and `export_quantized` writes those that were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +126,7 @@ def shard_parameters(
     _unhook(model)
     reduced = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduced)
-    for module in [*_layers(model), model]:
+    for module in [*_read_by_others(model), *_layers(model), model]:
         sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
         # A sum, divided afterwards: gloo has no other, and NCCL's division before the sum would need one of its own.
         sharded.set_force_sum_reduction_for_comms(True)
@@ -163,6 +164,18 @@ def _unhook(model: nn.Module) -> None:
         if hook is not None:
             hook.remove()
             delattr(parameter, _HOOK)
+
+
+def _read_by_others(model: nn.Module) -> list[nn.Module]:
+    """Norms that may be called when their layer has returned: of a pending sum, by the layer behind or by the model.
+
+    As parts of their layer they would be sharded again by then.
+    """
+    layers = list(_layers(model))
+    if not any("previous" in signature(layer.forward).parameters for layer in layers):
+        return []
+    children = [child for layer in layers for child in layer.children()]
+    return [child for child in children if child._parameters and next(child.children(), None) is None]
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
