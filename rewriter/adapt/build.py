@@ -73,15 +73,17 @@ def random_weights(source: Path, seed: int) -> None:
 
 
 def student(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool
-) -> Student:
-    """The model to train, from the weights in `source`. Every rank calls it.
+    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool,
+    prepare: Callable[[nn.Module], None] = lambda module: None,
+) -> Student:  # fmt: skip
+    """The model to train, from the weights in `source`. Every rank calls it. `prepare` is called with the module while
+    it is whole, unless ranks share it.
 
     Raises RewriterError for options that the directory or the ranks cannot serve.
     """
     if options.sharded:
         return _sharded(opened, source, run, options, ranks, device, bf16)
-    return _whole(opened, source, run, options, ranks, device, bf16)
+    return _whole(opened, source, run, options, ranks, device, bf16, prepare)
 
 
 def _sharded(
@@ -107,12 +109,14 @@ def _runtime(program: Program, place: Path, ranks: Ranks, device: torch.device) 
 
 
 def _whole(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool
-) -> Student:
+    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool,
+    prepare: Callable[[nn.Module], None],
+) -> Student:  # fmt: skip
     annealed = options.anneal > 0
     place = run / "student"
     ranks.on_first(lambda: _write_student(opened, source, place, annealed))
     module = teachers.load_model(place, device, opened.manifest.adapted.modeling is not None)
+    prepare(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
     mesh = ranks.mesh(device)

@@ -98,7 +98,7 @@ def entry(
         counts=told["counts"],
         evaluation=told["evaluation"],
         steps=sizes.steps,
-        tokens=sizes.steps * sizes.batch * told["length"],
+        tokens=sizes.steps * sizes.batch * told["length"] + options.refit,
         rows_per_step=sizes.batch,
         length=told["length"],
         settings={k: v for k, v in settings.items() if k not in (*FREE, "num_train_epochs")},

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 from rewriter.adapt import build, checkpoints, result
 from rewriter.adapt import options as settings_of
+from rewriter.adapt import teacher as teachers
 from rewriter.adapt.anneal_callback import AnnealingCallback
 from rewriter.adapt.annealing import Annealing, annealed_layers
-from rewriter.adapt.batches import Order
+from rewriter.adapt.batches import Order, stack
 from rewriter.adapt.data import Counts, Rows, load_rows
 from rewriter.adapt.evaluate import evaluate, hold_out
 from rewriter.adapt.isolation import isolates_segments
@@ -28,8 +31,9 @@ from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.progress import Metrics, tensorboard
 from rewriter.adapt.ranks import Ranks, join, this_device
+from rewriter.adapt.refit import refit
 from rewriter.adapt.source import Opened, open_output, recipe_of, source_config, write_source
-from rewriter.adapt.students import Model
+from rewriter.adapt.students import HuggingFaceModel, Model
 from rewriter.adapt.trainer import AdaptTrainer, alone, on_device
 from rewriter.analysis.sequence import context_length
 from rewriter.convert import Level, check_free
@@ -198,19 +202,25 @@ class _Run:
         source = run / "source"
         ranks.on_first(lambda: self._write_source(source))
         original = self._original(source, teacher)
-        torch.manual_seed(self.seed)  # adapters start at random, alike on all ranks
-        self.progress("loading the model")
-        built = build.student(self.opened, source, run, options, ranks, self.device, self.bf16)
-        self._check_packing(built)
-        theirs: Model | None = None
-        facts = ranks.on_first(lambda: self.job.remember())
-        if options.method == "distill" or "original" not in facts:
-            theirs = None if original is None else build.teacher(built, original, run, options, ranks, self.device)
         batch = int(self.settings.get("per_device_eval_batch_size", sizes.micro_batch))
 
         def measured(model: Model) -> float:
             return evaluate(model, held_out, batch, ranks, self.device, self.bf16)
 
+        torch.manual_seed(self.seed)  # adapters start at random, alike on all ranks
+        self.progress("loading the model")
+        kept = ranks.same(None if (last := checkpoints.last(run)) is None else str(last))
+
+        def refitted(module: nn.Module) -> None:
+            if options.refit and kept is None:
+                self._refit(module, original, rows, sizes, lambda model: measured(model))
+
+        built = build.student(self.opened, source, run, options, ranks, self.device, self.bf16, refitted)
+        self._check_packing(built)
+        theirs: Model | None = None
+        facts = ranks.on_first(lambda: self.job.remember())
+        if options.method == "distill" or "original" not in facts:
+            theirs = None if original is None else build.teacher(built, original, run, options, ranks, self.device)
         if "before" not in facts:
             self.progress("measuring the loss before training")
             found = {} if theirs is None else {"original": measured(theirs)}
@@ -222,18 +232,41 @@ class _Run:
             built, theirs, rows, sizes, told["length"], lambda: {"eval_loss": measured(built.model)}
         )
         torch.manual_seed(self.seed + 1 + ranks.replica)  # dropout differs from row to row
-        kept = ranks.same(None if (found_last := checkpoints.last(run)) is None else str(found_last))
         trainer.train(resume_from_checkpoint=kept)
         del theirs, trainer
         self.progress("writing the result")
         result.merge(built)
         result.round_to(built.model.module, getattr(torch, self.opened.dtype))
-        found = {name: facts[name] for name in ("original", "before") if name in facts}
+        found = {name: facts[name] for name in ("original", "before", "refitted") if name in facts}
         found["after"] = measured(built.model)
         result.collect(self.opened, built, source, run, ranks, options.tp)
         entry = ranks.on_first(lambda: result.entry(options, self.settings, told, sizes, found, run, ranks))
         ranks.on_first(lambda: result.write(self.opened, self.out, run, entry, verify, self.progress))
         return AdaptReport(str(self.out), entry.losses, entry.model_dump())
+
+    def _refit(
+        self, module: nn.Module, original: Path | None, rows: Dataset, sizes: settings_of.Schedule,
+        measured: Callable[[Model], float],
+    ) -> None:  # fmt: skip
+        """Fit the linear layers of the student to the original's, on the rows that training begins with."""
+        if original is None:
+            raise RewriterError(
+                f"--refit {self.options.refit}: the weights were trained since the rewrite, so they are no longer the "
+                "original's. Give that as --teacher"
+            )
+        ranks, size = self.ranks, sizes.micro_batch
+        group = None if ranks.world == 1 else dist.group.WORLD
+        found = {"before": measured(HuggingFaceModel(module, group))}
+        theirs = teachers.frozen(teachers.load_model(original, self.device))
+        found["original"] = measured(HuggingFaceModel(theirs, group))
+        wanted = -(-self.options.refit // len(rows[0]["input_ids"]))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed)).tolist()[:wanted]  # type: ignore[arg-type]
+        own = order[ranks.replica :: ranks.replicas] or order[:1]
+        batches = [stack([rows[i] for i in own[at : at + size]]) for at in range(0, len(own), size)]
+        batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
+        refit(module, theirs, batches, ranks, self.progress)
+        found["refitted"] = measured(HuggingFaceModel(module, group))
+        ranks.on_first(lambda: self.job.remember(**found))
 
     def _write_source(self, source: Path) -> None:
         if source.exists():

@@ -32,6 +32,10 @@ def adapt(
     hidden_states: Annotated[
         float, typer.Option(help="distill: weight of the distance behind every layer in the sum.")
     ] = 0.0,
+    refit: Annotated[
+        int,
+        typer.Option(metavar="N", help="First fit linear layers to the original's by regression on N tokens."),
+    ] = 0,
     anneal: Annotated[
         int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
     ] = 0,
@@ -83,9 +87,9 @@ def adapt(
 
         report = api.adapt(
             directory, data=data, out=out, eval=eval, teacher=teacher, method=method, temperature=temperature,
-            cross_entropy=cross_entropy, hidden_states=hidden_states, anneal=anneal, anneal_order=anneal_order,
-            lora=lora, zero=zero, tp=tp, sp=sp, from_scratch=from_scratch, length=length, too_long=too_long,
-            packing=packing, set=settings, resume=resume, verify=verify, progress=progress,
+            cross_entropy=cross_entropy, hidden_states=hidden_states, refit=refit, anneal=anneal,
+            anneal_order=anneal_order, lora=lora, zero=zero, tp=tp, sp=sp, from_scratch=from_scratch, length=length,
+            too_long=too_long, packing=packing, set=settings, resume=resume, verify=verify, progress=progress,
         )  # fmt: skip
     if not launching.is_first():
         return

@@ -1,0 +1,232 @@
+"""Closed-form refit: every linear layer that a rewrite changed the input of learns to give what it gave before.
+
+A block that reads a stale or a rank's own residual stream gets other inputs z than the original's x. Where z predicts x
+linearly, that can be put into the weights: for each linear layer, in the order of computation,
+
+    W ← argmin_V  Σ ‖V z + b − y‖² + λ ‖V − W‖²    with y what the layer of the original gives for the same token,
+
+a ridge regression towards the weights that are there. It takes forward passes alone, and far fewer tokens than
+gradient descent takes to the same loss; what it leaves is for training to heal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rewriter.adapt.losses import IGNORED
+from rewriter.adapt.ranks import Ranks
+from rewriter.errors import RewriterError
+from rewriter.trace.model import find_layers
+
+LINEAR = (nn.Linear, Conv1D)
+RIDGE = 1e-4  # λ, as a share of the mean square of the inputs
+_SAME = 1e-6  # relative difference of inputs that leaves a layer alone
+
+Batch = dict[str, Tensor]
+
+
+class _Enough(Exception):
+    """The layer that was asked for has been computed; the rest is not needed."""
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """What `refit` did: how many layers it changed, on how many tokens of all ranks."""
+
+    layers: int
+    tokens: int
+
+
+@torch.no_grad()
+def refit(
+    student: Any, teacher: Any, batches: Sequence[Batch], ranks: Ranks,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Refitted:  # fmt: skip
+    """Refit the linear layers in the student's decoder layers, in place, to the teacher's; both as transformers has
+    them, whole on every rank.
+
+    `batches` are this rank's: input_ids, position_ids and segment_ids, int64 [B, S]; padding is left out. Ranks add
+    what they see, and end with equal weights. Layers of which a row reads several lanes are fitted to all of them.
+    Raises RewriterError where student and teacher do not have the same linear layers.
+    """
+    modes = student.training, teacher.training
+    student.eval(), teacher.eval()
+    path, layers = find_layers(student)
+    changed, tokens = 0, 0
+    for index in range(len(layers)):
+        progress("refitting the weights", index, len(layers))
+        prefix = f"{path}.{index}."
+        names = [
+            prefix + name for name, module in layers[index].named_modules() if isinstance(module, nn.Linear | Conv1D)
+        ]
+        for name in names:
+            if not isinstance(teacher.get_submodule(name), nn.Linear | Conv1D):
+                raise RewriterError(f"--refit: {name} is no linear layer in the original. Train without --refit")
+        for group in _groups(student, names, batches[0]):
+            sums = [_Sums(student.get_submodule(name)) for name in group]
+            seen = 0
+            for batch in batches:
+                real = _real(batch)
+                ours = _taken(student, group, batch)
+                theirs = _taken(teacher, group, batch)
+                for name, sum in zip(group, sums, strict=True):
+                    sum.add(ours[name][0][real], theirs[name][0][real], theirs[name][1][real])
+                seen += int(real.sum())
+            for sum in sums:
+                changed += sum.solve(ranks)
+            tokens = seen
+    student.train(modes[0]), teacher.train(modes[1])
+    total = ranks.sum(torch.tensor(float(tokens))) / ranks.within
+    return Refitted(changed, int(total))
+
+
+def _real(batch: Batch) -> Tensor:
+    """bool [B, S]: tokens that belong to examples. What is padded is its row's last segment, without a target."""
+    targets = batch["labels"] != IGNORED
+    last = batch["segment_ids"] == batch["segment_ids"].amax(1, keepdim=True)
+    return ~(last & ~(targets & last).any(1, keepdim=True))
+
+
+def _groups(model: nn.Module, names: list[str], batch: Batch) -> Iterator[list[str]]:
+    """The names in order of computation, those that read the same tensor together."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(name: str, x: Tensor) -> None:
+        seen.append((name, (x.data_ptr(), tuple(x.shape))))
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: note(name, args[0]))
+        for name in names
+    ]
+    try:
+        _run(model, {key: value[:1] for key, value in batch.items()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    group: list[str] = []
+    before = None
+    for name, source in seen:
+        if group and source != before:
+            yield group
+            group = []
+        group.append(name)
+        before = source
+    if group:
+        yield group
+
+
+def _taken(model: nn.Module, names: list[str], batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Input and output [B, S, …] of the named layers, which lie in one group; nothing behind them is computed."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def take(name: str, x: Tensor, y: Tensor) -> None:
+        found[name] = (x, y)
+        if len(found) == len(names):
+            raise _Enough
+
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda m, args, y, name=name: take(name, args[0], y))
+        for name in names
+    ]
+    try:
+        _run(model, batch)
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _run(model: nn.Module, batch: Batch) -> None:
+    model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+
+
+class _Sums:
+    """Σ z zᵀ and Σ (y − b) zᵀ of one layer, fp64, for every set of rows that reads the same inputs."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.transposed = isinstance(module, Conv1D)
+        self.readers = _readers(module)
+        self.inputs: list[Tensor | int] = [0] * len(self.readers)
+        self.products: list[Tensor | int] = [0] * len(self.readers)
+        self.differ = 0.0
+        self.norm = 0.0
+
+    def add(self, ours: Tensor, theirs: Tensor, outputs: Tensor) -> None:
+        """Tokens [N, inputs] of the student and of the teacher, and the teacher's outputs [N, outputs]."""
+        y = outputs.double()
+        if self.module.bias is not None:
+            y = y - self.module.bias.double()
+        for index, (rows, chunks) in enumerate(self.readers):
+            for chunk in chunks:
+                z = ours.double()[:, chunk]
+                if z.shape[1] == theirs.shape[1]:
+                    self.differ += float((z - theirs.double()).square().sum())
+                    self.norm += float(theirs.double().square().sum())
+                self.inputs[index] = self.inputs[index] + z.T @ z
+                self.products[index] = self.products[index] + y[:, rows].T @ z
+
+    def solve(self, ranks: Ranks) -> int:
+        """Put the solution into the weights; 1 where inputs differed at all, else 0."""
+        device = self.module.weight.device
+        told = ranks.sum(torch.tensor([self.differ, self.norm], dtype=torch.float64, device=device))
+        if told[0] <= _SAME**2 * told[1]:
+            return 0
+        weight = self.module.weight.data.T if self.transposed else self.module.weight.data
+        for (rows, _), inputs, products in zip(self.readers, self.inputs, self.products, strict=True):
+            assert isinstance(inputs, Tensor)
+            assert isinstance(products, Tensor)
+            ranks.sum(inputs), ranks.sum(products)
+            scale = RIDGE * inputs.trace() / len(inputs)
+            left = inputs + scale * torch.eye(len(inputs), dtype=inputs.dtype, device=device)
+            right = products + scale * weight[rows].double()
+            weight[rows] = torch.linalg.solve(left, right.T).T.to(weight.dtype)
+        return 1
+
+
+def _readers(module: Any) -> list[tuple[Tensor, list[slice]]]:
+    """(rows of the weight, the parts of the input that they read), one entry for each set of rows.
+
+    All rows read the whole input, but for a `LaneEntry` of a generated modeling file: there lane r's rows read lane r's
+    part of it, and rows that lanes hold in common read several.
+    """
+    weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+    outputs, inputs = weight.shape
+    segments, rows = getattr(module, "segments", None), getattr(module, "rows", None)
+    lanes = _lanes(module)
+    if lanes is None:
+        return [(torch.arange(outputs), [slice(0, inputs)])]
+    held: dict[int, list[int]] = {}
+    if rows is not None:
+        for lane, (start, stop) in enumerate(rows):
+            for row in range(start, stop):
+                held.setdefault(row, []).append(lane)
+    else:
+        start = 0
+        for size in segments or (outputs,):
+            for row in range(size):
+                held.setdefault(start + row, []).append(row * lanes // size)
+            start += size
+    sets: dict[tuple[int, ...], list[int]] = {}
+    for row, readers in sorted(held.items()):
+        sets.setdefault(tuple(readers), []).append(row)
+    return [
+        (torch.tensor(some), [slice(lane * inputs, (lane + 1) * inputs) for lane in readers])
+        for readers, some in sets.items()
+    ]
+
+
+def _lanes(module: nn.Module) -> int | None:
+    """How many lanes a layer reads, by the name that the generated file gives it; None where it reads one input."""
+    if not any(cls.__name__ == "LaneEntry" for cls in type(module).__mro__):
+        return None
+    return int(sys.modules[type(module).__module__].LANES)
