@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import sys
 import tempfile
@@ -286,6 +287,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "no UTF-8": (b'{"text": "\xff"}', r"not UTF-8: byte 11 of the line is 0xff"),
     "half a pair": (b'{"text": "\\ud800"}', r'"text" holds half of a surrogate pair, \\ud800'),
     "too deep": (b"[" * 200_000, r"nested too deeply"),
+    "a key twice": (b'{"text": "a", "text": "b"}', r"key 'text' twice in one object"),
+    "a huge number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", r"not JSON that can be read"),
     "a list": ([1], r"not a JSON object but a list"),
     "neither": ({"prompt": "a"}, r"""neither "messages" nor "text": it has 'prompt'"""),
     "both": (GOOD | chat("q", "a"), r'both "messages" and "text"'),
@@ -333,6 +336,12 @@ TEMPLATE_FAULTS = {
     "refuses": ("{{ raise_exception('no such talk') }}", r"the chat template fails on these messages: no such talk"),
     "computes": ("{{ 1 / 0 }}", r"the chat template fails on these messages: division by zero"),
 }
+
+
+def test_half_a_pair_that_a_template_writes_is_told(tmp_path: Path) -> None:
+    line = json.dumps(chat("q", "a") | {"tools": [{"name": "\ud800"}]}).encode()
+    with pytest.raises(RewriterError, match=r":1: what the chat template makes .* half of a surrogate pair"):
+        load_rows(written(tmp_path, line), tokenizer("{{ tools[0].name }}" + CHATML), length=100)
 
 
 @pytest.mark.parametrize("case", TEMPLATE_FAULTS)
@@ -393,6 +402,7 @@ def test_a_source_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
     for source, reason in [
         (tmp_path / "none.jsonl", "no such file"),
         ("data/none.jsonl", "no such file"),
+        ("none.jsonl.gz", "no such file"),
         ("./owner/name", "no such file"),
         (tmp_path, "a directory, where a file was expected"),
     ]:
@@ -400,6 +410,9 @@ def test_a_source_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
             load_rows(source, shared(), length=8)
     with pytest.raises(RewriterError, match="holds no examples"):
         load_rows(written(tmp_path, b"", b"  "), shared(), length=8)
+    (tmp_path / "data.jsonl").write_bytes(gzip.compress(b'{"text": "a"}'))
+    with pytest.raises(RewriterError, match="compressed by gzip"):
+        load_rows(tmp_path / "data.jsonl", shared(), length=8)
 
 
 def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ class ChatEncoder:
             raise
         except Exception as error:  # templates raise what they like, jinja's own errors and Python's
             raise BadExample(f"the chat template fails on these messages: {error}") from error
+        checked_text(text, "what the chat template makes of these messages")  # of a tool call, say
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(encoded["input_ids"]), _flags(encoded["offset_mapping"], spans)
 

@@ -10,6 +10,8 @@ from typing import Any
 from rewriter.errors import RewriterError
 
 SHOWN_FAULTS = 10
+_SUFFIXES = {".jsonl", ".json", ".gz", ".zst", ".txt", ".csv", ".parquet"}
+_GZIP = b"\x1f\x8b"
 EXPECTED = 'Expected on each line: {"messages": [{"role": …, "content": …}, …]} or {"text": …}'
 
 
@@ -53,7 +55,7 @@ def read_examples(source: str | Path, faults: Faults) -> Iterator[tuple[str, dic
     if path.exists():
         return _read_lines(path, str(source), faults)
     # An id has one slash at most and no suffix of a file; anything else is a path that is not there.
-    looks_like_path = path.is_absolute() or path.suffix in (".jsonl", ".json") or str(source).startswith(".")
+    looks_like_path = path.is_absolute() or _SUFFIXES & set(path.suffixes) or str(source).startswith(".")
     if looks_like_path or str(source).count("/") > 1:
         raise RewriterError(f"{source}: no such file. Give a file with one JSON object per line. {EXPECTED}")
     return _read_hub(str(source))
@@ -64,6 +66,10 @@ def _read_lines(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, di
         # In bytes: lines end at \n alone, while str.splitlines also splits at separators that stand inside of strings.
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if number == 1 and line.startswith(_GZIP):
+                    raise RewriterError(
+                        f"{name}: compressed by gzip, where text was expected. Unpack it: gunzip {name}"
+                    )
                 if not line.strip():
                     continue
                 place = f"{name}:{number}"
@@ -79,16 +85,29 @@ def _read_lines(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, di
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        example = json.loads(line.decode())
+        example = json.loads(line.decode(), object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise BadExample(f"not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}") from error
     except json.JSONDecodeError as error:
         raise BadExample(f"not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise BadExample("not an example: brackets nested too deeply") from error
+    except BadExample:
+        raise
+    except ValueError as error:  # a number of more digits than Python reads
+        raise BadExample(f"not JSON that can be read: {error}") from error
     if not isinstance(example, dict):
         raise BadExample(f"not a JSON object but {kind_of(example)}")
     return example
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys. JSON allows a key twice, of which Python would keep the last without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadExample(f"key {next(key for key in found if keys.count(key) > 1)!r} twice in one object")
+    return found
 
 
 def _read_hub(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
