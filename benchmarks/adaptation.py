@@ -62,7 +62,6 @@ def train(run: Run, store: Store, directories: dict[str, Path], core_of: SimpleQ
         "run": asdict(run),
         "settings": asdict(store.settings),
         "student": str(directories[run.recipe]),
-        "original": str(directories[STANDARD]),
         "corpus": str(CORPUS.parent),
     }
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -75,9 +75,13 @@ def trained(results: Results) -> list[tuple[str, Run]]:
     found = {}
     for run in results:
         if run.tokens and not run.scratch and run.recipe != STANDARD:
-            words = ("SFT" if run.method == "sft" else "distilled") + ", annealed" * bool(run.anneal)
+            how = "SFT" if run.method == "sft" else "distilled"
+            words = "refitted, " * bool(run.refit) + how + ", annealed" * bool(run.anneal)
             found[f"{words}, {run.tokens / PRETRAINING:.0%}"] = run
-    return sorted(found.items(), key=lambda item: (item[1].tokens, bool(item[1].anneal), item[1].method != "sft"))
+    return sorted(
+        found.items(),
+        key=lambda item: (item[1].tokens, bool(item[1].anneal), item[1].method != "sft", bool(item[1].refit)),
+    )
 
 
 def healing(results: Results) -> str:
@@ -125,7 +129,7 @@ def pairs(results: Results) -> list[tuple[Run, Run]]:
         for distilled in results
         for tuned in results
         if (distilled.method, tuned.method) == ("distill", "sft") and distilled.recipe == tuned.recipe
-        and (distilled.tokens, distilled.anneal) == (tuned.tokens, tuned.anneal)
+        and (distilled.tokens, distilled.anneal, distilled.refit) == (tuned.tokens, tuned.anneal, tuned.refit)
     ]  # fmt: skip
 
 
@@ -168,7 +172,7 @@ def settings_table(settings: Settings) -> str:
         [
             ["learning rate, fine-tuning", f"{RATES['sft']:g}"],
             ["learning rate, distillation", f"{RATES['distill']:g}"],
-            ["learning rate, reference", "the better of " + " and ".join(f"{peak:g}" for peak in REFERENCE_RATES)],
+            ["learning rate, reference", "the best of " + ", ".join(f"{peak:g}" for peak in REFERENCE_RATES)],
             ["learning rate, from scratch", f"{FROM_SCRATCH_RATE:g}"],
             ["schedule", f"linear from zero over {settings.warmup:.0%} of the steps, then linearly to zero"],
             ["tokens per step", f"{settings.batch:,}, in windows of {settings.length}"],
@@ -180,6 +184,8 @@ def settings_table(settings: Settings) -> str:
                 "distillation",
                 f"KL to the original's logits + {settings.hidden:g} × relative squared error of hidden states",
             ],
+            ["refitting", f"{settings.refit:,} of the tokens, ridge regression of every linear layer (`--refit`)"],
+            ["annealing", "λ from 0 to 1 over the first half of the steps (`--anneal`)"],
             ["seed", str(settings.seed)],
         ],
     )
@@ -199,6 +205,7 @@ def figures(results: Results) -> dict[str, str]:
             if run.tokens == longest
             and results[run].curve
             and not run.anneal
+            and not run.refit
             and (run.recipe != STANDARD or run == reference_of(run, results))
         }
         if lines:
@@ -219,7 +226,7 @@ def unsupported(results: Results) -> list[str]:
             results[b].loss < results[a].loss
             for a in after
             for b in after
-            if (a.recipe, a.method, a.anneal) == (b.recipe, b.method, b.anneal) and a.tokens < b.tokens
+            if replace(a, tokens=b.tokens) == b and a.tokens < b.tokens
         ),
     }
     return [claim for claim, holds in claims.items() if not holds]

@@ -27,8 +27,8 @@ OTHERS = (
 SCRATCH = (STANDARD, "parallel", "ladder", "desync-2x", "desync-4x")  # the paper's tables 3 and 5
 RANKS = 2
 RATES = {"sft": 1e-3, "distill": 2e-3}  # peak learning rates: a teacher's targets are less noisy than the text's
-FROM_SCRATCH_RATE = 4e-3  # pretraining's
-REFERENCE_RATES = (3e-4, 1e-3)  # high rates heal but harm what needs no healing, so the reference has its pick
+FROM_SCRATCH_RATE = 2e-3
+REFERENCE_RATES = (1e-4, 3e-4, 1e-3)  # high rates heal but harm what needs no healing, so the reference has its pick
 
 Method = Literal["none", "sft", "distill"]
 
@@ -41,6 +41,7 @@ class Settings:
     weight_decay: float = 0.1
     batch: int = 1024  # tokens per step
     length: int = 256  # tokens of a window, in training and evaluation
+    refit: int = 65_536  # tokens that linear layers are fitted on, where they are
     hidden: float = 3.0  # weight of the hidden states' error beside the divergence of the logits, in distillation
     windows: int = 800  # of held-out text, at even distances
     seed: int = 1
@@ -58,6 +59,7 @@ class Run:
     recipe: str
     method: Method = "none"
     tokens: int = 0
+    refit: int = 0  # of the tokens, those that linear layers are fitted on before training
     anneal: float = 0.0  # share of the steps in which the rewrite grows from 0 to 1
     scratch: bool = False  # from random weights
     learning_rate: float = 0.0  # at its peak
@@ -72,7 +74,13 @@ class Run:
     def name(self) -> str:
         """In words, for progress and errors."""
         how = {"none": "zero-shot", "sft": "SFT", "distill": "distilled"}[self.method]
-        parts = [self.recipe, how, "annealed" * bool(self.anneal), "from scratch" * self.scratch]
+        parts = [
+            self.recipe,
+            "refitted," * bool(self.refit),
+            how,
+            "annealed" * bool(self.anneal),
+            "from scratch" * self.scratch,
+        ]
         training = f"{self.tokens:,} tokens at {self.learning_rate:g}" * bool(self.tokens)
         return " ".join(filter(None, [*parts, training]))
 
@@ -82,9 +90,10 @@ def budget(share: float, settings: Settings) -> int:
     return int(share * PRETRAINING) // settings.batch * settings.batch
 
 
-def light(recipes: Sequence[str], tokens: int) -> list[Run]:
-    """Each recipe distilled and fine-tuned on `tokens`."""
-    return [Run(recipe, how, tokens, learning_rate=RATES[how]) for recipe in recipes for how in ("distill", "sft")]
+def light(recipes: Sequence[str], tokens: int, refit: int = 0) -> list[Run]:
+    """Each recipe distilled and fine-tuned on `tokens`, and distilled after `refit` of them."""
+    methods: list[tuple[Method, int]] = [*([("distill", refit)] if refit else []), ("distill", 0), ("sft", 0)]
+    return [Run(recipe, how, tokens, fit, learning_rate=RATES[how]) for how, fit in methods for recipe in recipes]
 
 
 def references(tokens: int) -> list[Run]:
@@ -93,27 +102,28 @@ def references(tokens: int) -> list[Run]:
 
 
 def core(settings: Settings) -> list[Run]:
-    """Five percent of the pretraining tokens for four recipes and the reference, then twice as many; most telling
-    first."""
+    """Five percent of the pretraining tokens for four recipes and the reference, in every way; then twice as many in
+    the best of them. The most telling first."""
     runs = [Run(recipe) for recipe in (STANDARD, *CORE)]
-    for share in (0.05, 0.1):
-        tokens = budget(share, settings)
-        runs += references(tokens) + light(CORE, tokens)
-    return runs
+    few, many = (budget(share, settings) for share in (0.05, 0.1))
+    runs += references(few) + light(CORE, few, settings.refit)
+    runs += [Run(recipe, "distill", few, anneal=0.5, learning_rate=RATES["distill"]) for recipe in CORE]
+    refitted = [run for run in light(CORE, many, settings.refit) if run.refit]
+    return runs + references(many) + refitted
 
 
 def full(settings: Settings) -> list[Run]:
     """The core; every other recipe that approximates; models from scratch."""
-    runs = core(settings) + [Run(recipe) for recipe in OTHERS] + light(OTHERS, budget(0.05, settings))
+    runs = core(settings) + [Run(recipe) for recipe in OTHERS] + light(OTHERS, budget(0.05, settings), settings.refit)
     whole = budget(1.0, settings)
     return runs + [Run(recipe, "sft", whole, scratch=True, learning_rate=FROM_SCRATCH_RATE) for recipe in SCRATCH]
 
 
 def quick(settings: Settings) -> tuple[list[Run], Settings]:
-    """Two steps of one recipe on a few windows: to see whether everything runs."""
-    settings = replace(settings, windows=4, length=64, batch=128)
-    tokens = 2 * settings.batch
-    trained = [*references(tokens)[:1], *light(["ladder-upper-half"], tokens)]
+    """Some steps of one recipe on a few windows: to see whether everything runs."""
+    settings = replace(settings, windows=4, length=64, batch=128, refit=256)
+    tokens = 4 * settings.batch
+    trained = [*references(tokens)[:1], *light(["ladder-upper-half"], tokens, settings.refit)]
     return [Run(STANDARD), Run("ladder-upper-half"), *trained], settings
 
 

@@ -107,14 +107,15 @@ def test_the_page_says_what_the_figures_say() -> None:
     assert unsupported(results) == []
     text = page(results, settings, "")
     assert "<<" not in text
-    assert "| `ladder-upper-half` | 0.5 | +0.82 ± 0.00 | distilled 489,472 tokens at 0.002 | **missed** |" in text
-    assert "| `ladder` | 2 | +0.82 ± 0.00 | distilled 489,472 tokens at 0.002 | reached |" in text
-    assert "Distillation is better in 8 of 8 pairs, worse in 0" in text
+    how = "refitted, distilled 489,472 tokens at 0.002"
+    assert f"| `ladder-upper-half` | 0.5 | +0.82 ± 0.00 | {how} | **missed** |" in text
+    assert f"| `ladder` | 2 | +0.82 ± 0.00 | {how} | reached |" in text
+    assert "Distillation is better in 4 of 4 pairs, worse in 0" in text
     assert set(figures(results)) == {"adaptation-sft.svg"}
     worse = Run("ladder", "distill", budget(0.05, settings), learning_rate=RATES["distill"])
     results[worse] = made_up(worse, 0.6)
     assert unsupported(results) == ["every training heals"]
-    assert "Distillation is better in 7 of 8 pairs, worse in 1" in page(results, settings, "")
+    assert "Distillation is better in 3 of 4 pairs, worse in 1" in page(results, settings, "")
 
 
 def test_a_chart_draws_every_point_within_its_frame() -> None:
@@ -127,15 +128,6 @@ def test_a_chart_draws_every_point_within_its_frame() -> None:
     assert circles[2][1] < circles[0][1] < circles[1][1]  # more is higher
     assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert 4 <= len(ticks(0.93, 1.21)) <= 9
-
-
-def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
-    from adaptation_train import rate
-
-    rates = [rate(step, 100, 0.1) for step in range(100)]
-    assert rates[:2] == pytest.approx([0.1, 0.2])
-    assert max(rates) == rates[9] == 1
-    assert 0 < rates[-1] < 0.02
 
 
 @pytest.mark.slow
