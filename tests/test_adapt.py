@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
 from rewriter.adapt import checkpoints, source
-from rewriter.adapt.job import place_of
+from rewriter.adapt.job import Job, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.progress import read_metrics
 from rewriter.adapt.run import AdaptReport, adapt
@@ -231,6 +231,15 @@ def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:
     assert report.losses["after"] < report.losses["before"] - 0.5
 
 
+def test_a_directory_where_a_run_is_at_work_is_not_to_be_deleted(tmp_path: Path) -> None:
+    running = Job(tmp_path / "out", {}, resume=False)
+    for resume in (False, True):
+        with pytest.raises(RewriterError, match=r"another run is at work there\. Wait for it"):
+            Job(tmp_path / "out", {}, resume)
+    running.close(done=False)
+    assert not list(tmp_path.iterdir()), "without a checkpoint there is nothing to go on from"
+
+
 # Refusals
 
 
@@ -244,6 +253,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"hidden_states": 1.0}, r"--hidden-states 1.0 is a part of the distillation loss"),
         ({"method": "distill", "from_scratch": True}, r"--from-scratch --method distill"),
         ({"length": 1}, r"--length 1: expected 2 or more"),
+        ({"sp": 2, "settings": {"gradient_checkpointing": True}}, r"--set gradient_checkpointing with --sp 2"),
+        ({"tp": 2, "settings": {"neftune_noise_alpha": 5}}, r"--set neftune_noise_alpha with --tp 2"),
     ]
     for options, message in cases:
         with pytest.raises(RewriterError, match=message):
@@ -333,6 +344,9 @@ def test_settings_are_the_trainers() -> None:
         parse_settings(["learning_rat=1"])
     with pytest.raises(RewriterError, match="expected NAME=VALUE"):
         parse_settings(["max_steps"])
+    for wrong in ("max_steps=1.5", "learning_rate=fast", "bf16=1", "seed=true", "data_seed=null"):
+        with pytest.raises(RewriterError, match=f"--set {wrong.partition('=')[0]}=.*: expected"):
+            parse_settings([wrong])
     with pytest.raises(RewriterError, match="twice"):
         parse_settings(["seed=1", "seed=2"])
 

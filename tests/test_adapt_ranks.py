@@ -51,10 +51,10 @@ def files() -> dict[str, Path]:
 
 
 @functools.cache
-def alone(name: str, method: str = "sft") -> Path:
+def alone(name: str, method: str = "sft", lora: int = 0) -> Path:
     """The result on one device."""
-    out = adapted.root() / f"alone-{name}-{method}"
-    train(None, files(), out, [(name, {"method": method})])
+    out = adapted.root() / f"alone-{name}-{method}-{lora}"
+    train(None, files(), out, [(name, {"method": method, "lora": lora})])
     return out / "0"
 
 
@@ -94,6 +94,7 @@ MORE_OF_TWO: list[Case] = [
     ("mixtral", {"tp": 2}),
     ("ladder", {"tp": 2, "method": "distill"}),
     ("ladder", {"zero": "3", "method": "distill"}),
+    ("ladder", {"zero": "3", "lora": 4}),
 ]
 
 
@@ -101,7 +102,7 @@ MORE_OF_TWO: list[Case] = [
 def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
     run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=500)
     for index, (name, options) in enumerate(MORE_OF_TWO):
-        assert_same_training(tmp_path / str(index), alone(name, options.get("method", "sft")))
+        assert_same_training(tmp_path / str(index), alone(name, options.get("method", "sft"), options.get("lora", 0)))
 
 
 FOUR: list[Case] = [

@@ -29,24 +29,29 @@ class Job:
         told = json.loads(json.dumps(dict(described)))
         if self.place.exists() and not (self.place / _JOB).is_file():
             raise RewriterError(f"{self.place}: exists, and is not a run of `rewrite adapt`. Move it away.")
-        if self.place.exists() and not resume:
-            raise RewriterError(
-                f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or delete "
-                "the directory to start over."
-            )
-        if self.place.exists():
-            _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), told)
-        else:
+        interrupted = self.place.exists()
+        if not interrupted:
             self.place.mkdir(parents=True)
             (self.place / _JOB).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         self._lock = os.open(self.place / _JOB, os.O_RDONLY)
         try:
+            # first of all: nobody is to be told to delete what another run writes
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if interrupted and not resume:
+                raise RewriterError(
+                    f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or "
+                    "delete the directory to start over."
+                )
+            if interrupted:
+                _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), told)
         except BlockingIOError as error:
             os.close(self._lock)
             raise RewriterError(
                 f"{self.place}: another run is at work there. Wait for it, or choose another --out."
             ) from error
+        except RewriterError:
+            os.close(self._lock)
+            raise
 
     def close(self, done: bool) -> None:
         """Let others in. A run that is done leaves nothing, nor does one that has no checkpoint to go on from."""

@@ -26,6 +26,16 @@ SETTINGS = (
 )  # fmt: skip
 """The names of transformers.TrainingArguments that mean here what they mean there."""
 
+_KINDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "seed",
+      "data_seed", "save_total_limit", "dataloader_num_workers"), int, "a whole number"),
+    (("num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+      "max_grad_norm", "neftune_noise_alpha", "logging_steps", "eval_steps", "save_steps"), int | float, "a number"),
+    (("bf16", "tf32", "gradient_checkpointing", "full_determinism", "use_cpu", "dataloader_pin_memory"), bool,
+     "true or false"),
+)  # fmt: skip
+_OR_NONE = ("neftune_noise_alpha", "save_total_limit", "tf32")
+
 FREE = (
     "logging_steps", "save_steps", "save_total_limit", "per_device_train_batch_size", "gradient_accumulation_steps",
     "per_device_eval_batch_size", "eval_steps", "dataloader_num_workers", "dataloader_pin_memory", "use_cpu",
@@ -38,6 +48,8 @@ DEFAULTS: Mapping[str, Any] = {
     "num_train_epochs": 2.0, "max_grad_norm": 1.0, "weight_decay": 0.0, "save_total_limit": 2, "logging_steps": 1,
     "seed": 0,
 }  # fmt: skip
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Values of `optim` that step each element by itself, and so need not see whole tensors."""
 BATCH = 32  # rows of an optimizer step, over all ranks; the paper's
 MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing else is said
 
@@ -115,6 +127,9 @@ class Options:
         ):
             if used:
                 raise RewriterError(f"{name} with {where}: {instead}")
+        for name in ("neftune_noise_alpha", "gradient_checkpointing"):
+            if self.settings.get(name):
+                raise RewriterError(f"--set {name} with {where}: the sharded module has none. Use data-parallel ranks")
         if self.zero in ("1", "2", "plus-plus"):
             raise RewriterError(f"--zero {self.zero} with {where}: it is for data-parallel ranks alone. Use --zero 3")
 
@@ -143,10 +158,14 @@ def parse_settings(assignments: list[str]) -> dict[str, Any]:
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings. Raises RewriterError for a name that means nothing here."""
-    for name in settings:
+    """The settings. Raises RewriterError for a name that means nothing here, and for a value of another kind."""
+    for name, value in settings.items():
         if name not in SETTINGS:
             raise RewriterError(f"--set {name}: {did_you_mean(name, SETTINGS, what='settings that adapt takes')}")
+        for names, kind, words in _KINDS:
+            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if name in names and not fits and not (value is None and name in _OR_NONE):
+                raise RewriterError(f"--set {name}={value}: expected {words}")
     return dict(settings)
 
 

@@ -21,8 +21,8 @@ _KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss")
 class Metrics(TrainerCallback):
     """Writes what is logged to `metrics.jsonl`; on rank 0 alone.
 
-    A line has the step, the tokens seen until then, and what the Trainer logs, with the parts of the loss and the
-    tokens per second since the line before. When a run is resumed, lines behind the checkpoint are dropped.
+    A line has the step, the tokens seen until then, and what the Trainer logs, with the loss of the step, its parts and
+    the tokens per second since the line before. When a run is resumed, lines behind the checkpoint are dropped.
     """
 
     def __init__(self, run: Path, tokens_per_step: int, show: Callable[..., None] | None = None) -> None:
@@ -42,7 +42,8 @@ class Metrics(TrainerCallback):
             return
         entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
         if self.trainer is not None and "loss" in logged:
-            logged |= {name: value for name, value in self.trainer.parts.items() if name != "loss"}
+            # of the step, not the Trainer's mean since the last line: that is another one after an interruption
+            logged |= self.trainer.parts
         now, (step, then) = time.perf_counter(), self._last or (0, 0.0)
         if state.global_step > step and "loss" in logged:
             logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)

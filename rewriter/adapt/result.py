@@ -19,7 +19,7 @@ from rewriter.adapt.options import FREE, Options, Schedule
 from rewriter.adapt.progress import METRICS, read_metrics
 from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.source import Opened, rewritten, write_source
-from rewriter.adapt.students import HuggingFaceModel, base_of
+from rewriter.adapt.students import base_of
 from rewriter.adapt.unshard import full_tensors, read_shard, write_model, write_trained
 from rewriter.convert import Level, save
 from rewriter.emit.manifest import AdaptationEntry
@@ -27,11 +27,14 @@ from rewriter.weights import Checkpoint
 
 
 def merge(built: Student) -> None:
-    """Add adapters to the weights that they adapt: what is stored has none."""
+    """Add adapters to the weights that they adapt: what is stored has none.
+
+    What is around the model stays: by it FSDP2 gathers what is in no layer.
+    """
     module = built.model.module
     if base_of(module) is not module:
         _reshard(module)
-        built.model = HuggingFaceModel(cast(Any, module).merge_and_unload(), built.model.group)
+        cast(Any, module).merge_and_unload()
 
 
 @torch.no_grad()
@@ -57,8 +60,9 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Rank
     _reshard(module)
     program = built.program
     if program is None:
-        state = {name: _whole(tensor) for name, tensor in module.state_dict().items()}
-        ranks.on_first(lambda: write_model(module, state, like, run / "made", trained))
+        base = base_of(module)
+        state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
+        ranks.on_first(lambda: write_model(base, state, like, run / "made", trained))
     else:
         shards = run / "shards"
         own = {name: _whole(parameter) for name, parameter in module.named_parameters()}

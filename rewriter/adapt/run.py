@@ -94,6 +94,11 @@ def adapt(
     device = this_device(bool(settings.get("use_cpu")))
     ranks = join(chosen.tp * chosen.sp, device)
     ranks.on_first(lambda: check_free(place))
+    if ranks.world > 1 and (optim := settings.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
+        raise RewriterError(
+            f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
+            f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
+        )
     run = _Run(opened, place, chosen, settings, ranks, device, progress)
     return run.go(os.fspath(data), evaluation, teacher, resume, verify)
 

@@ -1,0 +1,89 @@
+"""`rewrite adapt` as a command: what it prints, its exit codes, and the ranks that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import adapted
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rewriter.adapt import source
+from rewriter.cli import main
+
+SETTINGS = ["--length", "48", "--verify", "none"]
+for setting in ("max_steps=1", "learning_rate=1e-2", "use_cpu=true", "gradient_accumulation_steps=1"):
+    SETTINGS += ["--set", setting]
+
+
+def command(directory: Path, out: Path, *more: str, data: Path | None = None) -> list[str]:
+    files = ["--data", str(data or adapted.text_file()), "--eval", str(adapted.text_file(20, 1)), "--out", str(out)]
+    return ["adapt", str(directory), *files, *SETTINGS, *more]
+
+
+def test_the_command_tells_what_it_did_and_refuses_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(source, "trace", adapted.trace_once)
+    directory, out = adapted.directory("ladder"), tmp_path / "out"
+    assert main(command(directory, out, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["out"] == str(out)
+    assert set(report["losses"]) == {"original", "before", "after"}
+    assert report["losses"]["after"] < report["losses"]["before"]
+    assert report["adaptation"]["settings"]["learning_rate"] == 1e-2
+    assert (report["adaptation"]["steps"], report["adaptation"]["rows_per_step"]) == (1, 8)
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "x y"}\n{"texts": "x"}\n')
+    refused: list[tuple[list[str], list[str]]] = [
+        (command(directory, out), [f"{out}: already holds an output of rewriter. Choose another --out"]),
+        (command(directory, tmp_path / "b", data=bad), [f"{bad}:2: ", 'neither "messages" nor "text"']),
+        (command(directory, tmp_path / "b", "--set", "lr=1"), ["--set lr: ", "learning_rate"]),
+        (
+            command(directory, tmp_path / "b", "--set", "weight_decay=much"),
+            ["weight_decay=much: expected a number"],
+        ),
+        (command(tmp_path, tmp_path / "b"), [f"{tmp_path}: no rewrite.json in it"]),
+    ]
+    for words, told in refused:
+        assert main(words) == 2, words
+        printed = capsys.readouterr()
+        assert not printed.out
+        assert printed.err.startswith("error: ")
+        assert all(part in printed.err for part in told), printed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "out"]
+
+
+def _rewrite(words: list[str], timeout: int = 200) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "rewriter.cli", *words], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_and_tells_one_error(tmp_path: Path) -> None:
+    directory = adapted.directory("ladder", 2)
+    done = _rewrite(command(directory, tmp_path / "two", "--tp", "2", "--json"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["adaptation"]["ranks"] == {"dp": 1, "sp": 1, "tp": 2}
+    one = _rewrite(command(directory, tmp_path / "one"))
+    assert one.returncode == 0, one.stderr
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "two" / "model.safetensors").items():
+        assert (tensor != expected[name]).to(torch.float32).mean() < 0.02, name
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("not json\n")
+    failed = _rewrite(command(directory, tmp_path / "b", "--tp", "2", data=bad))
+    assert failed.returncode == 2
+    assert failed.stderr.splitlines()[-1].startswith(f"error: {bad}:1: not JSON")
+    assert failed.stderr.count("not JSON") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "one", "two"]
