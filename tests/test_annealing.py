@@ -257,7 +257,7 @@ def slow(*cases: tuple[Any, ...]) -> list[Any]:
 FEW = ("ladder", "upper-half", "parallel", "parallel-ladder", "2x", "4x-sum", "own-partial", "drop-sync", "mix")
 ENDS = [
     *[("llama", name, None) for name in FEW],
-    *[("gpt2", name, None) for name in ("ladder", "parallel", "4x-sum")],
+    *slow(*[("gpt2", name, None) for name in ("ladder", "parallel", "4x-sum")]),
     ("mixtral", "upper-half", None),
     ("mixtral", "2x", None),
     *slow(*[("llama", name, None) for name in RECIPES if name not in FEW]),
@@ -286,7 +286,7 @@ def test_it_goes_from_the_original_to_the_recipe(family: str, recipe: str, ranks
 
 HOOKED = [
     *[("llama", name) for name in FEW if name not in LANES],
-    *[("gpt2", name) for name in ("ladder", "parallel", "parallel-mlp")],
+    *slow(*[("gpt2", name) for name in ("ladder", "parallel", "parallel-mlp")]),
     ("mixtral", "upper-half"),
     *slow(*[("gpt2", name) for name in ("scattered", "parallel-own")]),
     *slow(*[("gpt_neox", name) for name in ("ladder", "scattered")]),
