@@ -120,14 +120,6 @@ class Permute:
         return (*notes, *([f"measured: {self.measured_on}"] if self.measured_on else ()))
 
 
-def in_order(passes: Sequence[Any]) -> list[Any]:
-    """`passes` for weights that an output directory holds, which are in the order of its `permute` already.
-
-    What was measured stays on record, and nothing is moved a second time.
-    """
-    return [replace(p, applied=True) if isinstance(p, Permute) else p for p in passes]
-
-
 def order_of(ranks: str) -> tuple[int, ...]:
     """The unit that comes to each place, where `ranks` names the rank of every unit; those of a rank keep order."""
     return tuple(sorted(range(len(ranks)), key=lambda unit: (DIGITS.index(ranks[unit]), unit)))
