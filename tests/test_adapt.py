@@ -21,6 +21,7 @@ from rewriter.adapt import checkpoints, source
 from rewriter.adapt.job import Job, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.progress import read_metrics
+from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.run import AdaptReport, adapt
 from rewriter.adapt.source import Opened, write_source
 from rewriter.adapt.trainer import AdaptTrainer, on_device
@@ -238,6 +239,16 @@ def test_a_directory_where_a_run_is_at_work_is_not_to_be_deleted(tmp_path: Path)
             Job(tmp_path / "out", {}, resume)
     running.close(done=False)
     assert not list(tmp_path.iterdir()), "without a checkpoint there is nothing to go on from"
+
+
+def test_the_pieces_of_an_optimizer_that_two_ranks_had_are_refused_by_one(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"optimizer-{rank}-of-2.pt").touch()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(RewriterError, match=r"in pieces: optimizer-0-of-2\.pt, .* Resume on as many ranks"):
+        checkpoints.load_rest(tmp_path, model, optimizer, constant, Ranks(), 0)
 
 
 # Refusals

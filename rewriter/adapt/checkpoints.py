@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rewriter.adapt.ranks import Ranks
+from rewriter.errors import RewriterError
 from rewriter.runtime.zero.stages import StagedOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -99,7 +100,17 @@ def load_model(place: Path, model: nn.Module, ranks: Ranks, own: int) -> None:
 def load_rest(
     place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: Ranks, own: int
 ) -> None:
-    """Read back what `save` wrote beside the parameters, the random state excepted."""
+    """Read back what `save` wrote beside the parameters, the random state excepted.
+
+    Raises RewriterError where the optimizer's state lies in pieces of other ranks.
+    """
+    pieces, staged = sorted(path.name for path in place.glob("optimizer-*.pt")), isinstance(optimizer, StagedOptimizer)
+    if (_own_optimizer(ranks) not in pieces) if staged else pieces:
+        of = f"in pieces: {', '.join(pieces)}" if pieces else "not in pieces"
+        raise RewriterError(
+            f"--resume: {place} has the optimizer's state {of}. Resume on as many ranks as it was written on, or use "
+            "--zero 3 from the start, whose checkpoints go on with any number"
+        )
     if isinstance(optimizer, StagedOptimizer):
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
