@@ -161,3 +161,31 @@ def test_ranks_that_are_interrupted_go_on_with_the_same_losses(options: dict[str
     ours, theirs = (read_metrics(tmp_path / name / "training") for name in ("out", "0"))
     for a, b in zip(ours, theirs, strict=True):
         assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])
+
+
+def gathered(group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a layer computes: with weights as they are, quantized on their way, and within `exact_weights`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from rewriter.runtime.training import zero_plus_plus
+    from rewriter.runtime.zero.plugs import exact_weights
+
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(64, 64), torch.randn(4, 64)
+    whole = model(x)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    zero_plus_plus(model, weights="int8", node=group.size())
+    with torch.no_grad():
+        quantized = model(x)  # FSDP2 keeps what the root gathered
+        with exact_weights(model):
+            exact = model(x)
+        again = model(x)
+    assert torch.equal(quantized, again)
+    return whole.detach(), quantized, exact
+
+
+def test_what_is_measured_is_what_is_stored_though_weights_travel_quantized() -> None:
+    for whole, quantized, exact in run_ranks(gathered, 2):
+        assert torch.allclose(exact, whole, rtol=1e-6, atol=1e-7)
+        assert (quantized - whole).abs().max() > 1e-4

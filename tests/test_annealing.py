@@ -422,7 +422,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "fault"), FAULTS, ids=str)
+@pytest.mark.parametrize(("recipe", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 @torch.no_grad()
 def test_faults_are_noticed(recipe: str, fault: Callable[[fx.Graph], None]) -> None:
     ranks, modes = RECIPES[recipe][1:]

@@ -9,6 +9,7 @@ from rewriter.adapt import losses
 from rewriter.adapt.batches import stack
 from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.students import Model
+from rewriter.runtime.zero.plugs import exact_weights
 
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given
 MOST_HELD_OUT = 256
@@ -17,8 +18,19 @@ MOST_HELD_OUT = 256
 @torch.no_grad()
 def evaluate(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torch.device, bf16: bool = False) -> float:
     """Mean cross entropy in nats per target, the same on every rank. The model's mode is restored."""
-    count, training = len(rows), model.module.training  # type: ignore[arg-type]
+    training = model.module.training
     model.module.eval()
+    with exact_weights(model.module):
+        totals = _totals(model, rows, batch, ranks, device, bf16)
+    if model.group is not None:
+        ranks.sum(totals, model.group)
+    model.module.train(training)
+    return float(totals[0] / totals[1].clamp(min=1))
+
+
+def _totals(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torch.device, bf16: bool) -> torch.Tensor:
+    """float64 [2]: the sum of this rank's losses, and how many they are."""
+    count = len(rows)  # type: ignore[arg-type]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for start in range(0, count, batch * ranks.replicas):
         own = range(start + ranks.replica * batch, start + (ranks.replica + 1) * batch)
@@ -30,10 +42,7 @@ def evaluate(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torc
         targets = losses.own_targets(inputs["labels"], computed.indices)
         totals[0] += losses.cross_entropy(computed.logits, targets).double()
         totals[1] += (targets != losses.IGNORED).sum()
-    if model.group is not None:
-        ranks.sum(totals, model.group)
-    model.module.train(training)
-    return float(totals[0] / totals[1].clamp(min=1))
+    return totals
 
 
 def _without_targets(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -134,6 +134,8 @@ class _Run:
     def go(self, data: str, evaluation: Any, teacher: Any, resume: bool, verify: Level) -> AdaptReport:
         rows, held_out, told = self._rows(data, evaluation)
         sizes = settings_of.schedule(self.settings, self.recipe.adapt, len(rows), self.ranks.replicas)  # type: ignore[arg-type]
+        # a warm-up longer than the run would end below the learning rate that was asked for
+        self.settings["warmup_steps"] = min(self.settings["warmup_steps"], max(0, sizes.steps - 1))
         job = self.ranks.on_first(lambda: self._open_job(data, evaluation, teacher, sizes, resume))
         self.run = Path(job)
         done = False
@@ -345,7 +347,6 @@ class _Run:
             "max_steps": sizes.steps,
             "per_device_train_batch_size": sizes.micro_batch,
             "gradient_accumulation_steps": sizes.accumulation,
-            "warmup_steps": min(self.settings["warmup_steps"], max(0, sizes.steps - 1)),
             "save_steps": self.settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
             "eval_strategy": "steps" if "eval_steps" in self.settings else "no",
         }

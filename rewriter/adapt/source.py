@@ -22,7 +22,7 @@ from rewriter.recipes import Recipe
 from rewriter.trace import trace
 
 _OURS = ("auto_map", "rewriter_layers", "rewriter_ranks", "rewriter_pattern")
-_NOT_SOURCE = ("README.md", "rewrite.json", "golden.safetensors")
+_NOT_SOURCE = ("rewrite.json", "golden.safetensors")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ Both are called on FSDP2's own streams, and have written their output when the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from rewriter.errors import RewriterError
 from rewriter.kernels import parse_format, parse_hops
@@ -22,6 +24,30 @@ from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start
 from rewriter.runtime.zero.fsdp import AllGather, DefaultAllGather, ParameterGroup, ReduceScatter, reduction_factor
 from rewriter.runtime.zero.layout import Layout
 from rewriter.runtime.zero.nodes import Grid
+
+_exact = False  # whether a block of `exact_weights` is running
+
+
+@contextmanager
+def exact_weights(model: nn.Module) -> Iterator[None]:
+    """While the block runs, FSDP2 gathers the weights of `model` as they are, also after `zero_plus_plus`.
+
+    For measuring what is stored. All ranks enter and leave it together, outside of forward and backward.
+    """
+    global _exact
+    before, _exact = _exact, True
+    _free_gathered(model)
+    try:
+        yield
+    finally:
+        _exact = before
+        _free_gathered(model)
+
+
+def _free_gathered(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class QuantizedAllGather(AllGather):
@@ -47,6 +73,8 @@ class QuantizedAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         ranks = group.size()
+        if _exact:
+            return self._exact(output_tensor, input_tensor, group, async_op)
         if ranks != self.grid.ranks:
             received = input_tensor.nbytes * (ranks - 1)
             observe("wire", f"{self.name} secondary", input_tensor, group, received, received, self.secondary_axis)
