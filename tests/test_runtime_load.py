@@ -204,7 +204,7 @@ def test_a_product_of_axes_is_refused_by_name(tmp_path):
         load(tmp_path, dp=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_launch_generates_on_real_ranks(tmp_path, ranks):
     w = {name: value.double() for name, value in reference.weights().items()}
     expected = [reference.greedy(w, prompt, 12, runtime_qwen.LADDER_FROM) for prompt in PROMPTS]
