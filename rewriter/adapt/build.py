@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,9 +55,14 @@ class Student:
         module = self.model.module
         if self.program is None or not isinstance(module, RuntimeModel) or module_ranks(self.program) == 1:
             return clip_gradients(module, largest)
+        return clip_gradients(module, largest, self._shares, cast("ProcessGroup | None", module.tp))
+
+    @cached_property
+    def _shares(self) -> dict[str, float | Tensor]:
+        """By parameter, how much of an element is this rank's: the same in every step."""
+        assert self.program is not None
         ranks = module_ranks(self.program)
-        parts = {name: shares(p, self.own, ranks) for name, p in self.program.parameters.items()}
-        return clip_gradients(module, largest, parts, cast("ProcessGroup | None", module.tp))
+        return {name: shares(p, self.own, ranks) for name, p in self.program.parameters.items()}
 
 
 def module_ranks(program: Program) -> int:

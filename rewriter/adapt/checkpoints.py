@@ -37,15 +37,14 @@ _SCHEDULE = "schedule.json"
 
 def last(run: Path) -> Path | None:
     """The complete checkpoint of the latest step in the directory of a run."""
+    found = _complete(run)
+    return found[-1] if found else None
+
+
+def _complete(run: Path) -> list[Path]:
+    """All complete checkpoints, by their steps."""
     found = {int(m[1]): path for path in run.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))}
-    return found[max(found)] if found else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """The number of steps that were done when it was written."""
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
+    return [found[step] for step in sorted(found)]
 
 
 def begin(run: Path, step: int, ranks: Ranks) -> Path:
@@ -65,8 +64,7 @@ def commit(staging: Path, step: int, keep: int | None, ranks: Ranks) -> None:
         final = staging.with_name(f"checkpoint-{step}")
         shutil.rmtree(final, ignore_errors=True)
         staging.rename(final)
-        found = sorted((p for p in final.parent.glob("checkpoint-*") if _NAME.fullmatch(p.name)), key=step_of)
-        for old in found[: -keep if keep else 0]:
+        for old in _complete(final.parent)[: -keep if keep else 0]:
             shutil.rmtree(old, ignore_errors=True)
     ranks.barrier()
 

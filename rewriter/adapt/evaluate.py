@@ -9,6 +9,7 @@ from rewriter.adapt import losses
 from rewriter.adapt.batches import stack
 from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.students import Model
+from rewriter.runtime.loss import IGNORED
 from rewriter.runtime.zero.plugs import exact_weights
 
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given
@@ -41,12 +42,12 @@ def _totals(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torch
             computed = model(inputs)
         targets = losses.own_targets(inputs["labels"], computed.indices)
         totals[0] += losses.cross_entropy(computed.logits, targets).double()
-        totals[1] += (targets != losses.IGNORED).sum()
+        totals[1] += (targets != IGNORED).sum()
     return totals
 
 
 def _without_targets(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**row, "labels": torch.full_like(row["labels"], losses.IGNORED)}
+    return {**row, "labels": torch.full_like(row["labels"], IGNORED)}
 
 
 def hold_out(rows: Dataset, seed: int) -> tuple[Subset, Subset]:

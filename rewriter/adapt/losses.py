@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from rewriter.runtime.loss import IGNORED, next_tokens
+
 _CHUNK = 1 << 24  # logits in fp32 at a time: 64 MB
 
 
 def own_targets(labels_BS: Tensor, indices_n: Tensor) -> Tensor:
     """int64 [B, n]: what this rank's tokens, at places `indices_n` of the row, are asked for: the label behind each."""
-    following = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-    return following.index_select(1, indices_n)
+    return next_tokens(labels_BS).index_select(1, indices_n)
 
 
 def count_targets(labels_BS: Tensor) -> int:
     """How many predictions rows ask for."""
-    return int((labels_BS[:, 1:] != IGNORED).sum())
+    return int((next_tokens(labels_BS) != IGNORED).sum())
 
 
 def cross_entropy(logits_BnV: Tensor, targets_Bn: Tensor) -> Tensor:

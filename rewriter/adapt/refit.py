@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.adapt.losses import IGNORED
 from rewriter.adapt.ranks import Ranks
 from rewriter.errors import RewriterError
+from rewriter.runtime.loss import IGNORED
 from rewriter.trace.model import find_layers
 
 LINEAR = (nn.Linear, Conv1D)
@@ -63,11 +63,9 @@ def refit(
     for index in range(len(layers)):
         progress("refitting the weights", index, len(layers))
         prefix = f"{path}.{index}."
-        names = [
-            prefix + name for name, module in layers[index].named_modules() if isinstance(module, nn.Linear | Conv1D)
-        ]
+        names = [prefix + name for name, module in layers[index].named_modules() if isinstance(module, LINEAR)]
         for name in names:
-            if not isinstance(teacher.get_submodule(name), nn.Linear | Conv1D):
+            if not isinstance(teacher.get_submodule(name), LINEAR):
                 raise RewriterError(f"--refit: {name} is no linear layer in the original. Train without --refit")
         for group in _groups(student, names, batches[0]):
             sums = [_Sums(student.get_submodule(name)) for name in group]

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rewriter.adapt.build import Student
@@ -20,9 +19,10 @@ from rewriter.adapt.progress import METRICS, read_metrics
 from rewriter.adapt.ranks import Ranks
 from rewriter.adapt.source import Opened, rewritten, write_source
 from rewriter.adapt.students import base_of
-from rewriter.adapt.unshard import full_tensors, read_shard, write_model, write_trained
+from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert import Level, save
 from rewriter.emit.manifest import AdaptationEntry
+from rewriter.runtime.zero.plugs import free_gathered
 from rewriter.weights import Checkpoint
 
 
@@ -33,31 +33,24 @@ def merge(built: Student) -> None:
     """
     module = built.model.module
     if base_of(module) is not module:
-        _reshard(module)
+        free_gathered(module)
         cast(Any, module).merge_and_unload()
 
 
 @torch.no_grad()
 def round_to(module: nn.Module, dtype: torch.dtype) -> None:
     """Round all weights to the dtype that they are stored in: the loss after training is of those."""
-    _reshard(module)
+    free_gathered(module)
     for parameter in module.parameters():
         if parameter.is_floating_point():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(local.to(dtype))
 
 
-def _reshard(module: nn.Module) -> None:
-    """Free the whole parameters that FSDP2 may have kept: their shards are about to change."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-
-
 def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Ranks, tp: int) -> None:
     """Write the trained weights under the source's names, beside the source's config. Every rank calls it."""
     like, trained, module = Checkpoint.open(source), run / "trained", built.model.module
-    _reshard(module)
+    free_gathered(module)
     program = built.program
     if program is None:
         base = base_of(module)
@@ -72,7 +65,7 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Rank
         ranks.barrier()
 
         def put_together() -> None:
-            full = full_tensors(program, like, [read_shard(shards / f"{rank}.safetensors") for rank in range(tp)])
+            full = full_tensors(program, like, [load_file(shards / f"{rank}.safetensors") for rank in range(tp)])
             write_trained(like, full.__getitem__, trained)
 
         ranks.on_first(put_together)

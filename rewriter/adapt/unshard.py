@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -101,12 +100,6 @@ def _scatter(
     for i, name in enumerate(names):
         own = (index >= bounds[i]) & (index < bounds[i + 1]) if len(names) > 1 else slice(None)
         found[name].view(-1)[index[own] - bounds[i]] = flat[own]
-
-
-def read_shard(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, in memory."""
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def shares(parameter: Parameter, rank: int, ranks: int) -> float | torch.Tensor:

@@ -36,15 +36,16 @@ def exact_weights(model: nn.Module) -> Iterator[None]:
     """
     global _exact
     before, _exact = _exact, True
-    _free_gathered(model)
+    free_gathered(model)
     try:
         yield
     finally:
         _exact = before
-        _free_gathered(model)
+        free_gathered(model)
 
 
-def _free_gathered(model: nn.Module) -> None:
+def free_gathered(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 may have kept: their shards change, or are to be gathered in another way."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
