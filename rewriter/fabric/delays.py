@@ -1,0 +1,40 @@
+"""What a collective takes, and what shares of a machine it holds meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from rewriter.fabric.calls import Call
+
+
+@dataclass(frozen=True)
+class Delay:
+    """How long one collective takes and what it occupies.
+
+    `seconds`: from the last rank's arrival to completion, with nothing else on the link. `transfer`: the part of it
+    during which it has the links in `links` for itself; other groups' transfers on the same link wait (see `Links`).
+    `cpu_seconds`: CPU time taken from the rank's own core (fabrics on CPUs; measured). `blocks`: CUDA blocks that it
+    holds (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together.
+    """
+
+    seconds: float
+    transfer: float
+    links: tuple[str, ...]
+    cpu_seconds: float = 0.0
+    blocks: int = 0
+    memory_bytes: int = 0
+
+    def lasting(self, seconds: float) -> Delay:
+        """The same exchange, if it took `seconds`: its share on the link stays the same share."""
+        share = self.transfer / self.seconds if self.seconds > 0 else 1.0
+        return replace(self, seconds=seconds, transfer=seconds * share)
+
+
+@runtime_checkable
+class DelayModel(Protocol):
+    """Says what a collective takes. A pure function: the same call has the same delay."""
+
+    def delay(self, call: Call) -> Delay:
+        """The delay of `call`. Raises RewriterError where the model has no answer for such a call."""
+        ...
