@@ -1,0 +1,214 @@
+"""What a prediction says, in seconds, bytes and tokens per second. Every number is of one rank of one model replica.
+
+A phase is one forward pass, in which `seconds` = `compute_seconds` + `exposed_seconds` + `host_seconds`: the compute
+stream works, waits for communication, or waits for the host to launch its next kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Lane = Literal["compute", "communication"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one stream's time, in seconds from the start of the phase.
+
+    `name` is the module's path in the compute lane, the collective's kind and the module whose result it completes in
+    the communication lane ("all-reduce model.layers.0.mlp"). `layer` is the decoder layer, None outside of the layers.
+    `stream` numbers the streams of a lane: 0 for compute, the mesh axes' streams for communication. `nbytes` are those
+    of the collective (nccl-tests' size; 0 in the compute lane). `exposed`: in the communication lane, whether the
+    compute stream stands idle for it during some of the span; in the compute lane, a stretch in which it stands so.
+    """
+
+    lane: Lane
+    start: float
+    end: float
+    name: str
+    layer: int | None
+    exposed: bool = False
+    stream: int = 0
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One forward pass of a rank.
+
+    `seconds`: from the first launch to the end of the last kernel. `compute_seconds`: the compute stream works.
+    `communication_seconds`: the sum of the communication spans, hidden ones too. `exposed_seconds`: the compute stream
+    stands idle because of communication; `exposed_by_layer` says where (seconds by decoder layer; -1 for what is
+    outside of the layers). `host_seconds`: it stands idle because the host has not launched the next kernel.
+    `spans`: of all streams, by start; idle stretches of compute for communication are there as exposed compute spans.
+    `flops`: of a rank. `weight_bytes`: weights that it reads; `kernels`: kernels that it launches, collectives too.
+    `collectives`: how many run.
+    """
+
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    exposed_by_layer: Mapping[int, float]
+    spans: tuple[Span, ...] = field(repr=False)
+    host_seconds: float = 0.0
+    flops: float = 0.0
+    weight_bytes: int = 0
+    kernels: int = 0
+    collectives: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One recipe on one fabric.
+
+    `recipe`: as the user named it. `tp`: ranks that share heads and channels, `sp`: those that share tokens; `nodes`:
+    over which they lie. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are launched as
+    one CUDA graph. `modelled`: the fabric's figures are not measured.
+
+    `prefill`: the pass over the prompt, which gives the first token. `decode`: one step at the mean number of past
+    tokens, prompt + generate / 2. Seconds of a generation: prefill + (generate - 1) · decode.
+    `seconds_per_token`: those of a generation / `generate`, prefill included. `tokens_per_second`: batch · generate /
+    those of a generation: all sequences of one replica. `exposed_communication_seconds_per_token`: likewise, of
+    `exposed_seconds`. `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
+
+    `break_even_seconds`: the time of one all-reduce above which the recipe's decode step beats the first recipe's, all
+    all-reduces taking as long as each other; `break_even_prefill_seconds` likewise of the prefill. None where it always
+    or never beats it, which `break_even_note` and `break_even_prefill_note` then say ("always", "never", "the same
+    program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
+    that is less than the device's memory. `kind`: the recipe's ("exact", "approximate", "timing only", …, or None for
+    an unknown). `notes`: in words, what the reader must know: what was estimated, passes that found nothing, …
+    """
+
+    recipe: str
+    fabric: str
+    modelled: bool
+    tp: int
+    nodes: int
+    batch: int
+    prompt: int
+    generate: int
+    graphed: bool
+    prefill: Phase
+    decode: Phase
+    seconds_per_token: float
+    tokens_per_second: float
+    exposed_communication_seconds_per_token: float
+    speedup: float
+    break_even_seconds: float | None
+    break_even_note: str | None
+    memory_bytes_per_rank: int
+    fits: bool
+    notes: tuple[str, ...] = ()
+    sp: int = 1
+    kind: str | None = None
+    break_even_prefill_seconds: float | None = None
+    break_even_prefill_note: str | None = None
+
+    @property
+    def generation_seconds(self) -> float:
+        """From the prompt to the last token of every sequence."""
+        return self.seconds_per_token * self.generate
+
+
+@dataclass(frozen=True)
+class Point:
+    """One choice of TP degree and batch. `seconds_per_token`: of one sequence, as in `Prediction` (the user's latency).
+    `tokens_per_second_per_gpu`: of all sequences, over the ranks. `fits`: in the device's memory. `front`: no other
+    point that fits is both faster for the user and better used."""
+
+    tp: int
+    batch: int
+    seconds_per_token: float
+    tokens_per_second_per_gpu: float
+    fits: bool
+    front: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A recipe that was not predicted, and why, in words."""
+
+    recipe: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Recipes on one fabric, in the order in which they were named; the first is what the others are compared with.
+
+    `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
+    `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
+    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took.
+    """
+
+    model: str
+    fabric: str
+    fabric_summary: str
+    device: str
+    modelled: bool
+    predictions: tuple[Prediction, ...]
+    pareto: Mapping[str, tuple[Point, ...]]
+    what_if: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    seconds: float = 0.0
+
+
+def to_json(comparison: Comparison) -> list[dict[str, Any]]:
+    """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`."""
+    return [_object(p, comparison) for p in comparison.predictions]
+
+
+def _object(prediction: Prediction, comparison: Comparison) -> dict[str, Any]:
+    p = prediction
+    return {
+        "recipe": p.recipe,
+        "prefill_seconds": p.prefill.seconds,
+        "seconds_per_token": p.seconds_per_token,
+        "tokens_per_second": p.tokens_per_second,
+        "exposed_communication_seconds_per_token": p.exposed_communication_seconds_per_token,
+        "speedup": p.speedup,
+        "decode_seconds": p.decode.seconds,
+        "break_even_seconds": p.break_even_seconds,
+        "break_even_note": p.break_even_note,
+        "break_even_prefill_seconds": p.break_even_prefill_seconds,
+        "break_even_prefill_note": p.break_even_prefill_note,
+        "memory_bytes_per_rank": p.memory_bytes_per_rank,
+        "fits": p.fits,
+        "model": comparison.model,
+        "fabric": p.fabric,
+        "modelled": p.modelled,
+        "what_if": list(comparison.what_if),
+        "kind": p.kind,
+        "tp": p.tp,
+        "sp": p.sp,
+        "nodes": p.nodes,
+        "batch": p.batch,
+        "prompt": p.prompt,
+        "generate": p.generate,
+        "graphed": p.graphed,
+        "prefill": _phase(p.prefill),
+        "decode": _phase(p.decode),
+        "notes": list(p.notes),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {
+        "seconds": phase.seconds,
+        "compute_seconds": phase.compute_seconds,
+        "communication_seconds": phase.communication_seconds,
+        "exposed_seconds": phase.exposed_seconds,
+        "host_seconds": phase.host_seconds,
+        "exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()},
+        "flops": phase.flops,
+        "weight_bytes": phase.weight_bytes,
+        "kernels": phase.kernels,
+        "collectives": phase.collectives,
+    }
