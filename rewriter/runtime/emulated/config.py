@@ -1,0 +1,89 @@
+"""What is emulated: how large a world, which of its ranks are real, on what fabric."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rewriter.errors import RewriterError
+
+VARIABLE = "REWRITER_EMULATE"
+
+
+class EmulationConfig(BaseModel):
+    """An emulated job.
+
+    `world_size`: ranks of the job. `real`: those that run as processes; all others are emulated. `classes`: {rank:
+    representative} for ranks whose modules are alike, representatives being real; ranks that are not named are like the
+    nearest lower real rank's. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …). `graphed`:
+    delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as `all_reduce=+5us`. `timeout`:
+    seconds, where a program names none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world_size: Annotated[int, Field(ge=1)]
+    real: tuple[int, ...] = (0,)
+    classes: Mapping[int, int] = {}
+    fabric: str = "h100-nvlink"
+    library: str = "nccl"
+    graphed: bool = False
+    mode: Literal["delay", "wire"] = "delay"
+    what_if: tuple[str, ...] = ()
+    timeout: Annotated[float, Field(gt=0)] = 1800.0
+    environment: str | None = None  # host:port of the environment process, in wire mode
+
+    @field_validator("real")
+    @classmethod
+    def _sorted(cls, real: tuple[int, ...]) -> tuple[int, ...]:
+        if not real or len(set(real)) != len(real):
+            raise ValueError(f"real ranks {list(real)}: expected at least one, each once")
+        return tuple(sorted(real))
+
+    @model_validator(mode="after")
+    def _inside(self) -> EmulationConfig:
+        for what, ranks in (("real", self.real), ("classes", [*self.classes, *self.classes.values()])):
+            outside = [rank for rank in ranks if not 0 <= rank < self.world_size]
+            if outside:
+                raise ValueError(f"{what}: rank {outside[0]}, expected 0 to {self.world_size - 1}")
+        absent = sorted(set(self.classes.values()) - set(self.real))
+        if absent:
+            raise ValueError(f"classes: rank {absent[0]} represents others, but is not real. Add it to the real ranks")
+        return self
+
+    def representative(self, rank: int) -> int:
+        """The real rank that stands for `rank`."""
+        if rank in self.real:
+            return rank
+        if rank in self.classes:
+            return self.classes[rank]
+        return max((r for r in self.real if r < rank), default=self.real[0])
+
+    def to_environment(self) -> str:
+        """The value of REWRITER_EMULATE."""
+        return self.model_dump_json(exclude_defaults=True)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> EmulationConfig | None:
+        """What REWRITER_EMULATE says; None where it is not set. Raises RewriterError for what it cannot mean."""
+        text = (os.environ if environment is None else environment).get(VARIABLE)
+        if not text:
+            return None
+        return _checked(lambda: cls.model_validate_json(text), VARIABLE)
+
+    @classmethod
+    def of(cls, **values: Any) -> EmulationConfig:
+        """As the constructor, with RewriterError where it raises pydantic's."""
+        return _checked(lambda: cls(**values), "emulation")
+
+
+def _checked(make: Any, what: str) -> EmulationConfig:
+    try:
+        config: EmulationConfig = make()
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
+        raise RewriterError(f"{what}: {faults}") from None
+    return config

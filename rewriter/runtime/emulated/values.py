@@ -1,0 +1,104 @@
+"""The values of collectives in a world of uniform ranks: every rank holds what this one holds.
+
+They have no meaning of their own, but what follows them stays in range: sums are as large as sums of as many ranks,
+quantized payloads can be decoded, counts add up. What comes from a rank of which nothing is known (a message, a
+scatter's shard) is zeros; a broadcast leaves what the rank has.
+
+Tensors are written through `.data`: c10d's backends tell autograd nothing either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rewriter.fabric import Kind
+
+# of these sums need to stay finite: the largest value is near
+_NARROW = (torch.float16,)
+# no arithmetic: what is summed in them is taken as it is
+_OPAQUE = (torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+
+
+def uniform(
+    kind: Kind,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    ranks: int,
+    rank: int,
+    root: int | None,
+    reduction: str,
+) -> None:
+    """Write `outputs` of a collective; see `Operation` for what the tensors are."""
+    with torch.no_grad():
+        if kind == "all_reduce" or (kind == "reduce" and rank == root):
+            for x in outputs:
+                _reduce(x.data, x.data, ranks, reduction)
+        elif kind in ("all_gather", "gather"):
+            _repeat(inputs[0].data, outputs, ranks)
+        elif kind == "reduce_scatter":
+            own = _part(inputs, ranks, rank)
+            _reduce(own.reshape(outputs[0].shape), outputs[0].data, ranks, reduction)
+        elif kind == "all_to_all":
+            _repeat(_part(inputs, ranks, rank), outputs, ranks)
+        elif kind == "scatter":
+            outputs[0].data.copy_(inputs[rank].data) if inputs else outputs[0].data.zero_()
+        elif kind == "send":
+            for x in outputs:
+                x.data.zero_()
+
+
+def _part(tensors: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
+    """The part for `rank`."""
+    if len(tensors) == ranks:
+        return tensors[rank].data if ranks > 1 else tensors[0].data
+    flat = tensors[0].data.reshape(-1)
+    size = flat.numel() // ranks
+    return flat[rank * size : (rank + 1) * size]
+
+
+def _repeat(own: Tensor, outputs: Sequence[Tensor], ranks: int) -> None:
+    if len(outputs) == 1 and outputs[0].numel() == ranks * own.numel():
+        if own.numel():
+            outputs[0].data.view(ranks, -1).copy_(own.reshape(1, -1))
+        return
+    same = [x.data for x in outputs if x.numel() == own.numel()]
+    if same:
+        torch._foreach_copy_(same, [own.reshape(x.shape) for x in same])
+    for x in outputs:
+        if x.numel() != own.numel():
+            _tile(own, x.data)
+
+
+def _tile(own: Tensor, out: Tensor) -> None:
+    """`own` again and again: splits that a program chose on its own, of counts that are not uniform."""
+    if own.numel() == 0:
+        out.zero_()
+        return
+    times = -(-out.numel() // own.numel())
+    out.copy_(own.reshape(-1).repeat(times)[: out.numel()].view(out.shape))
+
+
+def _reduce(x: Tensor, out: Tensor, ranks: int, reduction: str) -> None:
+    """`out` = the reduction of `ranks` times `x`; the two may be the same memory."""
+    if x.dtype in _OPAQUE or reduction in ("avg", "min", "max", "band", "bor"):
+        _copy(x, out)
+    elif reduction in ("sum", "premul_sum"):
+        torch.mul(x, ranks, out=out)
+        if x.dtype in _NARROW:
+            out.clamp_(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
+    elif reduction == "product":
+        torch.pow(x, ranks, out=out)
+        if x.is_floating_point():
+            out.clamp_(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
+    elif ranks % 2:
+        _copy(x, out)
+    else:  # bxor of an even number of equal values
+        out.zero_()
+
+
+def _copy(x: Tensor, out: Tensor) -> None:
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(x)

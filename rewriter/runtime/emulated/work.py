@@ -1,0 +1,194 @@
+"""The handle of an operation under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rewriter.errors import RewriterError
+from rewriter.runtime.emulated.operation import Operation
+
+_SPIN = 1.2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
+
+
+class CollectiveTimeout(RewriterError, dist.DistError):
+    """A collective that took longer than its timeout. Also what torch's own backends raise: a RuntimeError."""
+
+
+class CollectiveAborted(RewriterError, dist.DistError):
+    """A collective whose process group was aborted, or whose peer is gone."""
+
+
+class EmulatedWork(dist.Work):
+    """An operation between its start and its end on the CPU, as `torch.distributed.Work`.
+
+    An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, with
+    a deadline on `time.monotonic`): who waits watches the clock, so that no thread has to be woken at the moment.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+        self.begun = time.monotonic()
+        self._deadline: float | None = None
+        self._ready = threading.Event()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    # --- for engines ---
+
+    def ready(self, deadline: float) -> None:
+        """The outputs are written; the operation ends at `deadline`, seconds of `time.monotonic`."""
+        self._deadline = deadline
+        self._ready.set()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is over now. What is waiting goes on, or raises `error`; only the first call counts."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._error = error
+            self._done.set()
+            self._ready.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self._done.is_set()
+
+    @property
+    def awaited_as_future(self) -> bool:
+        """Whether somebody holds a future, which has to be set at the moment."""
+        return self._future is not None
+
+    def _settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(list(self.operation.outputs))
+        else:
+            # RuntimeError is what the C++ side of a future can carry
+            future.set_exception(RuntimeError(str(self._error)))  # type: ignore[arg-type]
+
+    def on_future(self) -> None:
+        """Called once, when somebody asks for a future: an engine that ends nothing by itself overrides it."""
+
+    # --- for programs: torch.distributed.Work ---
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the end; True. `timeout`: of this wait, instead of the operation's own, which counts from its
+        start. Raises CollectiveTimeout, or what the operation failed with."""
+        begun = self.begun
+        seconds = self.operation.timeout
+        if timeout is not None and timeout > timedelta(0):
+            begun, seconds = time.monotonic(), timeout.total_seconds()
+        limit = begun + seconds
+        if not self._done.is_set():
+            if not self._ready.wait(max(0.0, limit - time.monotonic())):
+                self._late(seconds)
+            self._until(limit, seconds)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _until(self, limit: float, seconds: float) -> None:
+        deadline = self._deadline
+        if deadline is None or self._done.is_set():
+            return
+        end = min(deadline, limit)
+        remaining = end - time.monotonic()
+        if remaining > _SPIN:
+            self._done.wait(remaining - _SPIN)
+        while time.monotonic() < end and not self._done.is_set():
+            pass
+        if limit < deadline and not self._done.is_set():
+            self._late(seconds)
+        if not self.awaited_as_future:
+            self.finish()
+
+    def _late(self, seconds: float) -> None:
+        raise CollectiveTimeout(
+            f"{self.operation.title}: not done within {seconds:g} s. Check that all real ranks call it, or give a "
+            "larger timeout to init_process_group or new_group"
+        )
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set() and self._ready.is_set() and self._deadline is not None:
+            return time.monotonic() >= self._deadline
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return list(self.operation.outputs)
+
+    def source_rank(self) -> int:
+        return int(self.operation.call.ranks[0])
+
+    def get_future(self) -> Any:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            self._future = future
+            over = self._done.is_set()
+        if over:
+            self._settle(future)
+        else:
+            self.on_future()
+        return future
+
+
+class Together(dist.Work):
+    """Several operations that one call started (a coalesced one); it is over when all are."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self.works = tuple(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self.works:
+            work.wait(timeout) if timeout is not None else work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self.works) if e is not None), None)
+
+    def synchronize(self) -> None:
+        for work in self.works:
+            work.synchronize()
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self.works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        def values(done: Any) -> list[Tensor]:
+            return [tensor for future in done.value() for tensor in future.value()]
+
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(values)
