@@ -106,6 +106,14 @@ def test_the_result_says_what_was_done(plain: Path) -> None:
 # Interruptions
 
 
+def logged(out: Path) -> list[int]:
+    """The steps whose losses TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(out / "training")).Reload()
+    return [event.step for event in shown.Scalars("train/loss")]
+
+
 def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
     """A run that is killed at the moment that `where` names."""
 
@@ -134,9 +142,9 @@ def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
     elif where == "before the first checkpoint":
         checkpoints.begin = die
     else:
-        from rewriter.adapt import run as module
+        from rewriter.adapt import result
 
-        module.save = die  # when the result is written
+        result.save = die  # when the result is written
     run(out, files=files)
 
 
@@ -157,6 +165,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(where: str, plain: Path, tmp_
         run(out, resume=True, settings={"learning_rate": 0.02})
     run(out, resume=True)
     assert losses(out) == losses(plain)
+    assert logged(out) == logged(plain)
     expected = load_file(plain / "model.safetensors")
     assert all(torch.equal(t, expected[n]) for n, t in load_file(out / "model.safetensors").items())
     assert read_manifest(out).adaptation.losses == read_manifest(plain).adaptation.losses  # type: ignore[union-attr]

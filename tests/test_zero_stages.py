@@ -512,7 +512,7 @@ def test_one_rank_needs_no_group():
     [
         ({"stage": 3}, "shard_parameters"),
         ({"stage": 1, "bucket_bytes": 0}, "bucket_bytes 0"),
-        ({"stage": 1, "params": [nn.Parameter(torch.ones(2))]}, "not of the model"),
+        ({"stage": 1, "params": [nn.Parameter(torch.ones(2))]}, r"of shape \[2\] is not the model's"),
         ({"stage": 1, "params": "twice"}, "comes twice"),
         ({"stage": 1, "params": "frozen"}, "frozen.weight does not require a gradient"),
     ],
@@ -524,6 +524,13 @@ def test_wrong_arguments(options, message):
         options = {**options, "params": given[options["params"]]}
     with pytest.raises(RewriterError, match=message):
         zero_optimizer(made, adam, None, **options)
+
+
+def test_a_parameter_has_one_optimizer():
+    made = model()
+    zero_optimizer(made, adam, None, stage=1, params=[made.gain])
+    with pytest.raises(RewriterError, match="gain belongs to another zero_optimizer"):
+        zero_optimizer(made, adam, None, stage=1)
 
 
 def test_a_second_gradient_after_the_bucket_was_sent_is_refused():

@@ -41,6 +41,11 @@ def last(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def step_of(checkpoint: str | Path) -> int:
+    """After how many steps it was written."""
+    return int(Path(checkpoint).name.rpartition("-")[2])
+
+
 def _complete(run: Path) -> list[Path]:
     """All complete checkpoints, by their steps."""
     found = {int(m[1]): path for path in run.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))}

@@ -68,12 +68,15 @@ def _step(line: str) -> float:
         return math.inf  # the line that was being written when the run was killed
 
 
-def tensorboard(run: Path) -> list[TrainerCallback]:
-    """The Trainer's callback for TensorBoard, which writes below the run's directory; none where it is missing."""
+def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
+    """The Trainer's callback for TensorBoard, which writes below the run's directory; none where it is missing.
+
+    A run that goes on behind `step` hides what was written behind it before.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return []
     from transformers.integrations import TensorBoardCallback
 
-    return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard")))]
+    return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard"), purge_step=step + 1))]

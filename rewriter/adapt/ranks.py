@@ -99,12 +99,3 @@ def _wrong(world: int, within: int) -> Ranks:
         f"--tp × --sp = {within} ranks share the rows of a batch, but {world} run{'s' * (world == 1)}. Start it with "
         f"torchrun --nproc-per-node {within}, or a multiple of {within} for data parallelism"
     )
-
-
-def this_device(cpu: bool) -> torch.device:
-    """Where this rank computes: its GPU, where there is one and `cpu` is False."""
-    if cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)

@@ -30,7 +30,7 @@ from rewriter.adapt.job import Job
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.progress import Metrics, tensorboard
-from rewriter.adapt.ranks import Ranks, join, this_device
+from rewriter.adapt.ranks import Ranks, join
 from rewriter.adapt.refit import refit
 from rewriter.adapt.source import Opened, open_output, recipe_of, source_config, write_source
 from rewriter.adapt.students import HuggingFaceModel, Model
@@ -38,6 +38,7 @@ from rewriter.adapt.trainer import AdaptTrainer, alone, on_device
 from rewriter.analysis.sequence import context_length
 from rewriter.convert import Level, check_free
 from rewriter.errors import RewriterError
+from rewriter.runtime.load import rank_device
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
@@ -91,7 +92,7 @@ def adapt(
     build.require_serves(opened, chosen)
     _require_teacher(opened, chosen, teacher)
     place = Path(os.path.abspath(out))
-    device = this_device(bool(settings.get("use_cpu")))
+    device = rank_device("cpu" if settings.get("use_cpu") else None)
     ranks = join(chosen.tp * chosen.sp, device)
     ranks.on_first(lambda: check_free(place))
     if ranks.world > 1 and (optim := settings.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
@@ -128,6 +129,7 @@ class _Run:
         self.recipe = recipe_of(opened)
         self.settings = {**settings_of.defaults(self.recipe.adapt), **settings}
         self.seed = int(self.settings["seed"])
+        self.data_seed = int(self.settings.get("data_seed", self.seed))  # of the order of rows
         self.bf16 = bool(self.settings.get("bf16"))
         self.progress: Progress = progress if ranks.first else _silent
 
@@ -236,8 +238,9 @@ class _Run:
         if options.method == "sft":
             theirs = None
         trainer = self._trainer(
-            built, theirs, rows, sizes, told["length"], lambda: {"eval_loss": measured(built.model)}
-        )
+            built, theirs, rows, sizes, told["length"], 0 if kept is None else checkpoints.step_of(kept),
+            lambda: {"eval_loss": measured(built.model)},
+        )  # fmt: skip
         torch.manual_seed(self.seed + 1 + ranks.replica)  # dropout differs from row to row
         trainer.train(resume_from_checkpoint=kept)
         del theirs, trainer
@@ -267,7 +270,7 @@ class _Run:
         theirs = teachers.frozen(teachers.load_model(original, self.device))
         found["original"] = measured(HuggingFaceModel(theirs, group))
         wanted = -(-self.options.refit // len(rows[0]["input_ids"]))
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed)).tolist()[:wanted]  # type: ignore[arg-type]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.data_seed)).tolist()[:wanted]  # type: ignore[arg-type]
         own = order[ranks.replica :: ranks.replicas] or order[:1]
         batches = [stack([rows[i] for i in own[at : at + size]]) for at in range(0, len(own), size)]
         batches = [{name: value.to(self.device) for name, value in batch.items()} for batch in batches]
@@ -313,12 +316,12 @@ class _Run:
 
     def _trainer(
         self, built: build.Student, theirs: Model | None, rows: Dataset, sizes: settings_of.Schedule, length: int,
-        evaluation: Callable[[], dict[str, float]],
+        step: int, evaluation: Callable[[], dict[str, float]],
     ) -> AdaptTrainer:  # fmt: skip
         run, ranks, options = self.run, self.ranks, self.options
-        order = Order(len(rows), sizes, ranks, int(self.settings.get("data_seed", self.seed)))  # type: ignore[arg-type]
+        order = Order(len(rows), sizes, ranks, self.data_seed)  # type: ignore[arg-type]
         metrics = Metrics(run, sizes.batch * length, self.progress) if ranks.first else None
-        callbacks: list[Any] = [] if metrics is None else [metrics, *tensorboard(run)]
+        callbacks: list[Any] = [] if metrics is None else [metrics, *tensorboard(run, step)]
         if built.annealed:
             layers = tuple(annealed_layers(built.model.module))
             callbacks.append(

@@ -56,7 +56,7 @@ def load(
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != dp * made.ranks:
         raise RewriterError(f"{root}: {_wrong_world(made, dp, world)}")
-    where = _device(device)
+    where = rank_device(device)
     mesh = _mesh(where, made, dp)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
     model = _build(root, made.entry, mesh)
@@ -162,8 +162,11 @@ def _inside(root: Path, name: str) -> Path:
     return path
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """Where this rank computes; a GPU becomes the process's current one."""
+def rank_device(device: torch.device | str | None = None) -> torch.device:
+    """Where this rank computes: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
+
+    Raises RewriterError for a GPU that this process does not see, or a rank without one of its own.
+    """
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if where.type == "cuda":
         visible = torch.cuda.device_count()

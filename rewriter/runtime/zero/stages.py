@@ -29,6 +29,8 @@ from rewriter.runtime.zero.flat import FlatParameter, FlatParameters
 from rewriter.runtime.zero.masters import MasterOptimizer, Parameters, clip, groups_of_parameters
 from rewriter.runtime.zero.scaling import overflowed
 
+_OWNED = "_rewriter_zero_optimizer"  # set on a parameter whose gradients one takes
+
 BUCKET_BYTES = 64 << 20
 
 
@@ -120,6 +122,8 @@ class StagedOptimizer(MasterOptimizer):
         self._places = [places[parameter] for _, parameter in named]
         self._check_replicas()
         held = [held for _, held in self._places]
+        for each in held:
+            setattr(each.parameter, _OWNED, True)
         self.reducer = Reducer(
             buckets_of(held, group, bucket_bytes),
             divide=divide,
@@ -277,19 +281,21 @@ def _trained(model: nn.Module, groups: list[dict[str, Any]]) -> list[tuple[str, 
     wanted: set[nn.Parameter] = set()
     for group in groups:
         for parameter in group["params"]:
-            name = names.get(parameter, "(not of the model)")
-            if parameter not in names or not parameter.requires_grad or parameter in wanted:
-                why = (
-                    "comes twice"
-                    if parameter in wanted
-                    else "does not require a gradient"
-                    if parameter in names
-                    else ""
-                )
+            name = names.get(parameter, f"of shape {list(parameter.shape)}")
+            why = (
+                "is not the model's"
+                if parameter not in names
+                else "does not require a gradient"
+                if not parameter.requires_grad
+                else "comes twice"
+                if parameter in wanted
+                else "belongs to another zero_optimizer"
+                if getattr(parameter, _OWNED, False)
+                else None
+            )
+            if why is not None:
                 raise RewriterError(
-                    f"zero_optimizer: parameter {name} {why}".rstrip()
-                    + ". Pass parameters of the model that are trained, "
-                    "each once"
+                    f"zero_optimizer: parameter {name} {why}. Pass parameters of the model that are trained, each once"
                 )
             wanted.add(parameter)
     found = [(name, parameter) for parameter, name in names.items() if parameter in wanted and parameter.numel()]
