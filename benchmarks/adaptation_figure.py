@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
+
+from rewriter.predict.svg import ticks
 
 WIDTH, HEIGHT = 720, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 230, 34, 48  # margins; the legend is in the right one
@@ -54,11 +55,3 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Point
         parts.append(f'<path d="M{WIDTH - RIGHT + 10} {y}h18" stroke="{colour}" stroke-width="2"{dashes}/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 34}" y="{y + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers between the two, at most nine."""
-    step = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= 8)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(step * k, 12) for k in range(first, last + 1)]

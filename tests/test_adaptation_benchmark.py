@@ -119,7 +119,9 @@ def test_the_page_says_what_the_figures_say() -> None:
 
 
 def test_a_chart_draws_every_point_within_its_frame() -> None:
-    from adaptation_figure import HEIGHT, LEFT, WIDTH, line_chart, ticks
+    from adaptation_figure import HEIGHT, LEFT, WIDTH, line_chart
+
+    from rewriter.predict.svg import ticks
 
     chart = ElementTree.fromstring(line_chart("t < u", "x", "y", {"a & b": [(1, 2.5), (4, 1.0)], "c": [(2, 9.0)]}))
     circles = [(float(c.get("cx")), float(c.get("cy"))) for c in chart.iter("{http://www.w3.org/2000/svg}circle")]

@@ -1,0 +1,45 @@
+"""How many times the first recipe's tokens per second each recipe gives, as bars from zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rewriter.predict.results import Prediction
+from rewriter.predict.svg import drawing, number, path, rectangle, text, ticks
+from rewriter.predict.units import rate, times
+
+WIDTH, LEFT, RIGHT = 1000.0, 220.0, 190.0
+ROW, BAR = 28.0, 18.0
+NAME = 30  # letters of a recipe's name that fit before its bar
+
+
+def bars(name: str, predictions: Sequence[Prediction]) -> str:
+    """The drawing: one row per recipe, in the order of the tables."""
+    if not predictions:
+        return ""
+    most = max(1.0, *(p.speedup for p in predictions)) * 1.02
+    across = (WIDTH - LEFT - RIGHT) / most
+    bottom = 8 + ROW * len(predictions)
+    parts = []
+    for value in ticks(0, most):
+        x = LEFT + value * across
+        parts.append(path(f"M{number(x)} 4V{number(bottom)}", "g"))
+        parts.append(text(x, bottom + 14, f"{value:g}×", "m c"))
+    for index, p in enumerate(predictions):
+        y = 8 + ROW * index
+        told = f"{p.recipe}: {times(p.speedup)}, {rate(p.tokens_per_second)} tokens per second"
+        parts.append(text(LEFT - 10, y + BAR - 4, _short(p.recipe), "e"))
+        look = "bn" if not p.fits else "b0" if index == 0 else "bt" if p.kind == "timing only" else "b1"
+        parts.append(rectangle(LEFT, y, max(p.speedup * across, 1), BAR, look, told))
+        remark = " · does not fit" if not p.fits else " · timing only" if p.kind == "timing only" else ""
+        x = LEFT + p.speedup * across + 8
+        parts.append(text(x, y + BAR - 4, times(p.speedup), "b"))
+        parts.append(text(x + 46, y + BAR - 4, f"{rate(p.tokens_per_second)} tokens/s{remark}", "m"))
+    one = LEFT + across
+    parts.append(path(f"M{number(one)} 4V{number(bottom)}", "r1"))
+    told = ", ".join(f"{p.recipe} {times(p.speedup)}" for p in predictions)
+    return drawing(name, WIDTH, bottom + 22, f"Tokens per second against {predictions[0].recipe}", told, parts)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"

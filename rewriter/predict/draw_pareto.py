@@ -1,0 +1,109 @@
+"""What a user waits for a token against what a GPU earns, over batches and TP degrees: a front per recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import log
+
+from rewriter.predict.results import Point
+from rewriter.predict.svg import SERIES, drawing, log_ticks, number, path, text
+from rewriter.predict.units import duration, rate
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 460.0, 76.0, 230.0, 16.0, 46.0
+LEGEND = 17.0
+# Outlines around a point, by TP degree in rising order: circle, square, triangle, diamond, triangle down.
+SHAPES = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "m-3.5-3.5h7v7h-7z", "m0-4.5l4.5 8h-9z", "m0-5l5 5-5 5-5-5z",
+    "m0 4.5l4.5-8h-9z",
+)  # fmt: skip
+
+
+def pareto(name: str, found: Mapping[str, Sequence[Point]]) -> str:
+    """The drawing; empty without points. Both axes are logarithmic. Hollow points do not fit in memory."""
+    points = [point for line in found.values() for point in line]
+    if not points:
+        return ""
+    xs, ys = [q.seconds_per_token for q in points], [q.tokens_per_second_per_gpu for q in points]
+    place = _Place(min(xs) / 1.15, max(xs) * 1.15, min(ys) / 1.15, max(ys) * 1.15)
+    degrees = sorted({q.tp for q in points})
+    height = max(HEIGHT, TOP + 30 + LEGEND * (len(found) + len(degrees) + 3))
+    parts = _axes(place)
+    for index, line in enumerate(found.values()):
+        front = sorted((q for q in line if q.front), key=lambda q: q.seconds_per_token)
+        if len(front) > 1:
+            data = "L".join(place.of(q) for q in front)
+            parts.append(path(f"M{data}", f"pl {_look(index)}"))
+    for index, (recipe, line) in enumerate(found.items()):
+        parts += [_point(q, recipe, f"s{index % SERIES}", place, degrees) for q in line]
+    x = WIDTH - RIGHT + 24
+    for index, recipe in enumerate(found):
+        y = TOP + 12 + LEGEND * index
+        parts.append(path(f"M{number(x)} {number(y - 4)}h20", f"pl {_look(index)}"))
+        parts.append(text(x + 28, y, recipe if len(recipe) <= 26 else f"{recipe[:25]}…"))
+    for index, degree in enumerate(degrees):
+        y = TOP + 12 + LEGEND * (len(found) + 1 + index)
+        parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[index % len(SHAPES)]}", "pk"))
+        parts.append(text(x + 28, y, f"tp {degree}", "m"))
+    y = TOP + 12 + LEGEND * (len(found) + 1 + len(degrees))
+    parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[0]}", "pk h"))
+    parts.append(text(x + 28, y, "hollow: does not fit", "m"))
+    told = "Seconds per token of one sequence against tokens per second and GPU; the table below has the same points."
+    return drawing(name, WIDTH, height, "Latency against use of a GPU", told, parts)
+
+
+class _Place:
+    """From figures to coordinates."""
+
+    def __init__(self, left: float, right: float, low: float, high: float) -> None:
+        self.left, self.right, self.low, self.high = left, right, low, high
+
+    def of(self, q: Point) -> str:
+        return f"{number(self.x(q.seconds_per_token))} {number(self.y(q.tokens_per_second_per_gpu))}"
+
+    def x(self, seconds: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * _share(seconds, self.left, self.right)
+
+    def y(self, tokens: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * _share(tokens, self.low, self.high)
+
+
+def _look(index: int) -> str:
+    """Colours return, dashed, after the last."""
+    return f"s{index % SERIES}{' d' if index >= SERIES else ''}"
+
+
+def _share(value: float, low: float, high: float) -> float:
+    return log(value / low) / log(high / low)
+
+
+def _axes(place: _Place) -> list[str]:
+    parts = []
+    for value in log_ticks(place.left, place.right):
+        x = place.x(value)
+        parts.append(path(f"M{number(x)} {number(TOP)}V{number(HEIGHT - BOTTOM)}", "g"))
+        parts.append(text(x, HEIGHT - BOTTOM + 16, _tick(duration(value)), "m c"))
+    for value in log_ticks(place.low, place.high):
+        y = place.y(value)
+        parts.append(path(f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}", "g"))
+        parts.append(text(LEFT - 8, y + 4, _tick(rate(value)), "m e"))
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(text(middle, HEIGHT - 8, "seconds per token of one sequence (less is better)", "m c"))
+    turned = f'<text transform="translate(16 {number((TOP + HEIGHT - BOTTOM) / 2)}) rotate(-90)" class="m c">'
+    parts.append(f"{turned}tokens per second and GPU (more is better)</text>")
+    return parts
+
+
+def _tick(words: str) -> str:
+    """ "5.00 ms" as "5 ms"."""
+    amount, _, unit = words.partition(" ")
+    short = amount.rstrip("0").rstrip(".") if "." in amount else amount
+    return f"{short} {unit}".strip()
+
+
+def _point(q: Point, recipe: str, colour: str, place: _Place, degrees: Sequence[int]) -> str:
+    told = f"{recipe}, tp {q.tp}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
+    told += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
+    shape = SHAPES[degrees.index(q.tp) % len(SHAPES)]
+    look = f"pp {colour}{'' if q.front else ' o'}{'' if q.fits else ' h'}"
+    return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(told)}</title></path>'

@@ -1,0 +1,179 @@
+"""A comparison as tables for the terminal; on a narrow one as a list per recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rewriter.predict.results import Comparison, Phase, Point, Prediction
+from rewriter.predict.units import duration, percent, rate, times
+from rewriter.report_tables import size
+
+COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
+NARROW = 104  # columns of text that the table needs with a recipe's name before it
+MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
+LEGEND = (
+    "Per token: a whole generation, prefill included, over the tokens that it gives each sequence. Exposed: of it, "
+    "waiting for communication. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `rewrite predict` prints; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
+
+    comparison: Comparison
+    pareto: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self.comparison
+        yield _header(found)
+        if found.modelled:
+            yield Text(MODELLED, style="bold yellow")
+        yield Text()
+        if options.max_width >= NARROW:
+            yield _recipes(found.predictions)
+            yield Text(LEGEND, style="dim")
+            yield Text()
+            yield _time(found.predictions)
+        else:
+            for prediction in found.predictions:
+                yield _card(prediction)
+        if self.pareto:
+            yield Text()
+            yield _pareto(found.pareto)
+        said = list(_said(found))
+        if said:
+            yield Text()
+            yield Text("\n".join(said))
+
+
+def cells(p: Prediction) -> dict[str, str]:
+    """What stands in each of COLUMNS, and in the page's table too."""
+    exposed = p.exposed_communication_seconds_per_token
+    return {
+        "prefill": duration(p.prefill.seconds),
+        "per token": duration(p.seconds_per_token),
+        "tokens/s": rate(p.tokens_per_second),
+        "exposed": duration(exposed),
+        "share": percent(exposed, p.seconds_per_token),
+        "speedup": times(p.speedup),
+        "break-even": break_even(p.break_even_seconds, p.break_even_note),
+        "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
+    }
+
+
+def break_even(seconds: float | None, note: str | None) -> str:
+    """The duration of an all-reduce, or the words that stand for there being none."""
+    return duration(seconds) if seconds is not None else note or "–"
+
+
+def parts(phase: Phase) -> dict[str, float]:
+    """Seconds of a phase by what the compute stream does in them."""
+    return {"computing": phase.compute_seconds, "waiting": phase.exposed_seconds, "launching": phase.host_seconds}
+
+
+def setting(comparison: Comparison) -> str:
+    """The job in words: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
+    if not comparison.predictions:
+        return ""
+    p = comparison.predictions[0]
+    ranks = f"tp {p.tp}" + (f" × sp {p.sp}" if p.sp > 1 else "")
+    nodes = f" on {p.nodes} nodes" if p.nodes > 1 else ""
+    how = "graphed" if p.graphed else "eager"
+    return f"{ranks}{nodes}, batch {p.batch}, {p.prompt:,} + {p.generate:,} tokens, {how}"
+
+
+def _header(found: Comparison) -> Text:
+    header = Text.assemble((found.model, "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+    if found.what_if:
+        header.append(f"\nwhat if: {', '.join(found.what_if)}")
+    return header
+
+
+def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, header_style="dim", overflow="fold", ratio=1, min_width=12, max_width=40)
+    for column in columns:
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    return table
+
+
+def _recipes(predictions: Sequence[Prediction]) -> RenderableType:
+    table = _table(None, "recipe", COLUMNS)
+    table.columns[1 + COLUMNS.index("break-even")].no_wrap = False
+    for p in predictions:
+        shown = cells(p)
+        table.add_row(_name(p), *(escape(shown[column]) for column in COLUMNS), style="" if p.fits else "dim")
+    return table
+
+
+def _name(p: Prediction) -> str:
+    return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
+
+
+def _time(predictions: Sequence[Prediction]) -> Table:
+    columns = ("pass", "time", "computing", "waiting", "launching", "communicating", "break-even")
+    table = _table("One pass of one rank", "recipe", columns)
+    table.columns[1].justify, table.columns[-1].no_wrap = "left", False
+    for p in predictions:
+        name = escape(p.recipe)
+        for which, phase, even in (
+            ("prefill", p.prefill, break_even(p.break_even_prefill_seconds, p.break_even_prefill_note)),
+            ("decode", p.decode, break_even(p.break_even_seconds, p.break_even_note)),
+        ):
+            spent = (phase.seconds, *parts(phase).values(), phase.communication_seconds)
+            table.add_row(name, which, *map(duration, spent), escape(even))
+            name = ""
+    return table
+
+
+def _card(p: Prediction) -> Table:
+    """One recipe below its name, for narrow terminals."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    table.title, table.title_justify, table.title_style = _name(p), "left", "bold"
+    for column, cell in cells(p).items():
+        table.add_row(column, escape(cell))
+    return table
+
+
+def _pareto(found: Mapping[str, Sequence[Point]]) -> Table:
+    """The points that no other of their recipe beats in both; the page and JSON have all."""
+    columns = ("tp", "batch", "per token", "tokens/s per GPU")
+    table = _table("Best TP degrees and batches", "recipe", columns)
+    for recipe, points in found.items():
+        name = escape(recipe)
+        for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
+            speed = rate(q.tokens_per_second_per_gpu)
+            table.add_row(name, f"{q.tp}", f"{q.batch:,}", duration(q.seconds_per_token), speed)
+            name = ""
+        if name:
+            table.add_row(name, *("–" for _ in columns))
+    return table
+
+
+def _said(found: Comparison) -> Iterable[str]:
+    """What must be known beyond the numbers. A note that several recipes share is said once."""
+    if lacking := [p.recipe for p in found.predictions if not p.fits]:
+        yield f"! More than a device's memory: {', '.join(lacking)}."
+    for note, recipes in shared_notes(found.predictions):
+        whose = "" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: "
+        yield f"{whose}{note}"
+    for entry in found.skipped:
+        yield f"{entry.recipe}: not predicted. {entry.reason}"
+
+
+def shared_notes(predictions: Sequence[Prediction]) -> list[tuple[str, list[str]]]:
+    """Notes, each with the recipes that it is of, in order of appearance."""
+    by_note: dict[str, list[str]] = {}
+    for p in predictions:
+        for note in p.notes:
+            by_note.setdefault(note, []).append(p.recipe)
+    return list(by_note.items())
