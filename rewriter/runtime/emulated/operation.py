@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -75,3 +75,24 @@ class Operation:
         Tensors keep their autograd history and version, as with other backends. See `values`.
         """
         uniform(self.call.kind, self.inputs, self.outputs, self.call.size, self.rank, self.root, self.reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class Fused(Operation):
+    """Several operations of one kind that backends start as one: its call has the bytes of all."""
+
+    parts: tuple[Operation, ...] = ()
+
+    @classmethod
+    def of(cls, parts: tuple[Operation, ...]) -> Fused:
+        """At least one."""
+        first = parts[0]
+        values = {name: getattr(first, name) for name in Operation.__dataclass_fields__}
+        values["call"] = replace(first.call, nbytes=sum(part.call.nbytes for part in parts))
+        values["inputs"] = tuple(x for part in parts for x in part.inputs)
+        values["outputs"] = tuple(x for part in parts for x in part.outputs)
+        return cls(**values, parts=parts)
+
+    def fill(self) -> None:
+        for part in self.parts:
+            part.fill()

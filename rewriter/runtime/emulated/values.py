@@ -62,7 +62,7 @@ def _part(tensors: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
 def _repeat(own: Tensor, outputs: Sequence[Tensor], ranks: int) -> None:
     if len(outputs) == 1 and outputs[0].numel() == ranks * own.numel():
         if own.numel():
-            outputs[0].data.view(ranks, -1).copy_(own.reshape(1, -1))
+            _rows(own.reshape(1, -1), outputs[0].data.view(ranks, -1))
         return
     same = [x.data for x in outputs if x.numel() == own.numel()]
     if same:
@@ -70,6 +70,16 @@ def _repeat(own: Tensor, outputs: Sequence[Tensor], ranks: int) -> None:
     for x in outputs:
         if x.numel() != own.numel():
             _tile(own, x.data)
+
+
+def _rows(own_1N: Tensor, out_PN: Tensor) -> None:
+    """Each row = `own`, which may be one of them: FSDP gathers in place."""
+    row, rest = divmod(own_1N.data_ptr() - out_PN.data_ptr(), own_1N.nbytes)
+    if rest or not 0 <= row < len(out_PN):
+        out_PN.copy_(own_1N)
+        return
+    out_PN[:row].copy_(own_1N)
+    out_PN[row + 1 :].copy_(own_1N)
 
 
 def _tile(own: Tensor, out: Tensor) -> None:

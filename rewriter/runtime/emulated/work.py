@@ -192,3 +192,28 @@ class Together(dist.Work):
             return [tensor for future in done.value() for tensor in future.value()]
 
         return torch.futures.collect_all([work.get_future() for work in self.works]).then(values)
+
+
+class Deferred(dist.Work):
+    """An operation between `_start_coalescing` and `_end_coalescing`, which begins it. To wait before that does
+    nothing: torch waits for each call of a synchronous function there, too."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+        self.work: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.work is None:
+            return True
+        return bool(self.work.wait() if timeout is None else self.work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return self.work is not None and bool(self.work.is_completed())
+
+    def get_future(self) -> Any:
+        if self.work is None:
+            raise RewriterError(
+                f"{self.operation.title}: it begins when coalescing ends. Ask for its future after that"
+            )
+        return self.work.get_future()

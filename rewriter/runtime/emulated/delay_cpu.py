@@ -1,0 +1,187 @@
+"""Operations that take as long as a model of delays says, timed on the CPU.
+
+An operation begins when this rank, the last real one to arrive, calls it, and its links are free; it ends at a deadline
+on `time.monotonic`. Who waits watches the clock (see `EmulatedWork`). A thread writes large results, spends the CPU
+time that the real exchange takes from this rank's core, spread over the delay, and sets futures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rewriter.errors import RewriterError
+from rewriter.fabric import Delay, DelayModel, Links
+from rewriter.runtime.emulated.operation import Operation
+from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
+
+_INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
+_TICK = 3e-4  # seconds between two shares of CPU time
+_SHARE = 0.9  # of the delay, in which the CPU time is spent: what is late ends before the deadline
+_PIECE = 1 << 20  # bytes copied at a time where CPU time is spent: a fraction of a millisecond
+_SPIN = 1.2e-4  # seconds before a deadline from which on it is watched
+
+
+def directed(delay: Delay, operation: Operation) -> Delay:
+    """The delay with each link in two directions: a send and a receive do not wait for each other."""
+    ways = "<>"
+    if operation.call.kind == "send":
+        ways = "<" if operation.receives else ">"
+    return replace(delay, links=tuple(link + way for link in delay.links for way in ways))
+
+
+class DelayEngine:
+    """`model` says how long; `arrivals`, where several ranks are real, when the last of them came."""
+
+    def __init__(self, model: DelayModel, arrivals: Any = None) -> None:
+        self.model = model
+        self._arrivals = arrivals
+        self._links = Links()
+        self._ends: dict[str, float] = {}  # of each group's last collective, on fabrics of GPUs
+        self._lock = threading.Lock()
+        self._timer = Timer()
+
+    def submit(self, operation: Operation) -> DelayedWork:
+        now = time.monotonic()
+        delay = directed(self.model.delay(operation.call), operation)
+        work = DelayedWork(operation, delay, self._timer)
+        if self._arrivals is not None and self._arrivals.shared(operation):
+            self._arrivals.last(operation, now, lambda arrived, error: self._arrived(work, arrived, error))
+        else:
+            self._arrived(work, now)
+        return work
+
+    def _arrived(self, work: DelayedWork, now: float, error: BaseException | None = None) -> None:
+        if error is not None:
+            work.finish(error)
+            return
+        operation, delay = work.operation, work.delay
+        with self._lock:
+            if delay.blocks and operation.call.kind != "send":
+                # a group's kernels are on one stream
+                now = max(now, self._ends.get(operation.group, now))
+            work.start, work.end, self._links = self._links.occupy(now, delay)
+            self._ends[operation.group] = work.end
+        if delay.cpu_seconds == 0 and operation.output_bytes <= _INLINE:
+            operation.fill()
+            work.ready(work.end)
+            if work.awaited_as_future:
+                self._timer.add(work)
+        else:
+            self._timer.add(work)
+
+    def close(self) -> None:
+        self._timer.close()
+
+
+class DelayedWork(EmulatedWork):
+    def __init__(self, operation: Operation, delay: Delay, timer: Timer) -> None:
+        super().__init__(operation)
+        self.delay = delay
+        self.start = self.end = 0.0
+        self.filled = False
+        self.spent = 0.0  # seconds of CPU time
+        self._timer = timer
+
+    def on_future(self) -> None:
+        if self._ready.is_set():
+            self._timer.add(self)
+
+    def owed(self, now: float) -> float:
+        """CPU seconds that should have been spent by `now`, and were not."""
+        whole = self.delay.cpu_seconds
+        span = _SHARE * self.delay.seconds
+        passed = min(1.0, max(0.0, (now - self.start) / span)) if span > 0 else 1.0
+        return whole * passed - self.spent
+
+
+@dataclass
+class Timer:
+    """The thread. It starts with the first work that needs it."""
+
+    _works: list[DelayedWork] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _closed: bool = False
+
+    def add(self, work: DelayedWork) -> None:
+        with self._changed:
+            if self._closed:
+                raise RewriterError(
+                    f"{work.operation.title}: the emulated job has ended. Call init_process_group again"
+                )
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rewriter-emulated", daemon=True)
+                self._thread.start()
+            if work not in self._works:
+                self._works.append(work)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._works and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    break
+                works = list(self._works)
+            wake = min(self._advance(work) for work in works)
+            with self._changed:
+                self._works = [work for work in self._works if not work.finished]
+                if len(self._works) == len(works) and not self._closed:
+                    self._changed.wait(max(0.0, wake - time.monotonic()))
+        for work in self._works:
+            work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
+
+    def _advance(self, work: DelayedWork) -> float:
+        """Do what is due of `work`; the time at which it has to be looked at again."""
+        try:
+            return self._due(work)
+        except BaseException as error:
+            work.finish(error)
+            return time.monotonic()
+
+    def _due(self, work: DelayedWork) -> float:
+        if not work.filled and not work._ready.is_set():
+            begun = time.thread_time()
+            work.operation.fill()
+            work.filled = True
+            work.spent += time.thread_time() - begun
+        now = time.monotonic()
+        owed = work.owed(now)
+        if owed > 0:
+            work.spent += spend(min(owed, 2 * _TICK))
+            now = time.monotonic()
+        if work.spent < work.delay.cpu_seconds:
+            return now + (_TICK if work.owed(now) < _TICK else 0.0)
+        work.ready(work.end)
+        if work.awaited_as_future and 0 < work.end - now <= _SPIN:
+            while time.monotonic() < work.end:
+                pass
+            now = work.end
+        if now >= work.end:
+            work.finish()
+            return now
+        return max(now, work.end - _SPIN) if work.awaited_as_future else work.end
+
+
+_scratch = ctypes.create_string_buffer(2 * _PIECE)
+
+
+def spend(seconds: float) -> float:
+    """Take CPU time from this core, without the GIL, by copying memory as a transfer does; the seconds spent."""
+    begun = time.thread_time()
+    place = ctypes.addressof(_scratch)
+    while (spent := time.thread_time() - begun) < seconds:
+        ctypes.memmove(place + _PIECE, place, _PIECE)
+    return spent
