@@ -1,0 +1,355 @@
+"""The wire mode: real messages with an environment that plays all other ranks, along the collective's own graph."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rewriter.errors import RewriterError
+from rewriter.fabric import Call, Delay, Kind
+from rewriter.runtime.emulated.environment import Environment
+from rewriter.runtime.emulated.frames import DATA, FRAME, HEADER, Announced, Header, Hello, header
+from rewriter.runtime.emulated.operation import Operation
+from rewriter.runtime.emulated.plan import RANKS, Plan, plan
+from rewriter.runtime.emulated.wire import WireEngine
+from rewriter.runtime.emulated.work import CollectiveAborted
+
+KINDS: list[Kind] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather"]
+KINDS += ["scatter", "barrier"]
+
+
+class Constant:
+    """A model in which everything takes as long, and holds one link meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def delay(self, call: Call) -> Delay:
+        return Delay(self.seconds, self.seconds, ("link",))
+
+
+@contextmanager
+def environment(model: Any = None) -> Iterator[str]:
+    """An environment on a thread of this process; its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = Environment(listener, model)
+    thread = threading.Thread(target=served.run, daemon=True)
+    host, port = listener.getsockname()
+    thread.start()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        served.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def engine(model: Any = None, rank: int = 0, real: tuple[int, ...] = (0,)) -> Iterator[WireEngine]:
+    with environment(model) as address:
+        made = WireEngine(address, rank, real)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def operation(kind: Kind, numel: int, ranks: Any, sequence: int = 0, rank: int = 0, **more: Any) -> Operation:
+    """One of float32 ones; `numel` as `Call.nbytes` counts them."""
+    n, group = len(ranks), more.pop("group", "world")
+    whole = torch.ones(numel)
+    part = torch.ones(numel // n)
+    inputs, outputs = {
+        "all_gather": ((part,), (torch.empty(numel),)),
+        "gather": ((part,), tuple(torch.empty(numel // n) for _ in range(n))),
+        "reduce_scatter": ((whole,), (torch.empty(numel // n),)),
+        "scatter": (tuple(torch.ones(numel // n) for _ in range(n)), (torch.empty(numel // n),)),
+        "all_to_all": ((whole,), (torch.empty(numel),)),
+        "send": ((whole,), ()) if rank == 0 else ((), (whole,)),
+        "barrier": ((), ()),
+    }.get(kind, ((whole,), (whole,)))
+    root = 0 if kind in ("broadcast", "reduce", "gather", "scatter") else None
+    call = Call(kind, 0 if kind == "barrier" else 4 * numel, ranks)
+    return Operation(call, group, sequence, rank, inputs, outputs, more.pop("timeout", 20.0), root=root, **more)
+
+
+# --- plans ---
+
+
+def gloo_ring(nbytes: int, item: int, n: int, rank: int, largest: int = 1 << 20) -> tuple[list[int], list[int]]:
+    """Lengths of what a rank sends and receives in gloo's all-reduce: its loops, on the offsets that each step has."""
+    segment = min((nbytes + 2 * n - 1) // (2 * n), largest // item * item)
+    segment += -segment % item
+    count = max((nbytes + segment - 1) // segment, 2 * n)
+    count += -count % n
+    sent, received = [], []
+    for half in (1, 0):
+        for i in range(count - count // n):
+            send = ((rank + half) * (count // n) + i) * segment % (count * segment)
+            receive = ((rank + half + 1) * (count // n) + i) * segment % (count * segment)
+            sent.append(min(segment, nbytes - send))
+            received.append(min(segment, nbytes - receive))
+    return [x for x in sent if x > 0], [x for x in received if x > 0]
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("nbytes", [4, 1000, 1 << 16, (9 << 20) + 4])
+def test_all_reduce_has_the_messages_of_gloos_ring(n: int, nbytes: int) -> None:
+    for rank in range(n):
+        found = plan("all_reduce", nbytes, 4, n, rank, None)
+        sent, received = gloo_ring(nbytes, 4, n, rank)
+        assert [m.length for m in found.sends] == sent
+        assert [m.length for m in found.receives] == (received or [0])  # a rank that gets nothing is told of the end
+        assert sum(m.reduced for m in found.receives) <= len(received) / 2 + n
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_messages_and_bytes_of_the_other_collectives(n: int) -> None:
+    """Over all ranks, every byte that is sent is received, and as many as the algorithm needs travel."""
+    nbytes = 840 * 4 * n
+    shard = nbytes // n
+    expected = {
+        "all_gather": (2 * n * (n - 1), n * (n - 1) * shard),  # every shard passes n - 1 links, in halves
+        "all_to_all": (n * (n - 1), n * (n - 1) * shard),
+        "broadcast": (n - 1, (n - 1) * nbytes),  # a tree
+        "gather": (n - 1, (n - 1) * shard),
+        "scatter": (n - 1, (n - 1) * shard),
+        "barrier": (n * (n - 1).bit_length(), 0),
+    }
+    for kind, (messages, total) in expected.items():
+        plans = [plan(kind, 0 if kind == "barrier" else nbytes, 4, n, r, 1) for r in range(n)]  # type: ignore[arg-type]
+        sent = [m for p in plans for m in p.sends]
+        assert (len(sent), sum(m.length for m in sent)) == (messages, total), kind
+        assert sum(p.received_bytes for p in plans) == total, kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [2, 3, 7, 64, 8192])
+def test_no_plan_waits_for_itself(kind: Kind, n: int) -> None:
+    for rank in {0, 1, n // 2, n - 1}:
+        for nbytes in (0, 4, 12, n * 4, (5 << 20) + 20):
+            found = plan(kind, nbytes, 4, n, rank, 0)
+            assert len(found.sends) + len(found.receives) < 1000
+            assert played(found) == (len(found.sends), len(found.receives)), (rank, nbytes)
+
+
+def played(found: Plan) -> tuple[int, int]:
+    """How far rank and environment get if each sends what it may."""
+    sent = received = 0
+    while True:
+        before = sent, received
+        while sent < len(found.sends) and found.sends[sent].needs <= received:
+            sent += 1
+        while received < len(found.receives) and found.receives[received].needs <= sent:
+            received += 1
+        if (sent, received) == before:
+            return before
+
+
+def test_what_a_large_ring_carries_is_that_of_the_real_one() -> None:
+    for n in (65, 1000, 8192):
+        for kind, nbytes in (("all_reduce", 4 << 20), ("all_gather", n * 4096)):
+            found = plan(kind, nbytes, 4, n, 5, None)  # type: ignore[arg-type]
+            real = (2 if kind == "all_reduce" else 1) * nbytes * (n - 1) / n
+            assert sum(m.length for m in found.sends) == pytest.approx(real, rel=1 / RANKS)
+
+
+# --- over TCP ---
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_collective_over_tcp_gives_the_values_of_uniform_ranks(n: int) -> None:
+    with engine() as made:
+        for sequence, kind in enumerate(KINDS):
+            for numel in (4 * n, 3 * FRAME):
+                one = operation(kind, numel - numel % n, range(n), 2 * sequence + (numel > 100))
+                assert made.submit(one).wait()
+                value = n if kind in ("all_reduce", "reduce", "reduce_scatter") else 1
+                assert all((out == value).all() for out in one.outputs), kind
+        for rank in (0, 1):
+            one = operation("send", 1000, (0, 1) if rank == 0 else (1, 0), 50 + rank, rank)
+            assert made.submit(one).wait()
+
+
+def test_dtypes_reductions_and_layouts() -> None:
+    cases: list[tuple[torch.Tensor, str, Any]] = [
+        (torch.full((999,), 3, dtype=torch.bfloat16), "sum", 9),
+        (torch.full((7, 3), 2, dtype=torch.int64).t(), "max", 2),
+        (torch.tensor(5.0), "avg", 5),
+        (torch.full((9,), True), "bor", True),
+        (torch.full((6,), 1 + 1j), "sum", 3 + 3j),
+        (torch.full((513,), 7, dtype=torch.uint8), "min", 7),
+        (torch.zeros(0), "sum", 0),
+    ]
+    with engine() as made:
+        for sequence, (x, reduction, value) in enumerate(cases):
+            call = Call("all_reduce", x.nbytes, range(3), str(x.dtype).removeprefix("torch."))
+            one = Operation(call, "world", sequence, 0, (x,), (x,), 20.0, reduction=reduction)  # type: ignore[arg-type]
+            made.submit(one).wait()
+            assert (x == value).all(), (x.dtype, reduction)
+
+
+def test_operations_under_way_at_once_do_not_wait_for_a_large_one() -> None:
+    with engine() as made:
+        large = made.submit(operation("all_gather", 8 << 20, range(2)))
+        works = [made.submit(operation("all_reduce", 256, range(2), i, group=f"g{i % 3}")) for i in range(1, 7)]
+        future = made.submit(operation("all_reduce", 256, range(2), 7)).get_future()
+        assert all(work.wait() for work in works)
+        assert (future.wait()[0] == 2).all()
+        assert large.wait()
+
+
+def test_a_collective_lasts_as_long_as_the_model_says_and_links_are_shared() -> None:
+    with engine(Constant(0.03)) as made:
+        begin = time.monotonic()
+        works = [made.submit(operation("all_reduce", 3 * FRAME, range(4), 0, group=g)) for g in ("a", "b")]
+        works[0].wait()
+        first = time.monotonic() - begin
+        futures = [works[1].get_future(), made.submit(operation("barrier", 0, range(4), 1, group="c")).get_future()]
+        futures[0].wait()
+        second = time.monotonic() - begin
+        futures[1].wait()
+        third = time.monotonic() - begin
+    # an operation's time counts from its own announcement, which is on its way for some microseconds
+    assert first >= 0.03
+    assert second >= 0.059
+    assert third >= 0.089
+
+
+def test_real_ranks_wait_for_the_last_of_them_and_must_agree() -> None:
+    with environment() as address:
+        first, second = WireEngine(address, 0, (0, 4)), WireEngine(address, 4, (0, 4))
+        early = first.submit(operation("all_reduce", 64, range(8), 1, 0))
+        alone = first.submit(operation("all_reduce", 64, range(4), 1, 0, group="half"))
+        assert alone.wait()  # the other is not a member
+        assert not early.is_completed()
+        late = second.submit(operation("all_reduce", 64, range(8), 1, 4))
+        assert early.wait()
+        assert late.wait()
+        message = first.submit(operation("send", 64, (0, 4), 2, 0)), second.submit(operation("send", 64, (0, 4), 9, 1))
+        assert all(work.wait() for work in message)
+        one = first.submit(operation("all_reduce", 64, range(8), 3, 0))
+        other = second.submit(operation("broadcast", 64, range(8), 3, 4))
+        for work in (one, other):
+            with pytest.raises(
+                CollectiveAborted, match="rank 0 calls all_reduce of 256 bytes among 8 ranks, rank 4 broa"
+            ):
+                work.wait()
+        first.close()
+        second.close()
+
+
+def test_a_rank_that_leaves_is_told_to_the_others() -> None:
+    with environment() as address:
+        first, second = WireEngine(address, 0, (0, 1)), WireEngine(address, 1, (0, 1))
+        for made, rank in ((first, 0), (second, 1)):
+            made.submit(operation("barrier", 0, range(8), 1, rank))
+        waiting = first.submit(operation("all_reduce", 64, range(8), 2, 0))
+        second.close()
+        with pytest.raises(CollectiveAborted, match="rank 1 has left the job"):
+            waiting.wait()
+        first.close()
+
+
+def greeted(address: str) -> socket.socket:
+    host, port = address.split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(Hello.of(0, "world", range(2), (0,)).pack())
+    return connection
+
+
+def reported(connection: socket.socket) -> str:
+    """The text of the error that the environment sends, after whatever else it sends."""
+    received = b""
+    while more := connection.recv(1 << 16):
+        received += more
+    at = 0
+    while (head := header(received, at)).type == DATA:
+        at += HEADER + head.length
+    return received[at + HEADER :].decode()
+
+
+ANNOUNCED = Announced(0, 4, None, 0, 1024, 0, 0, "float32").pack()
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([Header(1, DATA, 0, 256, 0).pack()], "no such operation"),
+        (
+            [Header(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, Header(0, DATA, 1, 256, 0).pack()],
+            "expected message 0",
+        ),
+        ([Header(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, Header(0, DATA, 0, 255, 0).pack()], "256 bytes at 0"),
+        ([Header(0, 1, 0, 4, 0).pack() + b"what"], "cannot be read"),
+        ([Header(0, 1, 0, 1 << 31, 0).pack()], "less than a hundred"),
+    ],
+    ids=["unannounced", "order", "length", "garbled", "endless"],
+)
+def test_a_wrong_message_is_reported_to_the_rank(messages: list[bytes], said: str) -> None:
+    with environment() as address:
+        connection = greeted(address)
+        for message in messages:
+            connection.sendall(message)
+        assert said in reported(connection)
+        other = WireEngine(address, 0)  # the environment goes on
+        assert other.submit(operation("barrier", 0, range(2))).wait()
+        other.close()
+
+
+def test_a_connection_of_something_else_is_refused() -> None:
+    with environment() as address:
+        host, port = address.split(":")
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert "another program" in reported(connection)
+
+
+def test_an_environment_that_goes_away_fails_what_is_under_way_and_what_follows() -> None:
+    with environment(Constant(30.0)) as address:
+        made = WireEngine(address, 0)
+        work = made.submit(operation("all_reduce", 1 << 20, range(2)))
+        future = made.submit(operation("all_reduce", 1 << 20, range(2), 1)).get_future()
+    with pytest.raises(CollectiveAborted, match=r"operation 0: all_reduce .* closed the connection"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="closed the connection"):
+        future.wait()
+    with pytest.raises(CollectiveAborted, match="closed the connection"):
+        made.submit(operation("barrier", 0, range(2), 2)).wait()
+    made.close()
+
+
+def test_an_operation_that_lasts_too_long_times_out() -> None:
+    with engine(Constant(30.0)) as made:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"operation 3: all_reduce .* not done within 0\.2 s"):
+            made.submit(operation("all_reduce", 1024, range(2), 3, timeout=0.2)).wait()
+        assert time.monotonic() - begin < 10
+
+
+def test_addresses_and_devices_that_cannot_be() -> None:
+    for address in ("somewhere", ":1", "host:port", "host:70000"):
+        with pytest.raises(RewriterError, match="expected HOST:PORT"):
+            WireEngine(address, 0)
+    x = torch.empty(4, device="meta")
+    one = Operation(Call("all_reduce", 16, range(2)), "world", 0, 0, (x,), (x,), 1.0)
+    with pytest.raises(RewriterError, match="a tensor on meta"):
+        WireEngine("127.0.0.1:1", 0).submit(one)
+
+
+def test_a_world_of_thousands_costs_as_much_as_one_of_eight() -> None:
+    """Messages, and so what both ends do, are bounded; the group's ranks are told as a range."""
+    counts = [len(plan("all_reduce", 1 << 16, 4, n, 3, None).sends) for n in (64, 8192, 1 << 20)]
+    assert counts[0] == counts[1] == counts[2]
+    assert len(Hello.of(0, "world", range(1 << 20), (0,)).pack()) < 200
+    with engine() as made:
+        one = operation("all_reduce", 1 << 14, range(8192))
+        made.submit(one).wait()
+        assert (one.outputs[0] == 8192).all()
