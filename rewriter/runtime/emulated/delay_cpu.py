@@ -11,6 +11,7 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 from rewriter.errors import RewriterError
@@ -66,7 +67,8 @@ class DelayEngine:
             work.start, work.end, self._links = self._links.occupy(now, delay)
             self._ends[operation.group] = work.end
         if delay.cpu_seconds == 0 and operation.output_bytes <= _INLINE:
-            operation.fill()
+            if not operation.receives:  # else what it gets may not have been sent yet: see `wait`
+                work.fill()
             work.ready(work.end)
             if work.awaited_as_future:
                 self._timer.add(work)
@@ -83,12 +85,37 @@ class DelayedWork(EmulatedWork):
         self.delay = delay
         self.start = self.end = 0.0
         self.filled = False
+        self._filling = threading.Lock()
         self.spent = 0.0  # seconds of CPU time
         self._timer = timer
+
+    def fill(self) -> None:
+        """Write the outputs, once."""
+        with self._filling:
+            if not self.filled:
+                self.operation.fill()
+                self.filled = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._ready.is_set() and self._error is None:
+            self.fill()
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        over = super().is_completed()
+        if over and self._error is None:
+            self.fill()
+        return over
 
     def on_future(self) -> None:
         if self._ready.is_set():
             self._timer.add(self)
+
+    @property
+    def fillable(self) -> bool:
+        """Whether what is to be written is known, or is not waited for any longer."""
+        source, halfway = self.operation.source, (self.start + self.end) / 2
+        return source is None or source.tensor is not None or time.monotonic() >= halfway
 
     def owed(self, now: float) -> float:
         """CPU seconds that should have been spent by `now`, and were not."""
@@ -152,17 +179,16 @@ class Timer:
             return time.monotonic()
 
     def _due(self, work: DelayedWork) -> float:
-        if not work.filled and not work._ready.is_set():
+        if not work.filled and work.fillable:
             begun = time.thread_time()
-            work.operation.fill()
-            work.filled = True
+            work.fill()
             work.spent += time.thread_time() - begun
         now = time.monotonic()
         owed = work.owed(now)
         if owed > 0:
             work.spent += spend(min(owed, 2 * _TICK))
             now = time.monotonic()
-        if work.spent < work.delay.cpu_seconds:
+        if work.spent < work.delay.cpu_seconds or not work.filled:
             return now + (_TICK if work.owed(now) < _TICK else 0.0)
         work.ready(work.end)
         if work.awaited_as_future and 0 < work.end - now <= _SPIN:

@@ -151,18 +151,14 @@ class EmulatedGroup(Identity):
         receives = destination == self.rank()
         call = Call("send", _bytes(tensors), ends, _dtype(tensors))
         inputs, outputs = ((), tuple(tensors)) if receives else (tuple(tensors), ())
+        found = None
+        if receives:
+            found = self._mailbox.receive(tensors[0])
+        else:
+            self._mailbox.send(tensors[0])
+        own, sequence, seconds = int(receives), self._counted(), self._seconds(None)
         return self._submit(
-            Operation(
-                call,
-                self.group_name,
-                self._counted(),
-                int(receives),
-                inputs,
-                outputs,
-                self._seconds(None),
-                True,
-                tag=tag,
-            )
+            Operation(call, self.group_name, sequence, own, inputs, outputs, seconds, True, tag=tag, source=found)
         )
 
     # --- several as one ---

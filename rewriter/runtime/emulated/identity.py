@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rewriter.errors import RewriterError
 from rewriter.runtime.emulated.engine import Engine
+from rewriter.runtime.emulated.messages import Mailbox
 from rewriter.runtime.emulated.work import CollectiveAborted, Deferred
 
 NAME = "emulated"
@@ -54,6 +55,7 @@ class Identity(_ProcessGroup):
         self._sequence = 0
         self._coalesced: list[Deferred] | None = None
         self._under_way: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._mailbox = Mailbox()
         self._fate: str | None = None
 
     # --- names and numbers ---

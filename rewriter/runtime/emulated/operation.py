@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from rewriter.fabric import Call
+from rewriter.runtime.emulated.messages import Source
 from rewriter.runtime.emulated.values import uniform
 
 Tensors = tuple[Tensor, ...]
@@ -48,6 +49,7 @@ class Operation:
     root: int | None = None
     reduction: Reduction = "sum"
     tag: int = 0
+    source: Source | None = None  # of a message that this rank receives
 
     @property
     def receives(self) -> bool:
@@ -74,7 +76,10 @@ class Operation:
 
         Tensors keep their autograd history and version, as with other backends. See `values`.
         """
-        uniform(self.call.kind, self.inputs, self.outputs, self.call.size, self.rank, self.root, self.reduction)
+        if self.source is not None:
+            self.source.write(self.outputs)
+        else:
+            uniform(self.call.kind, self.inputs, self.outputs, self.call.size, self.rank, self.root, self.reduction)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """The values of collectives in a world of uniform ranks: every rank holds what this one holds.
 
 They have no meaning of their own, but what follows them stays in range: sums are as large as sums of as many ranks,
-quantized payloads can be decoded, counts add up. What comes from a rank of which nothing is known (a message, a
-scatter's shard) is zeros; a broadcast leaves what the rank has.
+quantized payloads can be decoded, counts add up. A scatter's shard from a rank of which nothing is known is zeros; a
+broadcast leaves what the rank has. For messages see `messages`.
 
 Tensors are written through `.data`: c10d's backends tell autograd nothing either.
 """
@@ -45,9 +45,6 @@ def uniform(
             _repeat(_part(inputs, ranks, rank), outputs, ranks)
         elif kind == "scatter":
             outputs[0].data.copy_(inputs[rank].data) if inputs else outputs[0].data.zero_()
-        elif kind == "send":
-            for x in outputs:
-                x.data.zero_()
 
 
 def _part(tensors: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
