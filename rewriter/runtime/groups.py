@@ -36,7 +36,7 @@ def new_groups(
     one group, or those of a mesh's dimensions, in the same order on all ranks; the first one's timeout is theirs too.
     """
     _level(among)
-    timeout = _timeout(among[0])
+    timeout, backend = _timeout(among[0]), _backend(among[0], backend)
     return [
         dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
         for ranks in members
@@ -53,7 +53,13 @@ def _level(among: Sequence[ProcessGroup]) -> None:
     for group in among:
         dist.all_reduce(count, dist.ReduceOp.MAX, group)
     while _memberships() < count:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend=_backend(among[0], "gloo"), use_local_synchronization=True)
+
+
+def _backend(group: ProcessGroup, backend: str | None) -> str | None:
+    """`backend` for a group among the ranks of `group`. Of an emulated one, others are emulated too: who else is
+    there?"""
+    return "emulated" if dist.get_backend(group) == "emulated" else backend
 
 
 def _memberships() -> int:

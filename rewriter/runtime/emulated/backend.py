@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -9,18 +10,29 @@ import torch.distributed as dist
 from rewriter.errors import RewriterError
 from rewriter.fabric import DelayModel
 from rewriter.runtime.emulated.config import VARIABLE, EmulationConfig
+from rewriter.runtime.emulated.delay import DelayEngines
 from rewriter.runtime.emulated.engine import Engine
 from rewriter.runtime.emulated.group import EmulatedGroup
 from rewriter.runtime.emulated.identity import NAME, compact
+from rewriter.runtime.emulated.meetings import Meetings
+from rewriter.runtime.emulated.wire import WireEngine
 
-_engine: Engine | None = None  # of the job, from its default group on: its other groups share it
+
+@dataclass(frozen=True)
+class _Job:
+    engine: Engine
+    real: tuple[int, ...]
+
+
+_job: _Job | None = None  # from its default group on: its other groups share the engine
 
 
 def register() -> None:
     """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
 
     What is emulated is told by REWRITER_EMULATE (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
-    init_process_group: an EmulationConfig, a model of delays (`rewriter.fabric.DelayModel`), or an Engine.
+    init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
+    only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -28,49 +40,59 @@ def register() -> None:
 
 def _create(options: Any, given: Any) -> EmulatedGroup:
     """A process group, as torch asks for it. `options.global_ranks_in_group` is empty for the default group."""
-    global _engine
+    global _job
     seconds = options.timeout.total_seconds()
     members = list(options.global_ranks_in_group)
     if members:
-        if _engine is None:
+        if _job is None:
             raise RewriterError('emulated group: the default group is not. Call init_process_group("emulated") first')
-        return EmulatedGroup(compact(members), options.group_rank, _engine, seconds, options.store)
-    if _engine is not None:
-        _engine.close()
-    _engine = _engine_of(given, options)
-    return EmulatedGroup(range(options.group_size), options.group_rank, _engine, seconds, options.store, _close)
+        return EmulatedGroup(compact(members), options.group_rank, _job.engine, seconds, options.store, _job.real)
+    _close()
+    _job = _job_of(given, options, seconds)
+    everyone = range(options.group_size)
+    return EmulatedGroup(everyone, options.group_rank, _job.engine, seconds, options.store, _job.real, _close)
 
 
 def _close() -> None:
-    global _engine
-    if _engine is not None:
-        _engine.close()
-        _engine = None
+    global _job
+    if _job is not None:
+        _job.engine.close()
+        _job = None
 
 
-def _engine_of(given: Any, options: Any) -> Engine:
+def _job_of(given: Any, options: Any, seconds: float) -> _Job:
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
-        _agree(given, options)
-        raise RewriterError("emulated backend: fabrics by name are not known yet")
+        return _configured(given, None, options, seconds)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
+        return _configured(given[0], given[1], options, seconds)
+    own = (options.group_rank,)
     if isinstance(given, DelayModel):
-        from rewriter.runtime.emulated.delay import DelayEngines
-
-        return DelayEngines(given)
+        return _Job(DelayEngines(given), own)
     if isinstance(given, Engine):
-        return given
+        return _Job(given, own)
     raise RewriterError(
         f"emulated backend: {VARIABLE} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.runtime.emulated`, or give an EmulationConfig as pg_options"
     )
 
 
-def _agree(config: EmulationConfig, options: Any) -> None:
+def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _Job:
+    rank, real = options.group_rank, config.real
     if config.world_size != options.group_size:
         raise RewriterError(
             f"emulated backend: init_process_group has {options.group_size} ranks, but {config.world_size} are emulated"
         )
-    if options.group_rank not in config.real:
-        real = ", ".join(map(str, config.real))
-        raise RewriterError(f"emulated backend: this is rank {options.group_rank}, but the real ones are {real}")
+    if rank not in real:
+        names = ", ".join(map(str, real))
+        raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {names}")
+    if config.mode == "wire":
+        if config.environment is None:
+            raise RewriterError(
+                "emulated backend: mode wire, but no environment process. Start the script with "
+                "`python -m rewriter.runtime.emulated --mode wire`"
+            )
+        return _Job(WireEngine(config.environment, rank, real), real)
+    meetings = Meetings(options.store, real, rank, seconds) if len(real) > 1 else None
+    return _Job(DelayEngines(config.delay_model() if model is None else model, meetings), real)

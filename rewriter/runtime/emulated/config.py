@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rewriter.errors import RewriterError
+from rewriter.fabric import DelayModel
 
 VARIABLE = "REWRITER_EMULATE"
 
@@ -18,7 +19,8 @@ class EmulationConfig(BaseModel):
 
     `world_size`: ranks of the job. `real`: those that run as processes; all others are emulated. `classes`: {rank:
     representative} for ranks whose modules are alike, representatives being real; ranks that are not named are like the
-    nearest lower real rank's. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …). `graphed`:
+    nearest lower real rank's. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
+    fabric's first if None). `graphed`:
     delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as `all_reduce=+5us`. `timeout`:
     seconds, where a program names none.
     """
@@ -29,7 +31,7 @@ class EmulationConfig(BaseModel):
     real: tuple[int, ...] = (0,)
     classes: Mapping[int, int] = {}
     fabric: str = "h100-nvlink"
-    library: str = "nccl"
+    library: str | None = None
     graphed: bool = False
     mode: Literal["delay", "wire"] = "delay"
     what_if: tuple[str, ...] = ()
@@ -61,6 +63,10 @@ class EmulationConfig(BaseModel):
         if rank in self.classes:
             return self.classes[rank]
         return max((r for r in self.real if r < rank), default=self.real[0])
+
+    def delay_model(self) -> DelayModel:
+        """How long collectives take. Raises RewriterError where the fabric or a change is not known."""
+        raise RewriterError(f"fabric {self.fabric}: fabrics by name are not known yet")
 
     def to_environment(self) -> str:
         """The value of REWRITER_EMULATE."""

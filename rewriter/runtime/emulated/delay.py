@@ -6,14 +6,15 @@ from typing import Any
 
 from rewriter.fabric import DelayModel
 from rewriter.runtime.emulated.delay_cpu import DelayEngine
+from rewriter.runtime.emulated.meetings import Meetings
 from rewriter.runtime.emulated.operation import Operation
 
 
 class DelayEngines:
     """A DelayEngine for tensors on the CPU."""
 
-    def __init__(self, model: DelayModel, arrivals: Any = None) -> None:
-        self._cpu = DelayEngine(model, arrivals)
+    def __init__(self, model: DelayModel, meetings: Meetings | None = None) -> None:
+        self._cpu = DelayEngine(model, meetings)
 
     def submit(self, operation: Operation) -> Any:
         return self._cpu.submit(operation)

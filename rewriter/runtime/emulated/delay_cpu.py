@@ -12,10 +12,11 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 from rewriter.errors import RewriterError
 from rewriter.fabric import Delay, DelayModel, Links
+from rewriter.runtime.emulated.meetings import Meetings, write
 from rewriter.runtime.emulated.operation import Operation
 from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
 
@@ -35,11 +36,11 @@ def directed(delay: Delay, operation: Operation) -> Delay:
 
 
 class DelayEngine:
-    """`model` says how long; `arrivals`, where several ranks are real, when the last of them came."""
+    """`model` says how long; `meetings`, where several ranks are real, when the last of them came."""
 
-    def __init__(self, model: DelayModel, arrivals: Any = None) -> None:
+    def __init__(self, model: DelayModel, meetings: Meetings | None = None) -> None:
         self.model = model
-        self._arrivals = arrivals
+        self._meetings = meetings
         self._links = Links()
         self._ends: dict[str, float] = {}  # of each group's last collective, on fabrics of GPUs
         self._lock = threading.Lock()
@@ -47,18 +48,22 @@ class DelayEngine:
 
     def submit(self, operation: Operation) -> DelayedWork:
         now = time.monotonic()
-        delay = directed(self.model.delay(operation.call), operation)
+        alone = operation.call.size < 2
+        delay = Delay(0.0, 0.0, ()) if alone else directed(self.model.delay(operation.call), operation)
         work = DelayedWork(operation, delay, self._timer)
-        if self._arrivals is not None and self._arrivals.shared(operation):
-            self._arrivals.last(operation, now, lambda arrived, error: self._arrived(work, arrived, error))
+        if self._meetings is not None and self._meetings.shared(operation):
+            self._meetings.last(operation, now, partial(self._arrived, work))
         else:
             self._arrived(work, now)
         return work
 
-    def _arrived(self, work: DelayedWork, now: float, error: BaseException | None = None) -> None:
+    def _arrived(
+        self, work: DelayedWork, now: float, values: bytes | None = None, error: BaseException | None = None
+    ) -> None:
         if error is not None:
             work.finish(error)
             return
+        work.values = values
         operation, delay = work.operation, work.delay
         with self._lock:
             if delay.blocks and operation.call.kind != "send":
@@ -76,6 +81,8 @@ class DelayEngine:
             self._timer.add(work)
 
     def close(self) -> None:
+        if self._meetings is not None:
+            self._meetings.close()
         self._timer.close()
 
 
@@ -85,6 +92,7 @@ class DelayedWork(EmulatedWork):
         self.delay = delay
         self.start = self.end = 0.0
         self.filled = False
+        self.values: bytes | None = None  # of a real rank that has them, instead of those of uniform ranks
         self._filling = threading.Lock()
         self.spent = 0.0  # seconds of CPU time
         self._timer = timer
@@ -93,7 +101,10 @@ class DelayedWork(EmulatedWork):
         """Write the outputs, once."""
         with self._filling:
             if not self.filled:
-                self.operation.fill()
+                if self.values:
+                    write(self.values, self.operation.outputs)
+                else:
+                    self.operation.fill()
                 self.filled = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -115,7 +126,7 @@ class DelayedWork(EmulatedWork):
     def fillable(self) -> bool:
         """Whether what is to be written is known, or is not waited for any longer."""
         source, halfway = self.operation.source, (self.start + self.end) / 2
-        return source is None or source.tensor is not None or time.monotonic() >= halfway
+        return source is None or source.tensor is not None or bool(self.values) or time.monotonic() >= halfway
 
     def owed(self, now: float) -> float:
         """CPU seconds that should have been spent by `now`, and were not."""

@@ -9,6 +9,7 @@ uses where it packs several collectives into one): torch raises "No backend type
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rewriter.errors import RewriterError
 from rewriter.fabric import Call, Kind
 from rewriter.runtime.emulated.identity import Identity
 from rewriter.runtime.emulated.operation import Fused, Operation, Reduction
@@ -32,6 +34,9 @@ _REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
     (dist.ReduceOp.BOR, "bor"),
     (dist.ReduceOp.BXOR, "bxor"),
 )
+
+_OBJECTS = ("broadcast_object_list", "scatter_object_list")
+_WITHIN = 3  # frames of torch between its function and ours
 
 
 def _reduction(op: Any) -> Reduction:
@@ -52,6 +57,8 @@ class EmulatedGroup(Identity):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         root = 0 if opts is None else opts.rootRank
+        if self.ranks[root] not in self.real:
+            refuse_objects(self.ranks[root])
         return self._start("broadcast", _bytes(tensors), tensors, tensors, opts, root=root)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
@@ -81,6 +88,8 @@ class EmulatedGroup(Identity):
 
     def scatter(self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         inputs = input_lists[0] if input_lists else ()
+        if opts is not None and self.ranks[opts.rootRank] not in self.real:
+            refuse_objects(self.ranks[opts.rootRank])
         size = self.size() * _bytes(outputs)
         return self._start("scatter", size, inputs, outputs, opts, root=0 if opts is None else opts.rootRank)
 
@@ -156,7 +165,9 @@ class EmulatedGroup(Identity):
             found = self._mailbox.receive(tensors[0])
         else:
             self._mailbox.send(tensors[0])
-        own, sequence, seconds = int(receives), self._counted(), self._seconds(None)
+        # counted for each pair and direction: other ranks of the group know nothing of it
+        self._messages[ends] = sequence = self._messages.get(ends, 0) + 1
+        own, seconds = int(receives), self._seconds(None)
         return self._submit(
             Operation(call, self.group_name, sequence, own, inputs, outputs, seconds, True, tag=tag, source=found)
         )
@@ -241,6 +252,17 @@ class EmulatedGroup(Identity):
         work = self.engine.submit(operation)
         self._under_way.add(work)
         return work
+
+
+def refuse_objects(root: int) -> None:
+    """Raise where torch broadcasts objects from an emulated rank, which has none: their sizes would be garbage."""
+    frame = sys._getframe(2)
+    for _ in range(_WITHIN):
+        if frame.f_code.co_name in _OBJECTS:
+            raise RewriterError(f"{frame.f_code.co_name}: rank {root} is emulated and has no objects. Make it real")
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -34,7 +34,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs list overloads that torch 
 
 
 class Identity(_ProcessGroup):
-    """`ranks`: global ranks. `timeout`: seconds. `on_shutdown`: called once, when the group is destroyed."""
+    """`ranks`: global ranks; `real`: those of the job that are. `timeout`: seconds. `on_shutdown`: called once, when
+    the group is destroyed."""
 
     def __init__(
         self,
@@ -43,18 +44,21 @@ class Identity(_ProcessGroup):
         engine: Engine,
         timeout: float,
         store: Any,
+        real: tuple[int, ...],
         on_shutdown: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(rank, len(ranks))
         self.ranks = ranks
         self.engine = engine
         self.timeout = timeout
+        self.real = real
         self._store = store
         self._on_shutdown = on_shutdown
         self._name = self._description = ""
         self._sequence = 0
         self._coalesced: list[Deferred] | None = None
         self._under_way: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._messages: dict[tuple[int, int], int] = {}  # counted by sender and receiver
         self._mailbox = Mailbox()
         self._fate: str | None = None
 
@@ -162,7 +166,7 @@ class Identity(_ProcessGroup):
         if own not in ranks:
             return None
         seconds = self.timeout if timeout is None else timeout.total_seconds()
-        made = type(self)(compact(ranks), list(ranks).index(own), self.engine, seconds, self._store)
+        made = type(self)(compact(ranks), list(ranks).index(own), self.engine, seconds, self._store, self.real)
         made._set_group_name(group_name)
         made._set_group_desc(group_desc or "undefined")
         return made
