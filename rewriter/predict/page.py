@@ -16,6 +16,8 @@ from rewriter.predict.results import Comparison, Phase, Point, Prediction
 from rewriter.predict.svg import STYLE
 from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, parts, setting, shared_notes
 from rewriter.predict.units import duration, percent, rate, times
+from rewriter.predict.validation import COLUMNS as VALIDATED
+from rewriter.predict.validation import Validation
 
 _CSS = """
 *{box-sizing:border-box}body{margin:0;background:var(--ground);color:var(--ink);font:15px/1.55 system-ui,sans-serif}
@@ -53,8 +55,14 @@ _HATCH = (
 )
 
 
-def page(comparison: Comparison, command: str = "", sources: Mapping[str, str] | None = None) -> str:
-    """The file's text. `command`: what made it; `sources`: the fabric's figures, in words, each with where it is from.
+def page(
+    comparison: Comparison,
+    command: str = "",
+    sources: Mapping[str, str] | None = None,
+    validation: Validation | None = None,
+) -> str:
+    """The file's text. `command`: what made it; `sources`: the fabric's figures, in words, each with where it is from;
+    `validation`: what was measured beside it.
 
     The same arguments give the same bytes.
     """
@@ -71,6 +79,7 @@ def page(comparison: Comparison, command: str = "", sources: Mapping[str, str] |
         _passes("decode", "One decode step", [(p, p.decode) for p in found.predictions]),
         _passes("prefill", "Prefill", [(p, p.prefill) for p in found.predictions]),
         _points(found.pareto),
+        _validated(validation),
         _notes(found),
         _origin(found, command, sources or {}),
     ]  # fmt: skip
@@ -141,11 +150,15 @@ def _passes(name: str, title: str, phases: Sequence[tuple[Prediction, Phase]]) -
     """The timelines of one kind of pass, then the same in numbers."""
     if not phases:
         return ""
-    common = scale([phase for _, phase in phases])
-    enlarged = f"; below, {named(common.layers)} enlarged." if common.layers else "."
-    about = f"All drawings have one scale. Above, the whole pass{enlarged}"
-    html = [f"<h2>{escape(title)}</h2><p>{about}</p>", _KEY]
+    html = [f"<h2>{escape(title)}</h2>"]
+    drawn = [phase for _, phase in phases if phase.spans]  # measured passes have none
+    common = scale(drawn) if drawn else None
+    if common is not None:
+        enlarged = f"; below, {named(common.layers)} enlarged." if common.layers else "."
+        html += [f"<p>All drawings have one scale. Above, the whole pass{enlarged}</p>", _KEY]
     for index, (p, phase) in enumerate(phases):
+        if common is None or not phase.spans:
+            continue
         title_of = f"{p.recipe}, {title[:1].lower()}{title[1:]}"
         html.append(
             f'<h3>{escape(p.recipe)} <span class="muted">{duration(phase.seconds)}</span></h3>'
@@ -201,6 +214,14 @@ def _points(found: Mapping[str, Sequence[Point]]) -> str:
         f"<h2>Latency against throughput</h2><p>{about}</p><figure>{pareto('pareto', found)}</figure>"
         f"<details><summary>the points as a table</summary>{_table('recipe', columns, rows, 'Points')}</details>"
     )
+
+
+def _validated(found: Validation | None) -> str:
+    if found is None:
+        return ""
+    said = "".join(f"<p>{escape(words)}</p>" for words in found.said())
+    table = "" if found.reason else _table("recipe", VALIDATED, found.cells(), "Predicted against measured")
+    return f"<h2>Validation</h2>{table}{said}"
 
 
 def _notes(found: Comparison) -> str:

@@ -70,7 +70,7 @@ def generate(
     ids, first_valid = left_pad(prompts, pad_token_id)
     ids, first_valid = ids.to(device), None if first_valid is None else first_valid.to(device)
     length = ids.shape[1]
-    cache = _cache(model, batch, length + max_new_tokens, weight) if use_cache else None
+    cache = make_cache(model, batch, length + max_new_tokens, weight) if use_cache else None
     random = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
 
@@ -99,7 +99,11 @@ def generate(
     return [_until_end(row, eos_token_ids) for row in rows]
 
 
-def _cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache | SequenceCache:
+def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache | SequenceCache:
+    """An empty cache for `batch` rows of an emitted model, in dtype and on the device of `like`.
+
+    Raises RewriterError for a model that does not say what it caches.
+    """
     slots: Any = getattr(model, "slots", None)
     if not slots:
         raise RewriterError(

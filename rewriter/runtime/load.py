@@ -59,7 +59,7 @@ def load(
     where = rank_device(device)
     mesh = _mesh(where, made, dp)
     rank = 0 if mesh is None else mesh.get_local_rank("tp")
-    model = _build(root, made.entry, mesh)
+    model = build(_inside(root, made.entry["module"]), made.entry["class"], mesh)
     axis = getattr(model, "sequence", None)
     if (found := None if axis is None else axis.plan) != made.plan:
         raise RewriterError(
@@ -245,19 +245,18 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _build(root: Path, entry: dict[str, Any], mesh: DeviceMesh | None) -> nn.Module:
-    path = _inside(root, entry["module"])
-    cls = getattr(_import(path), entry["class"], None)
+def build(path: Path, name: str, mesh: DeviceMesh | None) -> nn.Module:
+    """The model of an emitted module's class `name`: parameters on the meta device, constants with their values.
+
+    Raises RewriterError if the file has no such class, or one with dropout that would train without it.
+    """
+    cls = getattr(_import(path), name, None)
     if cls is None:
-        raise RewriterError(
-            f"{path}: no class {entry['class']!r} in it, but rewrite.json names it. Rewrite the model again"
-        )
+        raise RewriterError(f"{path}: no class {name!r} in it, but rewrite.json names it. Rewrite the model again")
     with _EmptyOnMeta():
         model: nn.Module = cls(mesh)
     if getattr(model, "dropout_probability", 0) > 0 and not isinstance(model, RuntimeModel):
-        raise RewriterError(
-            f"{path}: {entry['class']} has dropout but no RuntimeModel base that refuses to train with it"
-        )
+        raise RewriterError(f"{path}: {name} has dropout but no RuntimeModel base that refuses to train with it")
     return model
 
 

@@ -1,0 +1,99 @@
+"""Runs recipes on this machine: on real ranks, and on one real rank whose peers are emulated.
+
+On CPUs the delays of the emulated world are calibrated here, on collectives alone, never on the passes that are
+compared; on GPUs they are the named fabric's. Launches of both kinds take turns, so that a machine that slows down
+slows both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rewriter.errors import RewriterError
+from rewriter.predict.measured import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
+from rewriter.predict.ranks import Seconds, run, slowest
+from rewriter.predict.validation import PASSES, Row, Validation
+from rewriter.report_tables import size
+
+if TYPE_CHECKING:
+    from rewriter.program import Program
+
+LAUNCHES = 3
+
+
+def how_real(job: Job, bytes_per_rank: int) -> tuple[str, str]:
+    """(device, words) for running all ranks of a job on this machine. Raises RewriterError that says why not."""
+    import torch
+
+    if job.ranks < 2:
+        raise RewriterError("on 1 rank nothing is communicated. Take --tp 2 or more")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= job.ranks:
+        return "cuda", f"{job.ranks} GPUs, NCCL"
+    has = f"this machine has {gpus} GPU{'s' * (gpus != 1)}" if gpus else "it has no GPU"
+    if not cores(job.ranks, "cpu"):
+        raise RewriterError(
+            f"{job.ranks} real ranks need a GPU or a CPU core each; {has}, and fewer cores for this "
+            "process. Use fewer ranks, or a larger machine"
+        )
+    free = free_memory("cpu")
+    if free is not None and job.ranks * bytes_per_rank > free:
+        raise RewriterError(
+            f"{job.ranks} ranks need {size(job.ranks * bytes_per_rank)}, and {size(free)} are free. Use a smaller model"
+        )
+    return "cpu", f"{job.ranks} ranks on a CPU core each, gloo"
+
+
+def validate(
+    programs: Sequence[tuple[str, Program]],
+    job: Job,
+    fabric: str,
+    calibrate: Callable[[int, Path], Path],
+    launches: int = LAUNCHES,
+) -> Validation:
+    """Run every recipe's program on `job.ranks` real ranks, and on one with emulated peers, in turns.
+
+    On GPUs the peers have the delays of `fabric`; on CPUs those that `calibrate(ranks, directory)` measures between so
+    many real ranks, and whose fabric's file it returns. Raises RewriterError with the reason of a rank that fails;
+    where this machine cannot run all ranks, the result says why.
+    """
+    from rewriter.analysis.memory import memory
+
+    try:
+        where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))
+    except RewriterError as error:
+        return Validation("", fabric, (), str(error))
+    real: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
+    told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
+    with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
+        scratch = Path(name)
+        delays = Emulation(fabric if where == "cuda" else str(calibrate(job.ranks, scratch)))
+        variants = [
+            variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
+            for index, (recipe, program) in enumerate(programs)
+        ]
+        ranks = {recipe: classes(program) for recipe, program in programs}
+        for launch in range(launches):
+            # The order turns, so that no recipe is always the first after a start.
+            turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
+            asked = spec(turned, job, where, None, cores(job.ranks, where))
+            for recipe, found in run(asked, range(job.ranks), TIMEOUT).items():
+                real[recipe].append(found)
+            asked = spec(turned, job, where, delays, cores(1, where))
+            by_rank = {rank: emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})}
+            for recipe, seconds in told.items():
+                seconds.append(slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
+    rows = [
+        Row(
+            recipe,
+            kind,
+            tuple(getattr(seconds, kind) for seconds in told[recipe]),
+            tuple(getattr(seconds, kind) for seconds in real[recipe]),
+        )
+        for recipe, _ in programs
+        for kind in PASSES
+    ]
+    return Validation(words, fabric if where == "cuda" else "a fabric calibrated on this machine", tuple(rows))

@@ -1,0 +1,129 @@
+"""Predicted against measured: the result, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rewriter.predict.units import duration
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+WITHIN = 0.03  # error that is allowed where real launches agree better than half of it
+PASSES = ("prefill", "decode")
+COLUMNS = ("pass", "predicted", "measured", "error", "spread", "holds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe's pass: seconds of each launch."""
+
+    recipe: str
+    kind: str
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Of the medians, as a share of what was measured; positive where the prediction is too slow."""
+        return median(self.predicted) / median(self.measured) - 1
+
+    @property
+    def spread(self) -> float:
+        """Between the slowest and the fastest real launch, as a share of the median."""
+        return (max(self.measured) - min(self.measured)) / median(self.measured)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within 3 % or twice the real launches' own spread, whichever is larger."""
+        return abs(self.error) <= max(WITHIN, 2 * self.spread)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What was compared, and where. `real`: how the real ranks ran; `fabric`: whose delays the emulated ones had.
+    `reason`: why nothing was compared, None where it was."""
+
+    real: str
+    fabric: str
+    rows: tuple[Row, ...]
+    reason: str | None = None
+
+    @property
+    def misordered(self) -> list[tuple[str, str, str]]:
+        """(recipe, recipe, pass) that the prediction ranks the wrong way, among those that differ by more than the
+        spread of either."""
+        found = []
+        for kind in PASSES:
+            rows = [row for row in self.rows if row.kind == kind]
+            for index, a in enumerate(rows):
+                for b in rows[index + 1 :]:
+                    real = median(b.measured) / median(a.measured) - 1
+                    told = median(b.predicted) / median(a.predicted) - 1
+                    if abs(real) > max(a.spread, b.spread) and real * told < 0:
+                        found.append((a.recipe, b.recipe, kind))
+        return found
+
+    def of(self, recipe: str) -> dict[str, Any]:
+        """What is said of one recipe, as JSON values."""
+        if self.reason is not None:
+            return {"reason": self.reason}
+        rows = {
+            row.kind: {
+                "predicted_seconds": median(row.predicted),
+                "measured_seconds": median(row.measured),
+                "error": row.error,
+                "spread": row.spread,
+                "holds": row.holds,
+                "predicted_launches": list(row.predicted),
+                "measured_launches": list(row.measured),
+            }
+            for row in self.rows
+            if row.recipe == recipe
+        }
+        return {"real": self.real, "fabric": self.fabric, **rows}
+
+    def cells(self) -> list[tuple[str, list[str]]]:
+        """By recipe what stands in each of COLUMNS."""
+        return [
+            (
+                row.recipe,
+                [
+                    row.kind, duration(median(row.predicted)), duration(median(row.measured)),
+                    f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %", "yes" if row.holds else "no",
+                ],
+            )
+            for row in self.rows
+        ]  # fmt: skip
+
+    def said(self) -> list[str]:
+        """What must be known beside the table."""
+        if self.reason is not None:
+            return [f"Not validated: {self.reason}"]
+        return [
+            f"Predicted: one real rank, its peers emulated ({self.fabric}). Measured: {self.real}.",
+            f"Medians of {len(self.rows[0].measured)} launches of each, in turns. Spread: between the real launches. "
+            f"It holds if the error is within {100 * WITHIN:g} % or twice the spread.",
+            *(f"Ranked the wrong way in {kind}: {a} and {b}." for a, b, kind in self.misordered),
+        ]
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+
+        words = Text("\n".join(self.said()), style="" if self.reason else "dim")
+        if self.reason is not None:
+            return Group(words)
+        table = Table(
+            title="Validation", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        )
+        table.add_column("recipe", overflow="fold", header_style="dim")
+        for index, column in enumerate(COLUMNS):
+            table.add_column(column, justify="right" if index else "left", header_style="dim")
+        for recipe, row in self.cells():
+            table.add_row(escape(recipe), *row)
+        return Group(table, words)
