@@ -49,10 +49,10 @@ class Variant:
 class Spec:
     """What a rank of `world` is asked.
 
-    `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: the file through which
-    real ranks meet. `emulation`: values of an `EmulationConfig`, None where all ranks are real; `silent`: each module is
-    measured once more with emulated collectives that take no time. `cores`: the CPU core of each rank, none for free
-    choice. `repetitions`: of each pass, after one that warms up.
+    `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: where real ranks meet,
+    the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
+    `silent`: each module is measured once more with emulated collectives that take no time. `cores`: the CPU core of
+    each rank, none for free choice. `repetitions`: of each pass, after one that warms up.
     """
 
     variants: tuple[Variant, ...]
