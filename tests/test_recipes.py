@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rewriter
+from rewriter.documents import MAX_BYTES, read
 from rewriter.errors import RewriterError
 from rewriter.recipes import PassSpec, Recipe
 from rewriter.recipes.catalogue import entries, library
-from rewriter.recipes.reading import MAX_BYTES, read
 from rewriter.selection import Selection, resolve
 
 MINIMAL = """\

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from rewriter.documents import read
 from rewriter.errors import RewriterError
-from rewriter.recipes.reading import read
 from rewriter.recipes.schema import Adaptation
 from rewriter.suggestions import did_you_mean
 

@@ -34,8 +34,8 @@ def listing(context: typer.Context) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)]) -> None:
     """Print a recipe's YAML file."""
+    from rewriter.documents import read_file
     from rewriter.recipes.catalogue import find
-    from rewriter.recipes.reading import read_file
 
     text = read_file(find(name))
     if not sys.stdout.isatty():

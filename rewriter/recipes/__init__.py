@@ -1,8 +1,8 @@
 """Recipes: a list of passes with their options, as YAML. `Recipe.load("ladder-upper-half").build()` gives the passes.
 
-`reading` turns YAML into plain data with line numbers, `schema` says what a recipe holds, `faults` words what is wrong
-with one, `build` makes the passes, `catalogue` lists what ships in `library/`. The catalogue needs neither pydantic nor
-torch, so this room is lazy too.
+`rewriter.documents` turns YAML into plain data with line numbers, `schema` says what a recipe holds, `faults` words
+what is wrong with one, `build` makes the passes, `catalogue` lists what ships in `library/`. The catalogue needs
+neither pydantic nor torch, so this room is lazy too.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from rewriter import selection
+from rewriter.documents import Problem
 from rewriter.errors import RewriterError
-from rewriter.recipes.reading import Problem
 from rewriter.recipes.schema import PassSpec
 from rewriter.suggestions import did_you_mean
 

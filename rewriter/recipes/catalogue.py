@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from rewriter.documents import read, read_file
 from rewriter.errors import RewriterError
-from rewriter.recipes.reading import read, read_file
 from rewriter.suggestions import did_you_mean
 
 

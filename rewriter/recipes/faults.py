@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from rewriter.recipes.reading import Document, Location, Problem
+from rewriter.documents import Document, Location, Problem
 from rewriter.suggestions import did_you_mean, nearest
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from rewriter.documents import Document, Location, Problem, read, read_file
 from rewriter.errors import RewriterError
 from rewriter.recipes import catalogue
 from rewriter.recipes.faults import explain, report
-from rewriter.recipes.reading import Document, Location, Problem, read, read_file
 from rewriter.suggestions import did_you_mean
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -1,8 +1,8 @@
-"""YAML to plain data, with the line of every value and every fault named, not only the first.
+"""YAML to plain data, with the line of every value and every fault named, not only the first. Imports only errors.
 
-Recipes come from strangers, so nothing here constructs an object: the parser's events are read as strings, numbers,
-booleans, lists and mappings, and tags, anchors and aliases are refused. Scalars follow YAML 1.2, where `no` is a word
-and `1e-5` a number.
+Recipes and fabrics come from strangers, so nothing here constructs an object: the parser's events are read as strings,
+numbers, booleans, lists and mappings, and tags, anchors and aliases are refused. Scalars follow YAML 1.2, where `no`
+is a word and `1e-5` a number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONSTANTS = {
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One fault of a recipe. `line` counts from 1; 0 says that it belongs to no line (an override, a missing file)."""
+    """One fault of a file. `line` counts from 1; 0 says that it belongs to no line (an override, a missing file)."""
 
     line: int
     message: str
@@ -62,23 +62,26 @@ class _Unreadable(Exception):
     """Nothing after this point can be read."""
 
 
-def read_file(path: Path) -> str:
-    """The text of a recipe file. Raises RewriterError where it is no regular file, larger than 64 KiB or not UTF-8."""
+def read_file(path: Path, what: str = "recipe", limit: int = MAX_BYTES) -> str:
+    """The text of a file. Raises RewriterError where it is no regular file, larger than `limit` bytes or not UTF-8.
+
+    `what` is a word for messages; `rewrite WHATs` lists those that ship.
+    """
     try:
         if not path.is_file():
-            raise RewriterError(f"recipe {path}: no such file. `rewrite recipes` lists those that ship.")
+            raise RewriterError(f"{what} {path}: no such file. `rewrite {what}s` lists those that ship.")
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise RewriterError(f"recipe {path}: larger than {MAX_BYTES // 1024} KiB, which no recipe is.")
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise RewriterError(f"{what} {path}: larger than {limit // 1024} KiB, which no {what} is.")
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RewriterError(f"recipe {path}: not UTF-8 text (byte {error.start}).") from None
+        raise RewriterError(f"{what} {path}: not UTF-8 text (byte {error.start}).") from None
     except (OSError, ValueError) as error:
-        raise RewriterError(f"recipe {path}: cannot be read: {error}.") from None
+        raise RewriterError(f"{what} {path}: cannot be read: {error}.") from None
 
 
-def read(text: str) -> Document:
+def read(text: str, what: str = "recipe") -> Document:
     """Reads one YAML document. Never raises for what the text holds: faults are in `problems`."""
     document = Document()
     try:
@@ -87,10 +90,10 @@ def read(text: str) -> Document:
         first = next(events)
         if isinstance(first, yaml.StreamEndEvent):
             return document
-        document.data = _Reader(document, events).value(next(events), ())
+        document.data = _Reader(document, events, what).value(next(events), ())
         next(events)  # the document's end
         if not isinstance(following := next(events), yaml.StreamEndEvent):
-            document.problems.append(Problem(_line(following), "a second document; a recipe is one."))
+            document.problems.append(Problem(_line(following), f"a second document; a {what} is one."))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
@@ -105,9 +108,10 @@ def read(text: str) -> Document:
 class _Reader:
     """Builds the data of one document from the parser's events."""
 
-    def __init__(self, document: Document, events: Iterator[yaml.Event]) -> None:
+    def __init__(self, document: Document, events: Iterator[yaml.Event], what: str) -> None:
         self.document = document
         self.events = events
+        self.what = what
 
     def value(self, event: yaml.Event, location: Location) -> Any:
         line = _line(event)
@@ -115,13 +119,13 @@ class _Reader:
         if len(location) > MAX_DEPTH:
             raise _Unreadable(line, f"nested deeper than {MAX_DEPTH} levels.")
         if isinstance(event, yaml.AliasEvent):
-            self.refuse(event, f"alias *{event.anchor}: write the value out; recipes have no aliases.")
+            self.refuse(event, f"alias *{event.anchor}: write the value out; {self.what}s have no aliases.")
             return None
         if event.anchor is not None:
-            self.refuse(event, f"anchor &{event.anchor}: recipes have no anchors and aliases.")
+            self.refuse(event, f"anchor &{event.anchor}: {self.what}s have no anchors and aliases.")
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            self.refuse(event, f"tag {tag}: recipes hold plain values, they never construct objects.")
+            self.refuse(event, f"tag {tag}: {self.what}s hold plain values, they never construct objects.")
         if isinstance(event, yaml.MappingStartEvent):
             return self.mapping(location)
         if isinstance(event, yaml.SequenceStartEvent):

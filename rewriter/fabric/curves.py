@@ -1,0 +1,127 @@
+"""Durations measured at some sizes, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from rewriter.errors import RewriterError
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: `nbytes` as in `Call`, `seconds`, and the CPU time it took of a rank's own core."""
+
+    nbytes: int
+    seconds: float
+    cpu_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measurements of one collective among one number of ranks, by rising size, each size once.
+
+    Between sizes: monotone cubics in log-log (PCHIP: Fritsch & Butland, SIAM J. Sci. Stat. Comput. 5(2), 1984). They
+    pass through every point and never leave the range of its neighbours, so that a step of the library from one
+    protocol to another makes no waves. Below the smallest size: constant. Above the largest: the last slope, not
+    flatter than constant.
+
+    Raises RewriterError without points, or with a size or duration that is not positive.
+    """
+
+    points: tuple[Point, ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise RewriterError("a curve without measurements: give at least one size.")
+        for point in self.points:
+            if point.nbytes <= 0 or not (0 < point.seconds < math.inf) or not (0 <= point.cpu_seconds < math.inf):
+                raise RewriterError(f"{point}: sizes and durations must be positive and finite.")
+        if any(a.nbytes >= b.nbytes for a, b in pairwise(self.points)):
+            raise RewriterError("a curve's sizes must rise, each once.")
+
+    @classmethod
+    def of(cls, measured: Iterable[Point]) -> Curve:
+        """Of measurements in any order. Of a size that was measured more than once, the median."""
+        sizes: dict[int, list[Point]] = {}
+        for point in measured:
+            sizes.setdefault(point.nbytes, []).append(point)
+        median = statistics.median
+        return cls(
+            tuple(
+                Point(nbytes, median(p.seconds for p in same), median(p.cpu_seconds for p in same))
+                for nbytes, same in sorted(sizes.items())
+            )
+        )
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the smallest message: what does not come from its size."""
+        return self.points[0].seconds
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds for `nbytes`."""
+        x = math.log(max(nbytes, self.points[0].nbytes))
+        return math.exp(self._spline(x))
+
+    def cpu_seconds(self, nbytes: float) -> float:
+        """CPU seconds for `nbytes`, linear between sizes: they may be 0, where no logarithm is."""
+        points = self.points
+        index = bisect_right([point.nbytes for point in points], nbytes)
+        if index == 0:
+            return points[0].cpu_seconds
+        if index == len(points):
+            return points[-1].cpu_seconds * (self.seconds(nbytes) / points[-1].seconds)
+        low, high = points[index - 1], points[index]
+        share = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
+        return low.cpu_seconds + share * (high.cpu_seconds - low.cpu_seconds)
+
+    def errors(self) -> tuple[float, ...]:
+        """Of each size between the first and the last: |predicted / measured - 1|, predicted by all the others."""
+        found = []
+        for index in range(1, len(self.points) - 1):
+            left = self.points[index]
+            without = Curve(self.points[:index] + self.points[index + 1 :])
+            found.append(abs(without.seconds(left.nbytes) / left.seconds - 1))
+        return tuple(found)
+
+    @cached_property
+    def _spline(self) -> _MonotoneCubic:
+        return _MonotoneCubic(
+            [math.log(point.nbytes) for point in self.points], [math.log(point.seconds) for point in self.points]
+        )
+
+
+class _MonotoneCubic:
+    """PCHIP through (x, y), with rising x."""
+
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
+        self.x, self.y = x, y
+        steps = [b - a for a, b in pairwise(x)]
+        slopes = [(b - a) / step for (a, b), step in zip(pairwise(y), steps, strict=True)]
+        inner = []
+        for (before, after), (left, right) in zip(pairwise(slopes), pairwise(steps), strict=True):
+            w1, w2 = 2 * right + left, right + 2 * left
+            inner.append(0.0 if before * after <= 0 else (w1 + w2) / (w1 / before + w2 / after))
+        self.tangents = [slopes[0], *inner, slopes[-1]] if slopes else [0.0]
+
+    def __call__(self, at: float) -> float:
+        x, y, tangents = self.x, self.y, self.tangents
+        if at <= x[0]:
+            return y[0]
+        if at >= x[-1]:
+            return y[-1] + max(0.0, tangents[-1]) * (at - x[-1])
+        index = bisect_right(x, at) - 1
+        step = x[index + 1] - x[index]
+        t = (at - x[index]) / step
+        return (
+            (1 + 2 * t) * (1 - t) ** 2 * y[index]
+            + t * (1 - t) ** 2 * step * tangents[index]
+            + t * t * (3 - 2 * t) * y[index + 1]
+            + t * t * (t - 1) * step * tangents[index + 1]
+        )
