@@ -37,7 +37,7 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
     return {
         "ranks": ranks,
         "tokens": length,
-        "fabric": asdict(setting.fabric),
+        "fabric": setting.fabric.figures(),
         "attention": [_shape(shape) for shape in shapes],
         "chosen": _plan(applied or ranking.best.plan),
         "applied": applied is not None,

@@ -14,7 +14,7 @@ from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
 from rewriter.analysis.sequence_plans import TOKENS, Setting
-from rewriter.fabric import FABRICS
+from rewriter.fabric import load_fabric
 from rewriter.program import Body, Module, Program, args_of
 
 AXIS = "sp"
@@ -83,7 +83,7 @@ def planning(program: Program, tokens: int | None = None) -> Setting:
     Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
     """
     length = tokens or min(TOKENS, context_length(program.source.config))
-    fabric = FABRICS["h100"]
+    fabric = load_fabric("h100-nvlink")
     ranks = program.mesh.get("tp", 1)
     return Setting(length, fabric, tensor_parallel=ranks, memory_limit=fabric.device.memory)
 

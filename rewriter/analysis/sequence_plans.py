@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rewriter.analysis.sequence_bound import Bound, lower_bound
 from rewriter.analysis.sequence_bytes import AttentionShape, Axis, WireBytes, impossible, slowest, wire_bytes
 from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
 from rewriter.errors import RewriterError
-from rewriter.fabric import FABRICS, Fabric, Link
+from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
 
 Grid = tuple[int, int, int]
@@ -32,7 +32,7 @@ class Setting:
     """
 
     tokens: int = TOKENS
-    fabric: Fabric = FABRICS["h100"]
+    fabric: Fabric = field(default_factory=lambda: load_fabric("h100-nvlink"))
     links: Mapping[Axis, Link] | None = None
     tensor_parallel: int = 1
     memory_limit: int | None = None

@@ -28,8 +28,8 @@ class Curve:
 
     Between sizes: monotone cubics in log-log (PCHIP: Fritsch & Butland, SIAM J. Sci. Stat. Comput. 5(2), 1984). They
     pass through every point and never leave the range of its neighbours, so that a step of the library from one
-    protocol to another makes no waves. Below the smallest size: constant. Above the largest: the last slope, not
-    flatter than constant.
+    protocol to another makes no waves. Below the smallest size: constant. Above the largest: at the
+    bandwidth between the last two sizes.
 
     Raises RewriterError without points, or with a size or duration that is not positive.
     """
@@ -66,8 +66,12 @@ class Curve:
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for `nbytes`."""
-        x = math.log(max(nbytes, self.points[0].nbytes))
-        return math.exp(self._spline(x))
+        last = self.points[-1]
+        if nbytes > last.nbytes:
+            before = self.points[-2] if len(self.points) > 1 else Point(0, 0.0)
+            slope = max(0.0, (last.seconds - before.seconds) / (last.nbytes - before.nbytes))
+            return last.seconds + slope * (nbytes - last.nbytes)
+        return math.exp(self._spline(math.log(max(nbytes, self.points[0].nbytes))))
 
     def cpu_seconds(self, nbytes: float) -> float:
         """CPU seconds for `nbytes`, linear between sizes: they may be 0, where no logarithm is."""
@@ -98,7 +102,7 @@ class Curve:
 
 
 class _MonotoneCubic:
-    """PCHIP through (x, y), with rising x."""
+    """PCHIP through (x, y), with rising x; constant beyond."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
         self.x, self.y = x, y
@@ -115,7 +119,7 @@ class _MonotoneCubic:
         if at <= x[0]:
             return y[0]
         if at >= x[-1]:
-            return y[-1] + max(0.0, tangents[-1]) * (at - x[-1])
+            return y[-1]
         index = bisect_right(x, at) - 1
         step = x[index + 1] - x[index]
         t = (at - x[index]) / step

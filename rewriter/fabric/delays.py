@@ -15,7 +15,8 @@ class Delay:
     `seconds`: from the last rank's arrival to completion, with nothing else on the link. `transfer`: the part of it
     during which it has the links in `links` for itself; other groups' transfers on the same link wait (see `Links`).
     `cpu_seconds`: CPU time taken from the rank's own core (fabrics on CPUs; measured). `blocks`: CUDA blocks that it
-    holds (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together.
+    holds (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together. `note`:
+    how `seconds` was found, where that is no measurement of such a call; empty where it is.
     """
 
     seconds: float
@@ -24,6 +25,7 @@ class Delay:
     cpu_seconds: float = 0.0
     blocks: int = 0
     memory_bytes: int = 0
+    note: str = ""
 
     def lasting(self, seconds: float) -> Delay:
         """The same exchange, if it took `seconds`: its share on the link stays the same share."""

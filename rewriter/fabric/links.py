@@ -1,31 +1,49 @@
-"""Links by latency and bandwidth (the α-β model), and what exchanges of a group of ranks take on them.
+"""Links by latency and bandwidth (the α-β model), devices, and what exchanges of a group of ranks take on links.
 
 Bandwidths are of one direction; ranks send and receive at once. Every rank has a link of its own to other nodes.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Link:
-    """`latency`: seconds of one step of an exchange. `bandwidth`: bytes per second that a rank receives."""
+    """`latency`: seconds of one step of an exchange. `bandwidth`: bytes per second that a rank receives. `shared`: the
+    ranks of a node share it, so that exchanges of different groups wait for each other (a host's bus, one adapter);
+    else every rank has its own."""
 
     latency: float
     bandwidth: float
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class Device:
-    """`flops`: per second, as attention kernels sustain them. `memory`: bytes. `call`: seconds of each kernel call
-    besides its arithmetic."""
+    """What one rank computes with.
+
+    `flops`: per second, as attention kernels sustain them. `memory`: bytes. `call`: seconds of each kernel call besides
+    its arithmetic, as plans for attention count it.
+
+    `peak`: dense matrix products promised, FLOP per second by dtype ("float32", "bfloat16", "float16", "float8",
+    "int8"); `efficiency`: the share of it that large products reach. `bandwidth`: of the memory, bytes per second
+    promised; `memory_efficiency`: the share of it that kernels bound by memory reach. `launch`: seconds of the host per
+    kernel, eager; `launch_graphed`: seconds between kernels of a CUDA graph. `multiprocessors`: SMs; cores on a CPU.
+    """
 
     name: str
     flops: float
     memory: int
     call: float
+    peak: Mapping[str, float] = field(default_factory=dict, hash=False)
+    efficiency: float = 1.0
+    bandwidth: float = 0.0
+    memory_efficiency: float = 1.0
+    launch: float = 0.0
+    launch_graphed: float = 0.0
+    multiprocessors: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,32 +85,3 @@ class Channel:
     def _latency(self) -> float:
         """Of the steps of a ring through all ranks, which changes nodes as rarely as it can."""
         return (self.ranks - self.nodes) * self.inside.latency + (self.nodes - 1) * self.between.latency
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """Nodes of `node` ranks each, their devices and links."""
-
-    name: str
-    device: Device
-    node: int
-    inside: Link
-    between: Link
-
-    def channel(self, ranks: int, stride: int = 1, world: int | None = None) -> Channel:
-        """The channel of groups of `ranks` at distance `stride` in a job of `world` ranks, which fills node by node.
-
-        Of groups that lie unequally on nodes it is the worst.
-        """
-        if world is not None and world <= self.node:
-            together = ranks
-        elif self.node % stride:
-            together = 1
-        else:
-            together = math.gcd(ranks, self.node // stride)
-        return Channel(ranks, together, self.inside, self.between)
-
-    @classmethod
-    def uniform(cls, link: Link, device: Device) -> Fabric:
-        """One link per rank, the same to all others."""
-        return cls("uniform", device, 1, link, link)

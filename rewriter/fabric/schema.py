@@ -1,0 +1,205 @@
+"""What a fabric's YAML file holds. Every figure stands there with its source; units are seconds, bytes, FLOP and
+bytes per second."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rewriter.documents import Document, Problem, read
+from rewriter.errors import RewriterError
+from rewriter.fabric.alpha_beta import Algorithm
+from rewriter.fabric.calls import Kind
+from rewriter.fabric.curves import Curve, Point
+from rewriter.fabric.fabric import Fabric, TableChoice
+from rewriter.fabric.links import Device, Link
+from rewriter.fabric.protocols import PLAIN, Wire, nccl
+from rewriter.fabric.tables import Table, TableKey
+from rewriter.suggestions import did_you_mean
+
+MAX_BYTES = 1 << 20
+"""A file with measurements of its own may be so large."""
+
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+Word = Annotated[str, Field(pattern=r"^[^\s:]{1,64}$")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
+Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
+Share = Annotated[float, Field(gt=0, le=1)]
+DType = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Time(_Strict):
+    value: Seconds
+    source: Text
+
+
+class Rate(_Strict):
+    value: Positive
+    source: Text
+
+
+class Fraction(_Strict):
+    value: Share
+    source: Text
+
+
+class Number(_Strict):
+    value: Count
+    source: Text
+
+
+class DeviceFile(_Strict):
+    """See `rewriter.fabric.Device`."""
+
+    name: Text
+    flops: Annotated[dict[DType, Rate], Field(min_length=1)]
+    efficiency: Fraction
+    attention_flops: Rate
+    memory_bytes: Number
+    memory_bandwidth: Rate
+    memory_efficiency: Fraction
+    call_seconds: Time
+    launch_seconds: Time
+    graphed_launch_seconds: Time
+    multiprocessors: Number
+
+    def device(self) -> Device:
+        return Device(
+            self.name, self.attention_flops.value, self.memory_bytes.value, self.call_seconds.value,
+            {dtype: rate.value for dtype, rate in self.flops.items()}, self.efficiency.value,
+            self.memory_bandwidth.value, self.memory_efficiency.value,
+            self.launch_seconds.value, self.graphed_launch_seconds.value, self.multiprocessors.value,
+        )  # fmt: skip
+
+
+class LinkFile(_Strict):
+    latency: Time
+    bandwidth: Rate
+    shared: bool = False
+
+    def link(self) -> Link:
+        return Link(self.latency.value, self.bandwidth.value, self.shared)
+
+
+class TableFile(_Strict):
+    system: Word
+    library: Word
+    version: Word
+
+
+class PointFile(_Strict):
+    kind: Kind
+    ranks: Annotated[int, Field(ge=2, le=1 << 20)]
+    bytes: Bytes
+    seconds: Positive
+    cpu_seconds: Seconds = 0.0
+
+
+class MeasurementsFile(_Strict):
+    library: Word
+    version: Text
+    dtype: Word = "float32"
+    source: Text
+    points: Annotated[tuple[PointFile, ...], Field(min_length=1)]
+
+    def table(self, system: str) -> Table:
+        curves: dict[tuple[Kind, int], list[Point]] = defaultdict(list)
+        for point in self.points:
+            curves[point.kind, point.ranks].append(Point(point.bytes, point.seconds, point.cpu_seconds))
+        key = TableKey(system, self.library, self.version, self.library, True, self.dtype)
+        return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
+
+
+class FabricFile(_Strict):
+    """A fabric's file. `inside` may be left out where a node is one rank."""
+
+    name: Name
+    summary: Text
+    modelled: bool
+    device: DeviceFile
+    node: Number
+    inside: LinkFile | None = None
+    between: LinkFile | None = None
+    model: Text
+    algorithm: Algorithm = "auto"
+    protocols: Wire | None = None
+    blocks: dict[Word, Number] = {}
+    tables: tuple[TableFile, ...] = ()
+    measurements: MeasurementsFile | None = None
+
+    def faults(self) -> list[tuple[str, str]]:
+        """(key, what is wrong) of values that do not go together."""
+        found = []
+        if self.inside is None and (self.between is None or self.node.value > 1):
+            found.append(("node", "no link `inside`, which nodes of several ranks have."))
+        if self.model == "measured" and not self.tables and self.measurements is None:
+            found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
+        return found
+
+    def fabric(self, sources: dict[str, str]) -> Fabric:
+        inside, between = (link.link() if link else None for link in (self.inside, self.between))
+        first = inside or between
+        assert first is not None  # `faults` refused it
+        tables: list[Table | TableChoice] = [self.measurements.table(self.name)] if self.measurements else []
+        tables += [TableChoice(table.system, table.library, table.version) for table in self.tables]
+        return Fabric(
+            self.name, self.device.device(), self.node.value, first, between, self.summary, self.modelled, self.model,
+            self.algorithm, nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
+            {library: number.value for library, number in self.blocks.items()}, sources,
+        )  # fmt: skip
+
+
+def parse(text: str, source: str) -> Fabric:
+    """A fabric from YAML text; `source` names it in messages.
+
+    Raises RewriterError with every fault of the text, each with its line.
+    """
+    document = read(text, "fabric")
+    problems = list(document.problems)
+    file: FabricFile | None = None
+    try:
+        file = FabricFile.model_validate(document.data)
+        problems += [Problem(document.line((key,)), f"{key}: {what}") for key, what in file.faults()]
+    except ValidationError as error:
+        if document.data is not None or not problems:
+            problems += [_explain(document, detail) for detail in error.errors()]
+    if problems or file is None:
+        lines = [str(problem) for problem in sorted(set(problems))]
+        if len(lines) == 1:
+            raise RewriterError(f"fabric {source}, {lines[0]}")
+        raise RewriterError("\n  ".join([f"fabric {source} has {len(lines)} faults:", *lines]))
+    return file.fabric(dict(_sources(document.data)))
+
+
+def _explain(document: Document, detail: Any) -> Problem:
+    location = tuple(part for part in detail["loc"] if part != "[key]")
+    line = document.line(location)
+    if not location:
+        return Problem(line, "a fabric is a mapping with name, summary, modelled, device, node, inside and model.")
+    path = ".".join(str(part) for part in location)
+    if detail["type"] == "missing":
+        extra = " Every figure is written {value: …, source: …}." if location[-1] in ("value", "source") else ""
+        return Problem(line, f"{path} is missing.{extra}")
+    if detail["type"] == "extra_forbidden":
+        known = FabricFile.model_fields if len(location) == 1 else ()
+        return Problem(line, f"unknown key {path}. " + (did_you_mean(str(location[0]), known) if known else ""))
+    if detail["type"] == "model_type":
+        return Problem(line, f"{path} must be a mapping such as {{value: …, source: …}}, not {detail['input']!r:.60}.")
+    return Problem(line, f"{path}: {detail['msg']}, not {detail['input']!r:.60}.")
+
+
+def _sources(data: Any, path: str = "") -> list[tuple[str, str]]:
+    if not isinstance(data, dict):
+        return []
+    if "source" in data:
+        return [(path, data["source"])]
+    return [found for key, value in data.items() for found in _sources(value, f"{path}.{key}" if path else str(key))]

@@ -1,0 +1,106 @@
+"""Changes of a delay model, as text: what if all-reduces took 5 µs longer?"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from rewriter.errors import RewriterError
+from rewriter.fabric.calls import KINDS, Call, Kind
+from rewriter.fabric.delays import Delay, DelayModel
+from rewriter.suggestions import did_you_mean
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
+_CHANGE = re.compile(rf"(?:x{_NUMBER}|(?P<sign>[-+]?){_NUMBER.replace('number', 'seconds')}(?P<unit>ns|us|µs|μs|ms|s))")
+_WRITTEN = "write +5us, -5us, x1.5 or 20us (units: ns, us, ms, s)"
+
+Target = Kind | Literal["latency", "bandwidth"]
+_TARGETS: tuple[str, ...] = (*KINDS, "latency", "bandwidth")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: to `scale` times, or by `add` seconds, or to `value` seconds, as the one that is given says.
+
+    Of a kind of collective: its seconds; what is added is latency, which other groups on the link need not wait for.
+    Of "latency": the part of every collective that is no transfer. Of "bandwidth": `scale` only; transfers take
+    1 / scale times as long.
+    """
+
+    target: Target
+    scale: float | None = None
+    add: float | None = None
+    value: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """Raises RewriterError, naming what is wrong, for what is not TARGET=CHANGE."""
+        name, equals, written = text.partition("=")
+        name, written = name.strip().lower().replace("-", "_"), written.strip().lower()
+        if not equals:
+            raise RewriterError(f"--what-if {text!r:.60}: no `=`. Write e.g. all_reduce=+5us or bandwidth=x0.5.")
+        if name not in _TARGETS:
+            raise RewriterError(f"--what-if {text!r:.60}: unknown {name!r:.40}. {did_you_mean(name, _TARGETS)}")
+        found = _CHANGE.fullmatch(written)
+        if found is None:
+            bare = re.fullmatch(r"[-+]?[0-9.]+", written)
+            why = f"{written!r:.40} has no unit" if bare else f"{written!r:.40} is no change"
+            raise RewriterError(f"--what-if {text!r:.60}: {why}; {_WRITTEN}.")
+        target = cast(Target, name)
+        if found["number"] is not None:
+            scale = float(found["number"])
+            if not (0 if name != "bandwidth" else 1e-9) <= scale < math.inf:
+                raise RewriterError(f"--what-if {text!r:.60}: a bandwidth of nothing; take a factor above 0.")
+            return cls(target, scale=scale)
+        if name == "bandwidth":
+            raise RewriterError(f"--what-if {text!r:.60}: a bandwidth changes by a factor: bandwidth=x0.5.")
+        seconds = float(found["seconds"]) * _UNITS[found["unit"]]
+        if found["sign"]:
+            return cls(target, add=math.copysign(seconds, -1 if found["sign"] == "-" else 1))
+        return cls(target, value=seconds)
+
+    def applied(self, call: Call, delay: Delay) -> Delay:
+        """`delay` of `call` after this change. Never below 0."""
+        latency = delay.seconds - delay.transfer
+        if self.target == "bandwidth":
+            transfer = delay.transfer / (self.scale or 1.0)
+            return replace(delay, seconds=latency + transfer, transfer=transfer)
+        if self.target == "latency":
+            return replace(delay, seconds=self._of(latency) + delay.transfer)
+        if self.target != call.kind:
+            return delay
+        if self.add is None:
+            return delay.lasting(self._of(delay.seconds))
+        seconds = self._of(delay.seconds)
+        return replace(delay, seconds=seconds, transfer=min(delay.transfer, seconds))
+
+    def _of(self, seconds: float) -> float:
+        if self.value is not None:
+            return self.value
+        return max(0.0, seconds * (1.0 if self.scale is None else self.scale) + (self.add or 0.0))
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """`model` with `changes`, one after another. A group of one rank communicates nothing, whatever is changed."""
+
+    model: DelayModel
+    changes: tuple[Change, ...]
+
+    @classmethod
+    def parse(cls, model: DelayModel, texts: Iterable[str]) -> WhatIf:
+        """`texts`: changes, each also several with commas between. Raises RewriterError for one that is none."""
+        parts = [part for text in texts for part in text.split(",")]
+        return cls(model, tuple(Change.parse(part) for part in parts))
+
+    def delay(self, call: Call) -> Delay:
+        delay = self.model.delay(call)
+        if call.size < 2:
+            return delay
+        for change in self.changes:
+            delay = change.applied(call, delay)
+        return delay
