@@ -13,8 +13,9 @@ from rewriter.fabric.measured import Measured
 
 @dataclass(frozen=True)
 class Composed:
-    """A group inside a node takes what `inside` says, and so does one for which it was measured across nodes. Another on several nodes does the collective in each node and, with
-    each rank's share, between nodes (`between`, whose ranks are nodes). Latencies add up; transfers overlap:
+    """A group inside a node takes what `inside` says, and so does one for which it was measured across nodes. Another
+    does the collective in each node and, with each rank's share, between nodes (`between`, whose ranks are nodes).
+    Latencies add up; transfers overlap:
 
         seconds = latency inside + latency between + max(transfer inside, transfer between)
 

@@ -101,7 +101,8 @@ class Fabric:
         """
         name = library or (self.libraries[0] if self.libraries else "nccl")
         if self.model == "measured":
-            model: DelayModel = (measured := Measured(self._tables(name, graphed), self.formula))
+            measured = Measured(self._tables(name, graphed), self.formula)
+            model: DelayModel = measured
             if self.between is not None and self.node > 1:
                 model = Composed(measured, AlphaBeta(self.between, self.between), self.formula)
         elif self.model == "alpha-beta":
