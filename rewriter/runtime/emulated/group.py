@@ -167,9 +167,20 @@ class EmulatedGroup(Identity):
             self._mailbox.send(tensors[0])
         # counted for each pair and direction: other ranks of the group know nothing of it
         self._messages[ends] = sequence = self._messages.get(ends, 0) + 1
-        own, seconds = int(receives), self._seconds(None)
         return self._submit(
-            Operation(call, self.group_name, sequence, own, inputs, outputs, seconds, True, tag=tag, source=found)
+            Operation(
+                call,
+                self.group_name,
+                sequence,
+                int(receives),
+                inputs,
+                outputs,
+                self.timeout,
+                asynchronous=True,
+                root=source,
+                tag=tag,
+                source=found,
+            )
         )
 
     # --- several as one ---

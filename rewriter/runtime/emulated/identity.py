@@ -201,7 +201,7 @@ class Identity(_ProcessGroup):
         self._end("aborted")
 
     def shutdown(self) -> None:
-        """Wait for what is under way, then let go of the engine."""
+        """As `abort`, when the group is destroyed; the job ends with its default group."""
         if self._fate is None:
             self._end("destroyed")
 

@@ -143,7 +143,10 @@ class EmulatedWork(dist.Work):
         return list(self.operation.outputs)
 
     def source_rank(self) -> int:
-        return int(self.operation.call.ranks[0])
+        """Of a message: its sender's rank in the group."""
+        return -1 if self.operation.root is None else self.operation.root
+
+    _source_rank = source_rank
 
     def get_future(self) -> Any:
         with self._lock:

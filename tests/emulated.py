@@ -1,0 +1,41 @@
+"""Emulated jobs of one real rank in the test's own process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch.distributed as dist
+
+import rewriter.runtime.emulated  # registers the backend  # noqa: F401
+from rewriter.fabric import Call, Delay
+
+
+class Constant:
+    """Every operation takes `seconds`; what was asked for is remembered."""
+
+    def __init__(self, seconds: float = 1e-4, **delay: Any) -> None:
+        self.answer = Delay(seconds, **{"transfer": seconds, "links": ("nic",), **delay})
+        self.calls: list[Call] = []
+
+    def delay(self, call: Call) -> Delay:
+        self.calls.append(call)
+        return self.answer
+
+    @property
+    def kinds(self) -> list[str]:
+        return [call.kind for call in self.calls]
+
+
+@contextlib.contextmanager
+def job(ranks: int, model: Any = None, rank: int = 0, **options: Any):
+    """An emulated job of this process alone; gives the model of its delays."""
+    model = Constant() if model is None else model
+    dist.init_process_group(
+        "emulated", rank=rank, world_size=ranks, store=dist.HashStore(), pg_options=model, **options
+    )
+    try:
+        yield model
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

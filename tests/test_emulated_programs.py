@@ -1,0 +1,144 @@
+"""Programs that know nothing of emulation run as they are with one real rank: torch's trainers, all of our runtime."""
+
+from __future__ import annotations
+
+import pytest
+import test_expert_parallel
+import test_sequence_attention
+import test_sequence_decode
+import test_zero
+import test_zero_stages
+import torch
+import torch.distributed as dist
+import zoo
+from emulated import Constant, job
+from programs import program, shards, weights
+from ranks import run_ranks
+from test_emitted_runtime import build
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
+
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.runtime import Context, generate, record_events
+from rewriter.runtime.collectives import quantized_all_reduce_start
+
+
+def assert_finite(found) -> None:
+    tensors = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+    assert tensors
+    assert all(torch.isfinite(x).all() for x in tensors if x.is_floating_point())
+
+
+# --- the emitted module ---
+
+
+def forward(group, source, tensors, ties, ids, prompts):
+    """Logits, gradients and tokens of an emitted module, with its collectives in order."""
+    model = build(source, tensors[group.rank()], ties, group)
+    with record_events() as events:
+        logits = model(ids, torch.arange(ids.shape[1]).expand(ids.shape), Context())
+        logits.square().mean().backward()
+        generate(model, prompts, 3)
+    return logits.detach(), [p.grad for p in model.parameters()], [(e.kind, e.name, e.bytes, e.ranks) for e in events]
+
+
+def test_the_emitted_module_runs_unchanged():
+    ladder = program("llama", {0, 1}, 2)
+    source = emit_runtime_module(ladder)
+    vocabulary = zoo.shared("llama").config.vocab_size
+    arguments = source, shards(ladder, weights("llama")), dict(ladder.ties), zoo.batch(2, 9, vocabulary), [[1, 2], [3]]
+    for rank, (_, gradients, expected) in enumerate(run_ranks(forward, 2, *arguments)):
+        with job(2, rank=rank) as model:
+            logits, found, events = forward(dist.group.WORLD, *arguments)
+        assert_finite([logits, found])
+        assert events == expected
+        assert len(events) > 10
+        assert [x.shape for x in found] == [x.shape for x in gradients]
+        assert model.kinds.count("all_reduce") >= sum(kind == "start" for kind, *_ in events)
+
+
+# --- torch's trainers ---
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def steps(model: nn.Module, count: int = 2) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(count):
+        loss = model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_ddp_trains_with_one_real_rank_of_four():
+    with job(4, rank=2) as model:
+        plain = mlp()
+        wrapped = nn.parallel.DistributedDataParallel(mlp(), bucket_cap_mb=0.002)
+        before = len(model.calls)
+        losses = steps(wrapped)
+    # uniform ranks: the mean gradient is the own one
+    assert losses == pytest.approx(steps(plain))
+    reduced = [call.nbytes for call in model.calls[before:] if call.kind == "all_reduce"]
+    assert sum(reduced) == 2 * 4 * sum(p.numel() for p in plain.parameters())
+    assert len(reduced) > 2  # several buckets
+
+
+def test_fsdp2_trains_with_one_real_rank_of_four():
+    with job(4, rank=1) as model:
+        sharded = mlp()
+        for layer in sharded:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(sharded)
+        assert_finite(torch.tensor(steps(sharded)))
+    assert {"all_gather", "reduce_scatter"} == set(model.kinds)
+
+
+# --- the runtime's own collectives ---
+
+
+def test_quantized_collectives_run_in_their_threads():
+    with job(4, rank=3, model=Constant(1e-3)) as model:
+        for place in (dist.group.WORLD, init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))):
+            x = torch.randn(1000)
+            pending = [quantized_all_reduce_start(x, place, format="int8@32") for _ in range(2)]
+            assert_finite([p.work.wait() for p in pending])
+    assert model.kinds.count("send") >= 2 * 2 * 3 * 2
+
+
+PROGRAMS = {
+    "attention over a sequence": (test_sequence_attention.call_functions,),
+    "decoding from a dealt cache": (test_sequence_decode.decoded, list(test_sequence_decode.PLANS.values())[:1]),
+    "ZeRO stages": (test_zero_stages.everything,),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_runs_on_real_ranks_runs_on_one(name):
+    function, *arguments = PROGRAMS[name]
+    with job(4, rank=3) as model:
+        assert_finite(function(dist.group.WORLD, *arguments))
+    assert model.calls
+
+
+def test_experts_are_dispatched():
+    with job(2) as model:
+        assert_finite(test_expert_parallel.one(dist.group.WORLD, "mixtral, ep 2", None)["loss"])
+    assert "send" in model.kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [test_zero.plug_cases, test_zero.resident_cases])
+def test_zero_plugs_and_resident_weights(cases):
+    with job(test_zero.RANKS, rank=1) as model:
+        assert_finite(cases(dist.group.WORLD, False))
+    assert {"all_gather", "reduce_scatter", "send"} <= set(model.kinds)
