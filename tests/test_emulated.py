@@ -430,3 +430,11 @@ def test_a_job_has_to_be_configured(monkeypatch):
     with job(8, (config, Constant()), rank=1):
         dist.all_reduce(x := torch.ones(1))
     assert math.isclose(x.item(), 8)
+
+
+def test_a_fabric_and_a_change_say_how_long():
+    config = EmulationConfig.of(world_size=8, fabric="h100-nvlink", what_if=("all_reduce=+20ms",))
+    with job(8, config):
+        work = dist.all_reduce(torch.ones(8192), async_op=True)
+        assert 0.02 < work.delay.seconds < 0.0201  # an H100's own takes some 20 µs
+        work.wait()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rewriter.errors import RewriterError
-from rewriter.fabric import DelayModel
+from rewriter.fabric import DelayModel, WhatIf, load_fabric
 
 VARIABLE = "REWRITER_EMULATE"
 
@@ -66,7 +66,8 @@ class EmulationConfig(BaseModel):
 
     def delay_model(self) -> DelayModel:
         """How long collectives take. Raises RewriterError where the fabric or a change is not known."""
-        raise RewriterError(f"fabric {self.fabric}: fabrics by name are not known yet")
+        model = load_fabric(self.fabric).delay_model(self.library, self.graphed)
+        return WhatIf.parse(model, self.what_if) if self.what_if else model
 
     def to_environment(self) -> str:
         """The value of REWRITER_EMULATE."""
