@@ -1,0 +1,39 @@
+"""The environment process: `python -m rewriter.runtime.emulated --serve HOST:PORT`, or started by the launcher, which
+hands it a socket that listens already: `python -m rewriter.runtime.emulated.serve DESCRIPTOR`."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from rewriter.errors import RewriterError
+from rewriter.runtime.emulated.config import EmulationConfig
+from rewriter.runtime.emulated.environment import Environment
+from rewriter.runtime.emulated.model import delay_model
+from rewriter.runtime.emulated.rank import end_with_launcher
+from rewriter.runtime.emulated.wire import endpoint
+
+
+def serve(listener: socket.socket, config: EmulationConfig) -> None:
+    """Play all ranks that are not real until SIGTERM or SIGINT."""
+    environment = Environment(listener, delay_model(config))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: environment.stop())
+    environment.run()
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at "host:port". Raises RewriterError where it cannot."""
+    host, port = endpoint(address)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RewriterError(f"--serve {address}: {error}. Take an address of this machine and a free port") from None
+
+
+if __name__ == "__main__":
+    end_with_launcher()
+    given = EmulationConfig.from_environment()
+    assert given is not None
+    serve(socket.socket(fileno=int(sys.argv[1])), given)
