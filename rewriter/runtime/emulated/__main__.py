@@ -20,14 +20,16 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def run(
     script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENT]...", show_default=False)] = None,
     world_size: Annotated[int | None, typer.Option(help="Ranks of the job.", show_default=False)] = None,
-    real: Annotated[list[int], typer.Option(help="A rank that runs as a process; may be repeated.")] = [0],
+    real: Annotated[
+        list[int] | None, typer.Option(help="A rank that runs as a process; may be repeated. Rank 0 if not given.")
+    ] = None,
     fabric: Annotated[
         str, typer.Option(help=f"A fabric's name or YAML file; `{UNPACED}`: the wire alone sets the time.")
     ] = "h100-nvlink",
     library: Annotated[str | None, typer.Option(help="Whose collectives: nccl, vllm, …", show_default=False)] = None,
     graphed: Annotated[bool, typer.Option("--graphed", help="Collectives are replayed from CUDA graphs.")] = False,
     mode: Annotated[str, typer.Option(help="delay: time passes; wire: real messages over TCP, for CPUs.")] = "delay",
-    what_if: Annotated[list[str], typer.Option(help="A change, as all_reduce=+5us; may be repeated.")] = [],
+    what_if: Annotated[list[str] | None, typer.Option(help="A change, as all_reduce=+5us; may be repeated.")] = None,
     classes: Annotated[
         Path | None,
         typer.Option(help="YAML: {rank: the real rank that stands for it}.", exists=True, show_default=False),
@@ -43,15 +45,15 @@ def run(
 ) -> None:
     """Run an unmodified script on some real ranks of a world whose other ranks are emulated."""
     values: dict[str, Any] = {
-        "real": real, "fabric": fabric, "graphed": graphed, "mode": "wire" if serve else mode, "what_if": what_if,
-        "timeout": timeout, "environment": environment, "library": library,
+        "real": real or [0], "fabric": fabric, "graphed": graphed, "mode": "wire" if serve else mode,
+        "what_if": what_if or [], "timeout": timeout, "environment": environment, "library": library,
     }  # fmt: skip
     if classes is not None:
         values["classes"] = _classes(classes)
     if serve is not None:
         if script:
             raise RewriterError(f"--serve runs no script, and was given {script[0]}. Start the script without --serve")
-        _serve(serve, EmulationConfig.of(world_size=world_size or max(real) + 1, **values))
+        _serve(serve, EmulationConfig.of(world_size=world_size or max(values["real"]) + 1, **values))
         return
     if not script:
         raise RewriterError("no script. Write: python -m rewriter.runtime.emulated --world-size N SCRIPT [ARGUMENT]...")
@@ -61,9 +63,9 @@ def run(
         raise RewriterError(f"--environment {environment}: only --mode wire has an environment process")
     config = EmulationConfig.of(world_size=world_size, **values)
     from rewriter.runtime.emulated.launcher import launch
-    from rewriter.runtime.emulated.model import delay_model
 
-    delay_model(config)  # a fabric that cannot be loaded is told once, not by every rank
+    if config.fabric != UNPACED or config.mode == "delay" or config.what_if:
+        config.delay_model()  # a fabric that cannot be loaded is told once, not by every rank
     raise typer.Exit(launch(config, script, as_module=module))
 
 

@@ -12,6 +12,7 @@ from rewriter.errors import RewriterError
 from rewriter.fabric import DelayModel, WhatIf, load_fabric
 
 VARIABLE = "REWRITER_EMULATE"
+UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but those of the wire
 
 
 class EmulationConfig(BaseModel):

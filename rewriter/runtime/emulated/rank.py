@@ -20,8 +20,11 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from rewriter.errors import RewriterError
+from rewriter.runtime.emulated.backend import register
 from rewriter.runtime.emulated.config import VARIABLE, EmulationConfig
 
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -47,10 +50,7 @@ def main(arguments: Sequence[str]) -> None:
 @contextmanager
 def emulated(config: EmulationConfig) -> Iterator[None]:
     """Within it, all process groups that torch makes are emulated, whatever backend is named."""
-    from torch.distributed import distributed_c10d as c10d
-
-    import rewriter.runtime.emulated  # registers the backend
-
+    register()
     helper: Callable[..., Any] = c10d._new_process_group_helper
     parameters = inspect.signature(helper)
 
@@ -75,8 +75,8 @@ def emulated(config: EmulationConfig) -> Iterator[None]:
 def store(config: EmulationConfig, rank: int, timeout: timedelta | None) -> Any:
     """A store for the real ranks, which waits for none that is emulated."""
     if len(config.real) == 1:
-        return dist.HashStore()
-    return dist.TCPStore(
+        return HashStore()
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == config.real[0],
