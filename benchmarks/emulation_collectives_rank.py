@@ -1,0 +1,76 @@
+"""One rank of benchmarks/emulation_collectives.py: an unmodified program, real or under the emulated launcher.
+
+    python emulation_collectives_rank.py SPEC.json RESULT.json      with RANK and WORLD_SIZE as torchrun sets them
+
+Times blocks of collectives that follow each other, each block after a barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    spec_path, result_path = sys.argv[1:]
+    spec, rank = json.loads(Path(spec_path).read_text()), int(os.environ["RANK"])
+    os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: all of them inherit it
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
+    results = []
+    for kind in spec["kinds"]:
+        for nbytes in spec["sizes"]:
+            results.append(
+                {"kind": kind, "nbytes": nbytes, **measured(collective(kind, nbytes), spec["block_seconds"])}
+            )
+    Path(result_path).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def collective(kind: str, nbytes: int) -> Callable[[], Any]:
+    """One call; `nbytes` as nccl-tests counts them."""
+    whole = torch.zeros(nbytes // 4)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+    if kind == "all_gather":
+        shard = torch.zeros(nbytes // 4 // dist.get_world_size())
+        parts = list(whole.chunk(dist.get_world_size()))
+        return lambda: dist.all_gather(parts, shard)
+    raise ValueError(kind)
+
+
+def measured(call: Callable[[], Any], block_seconds: float, blocks: int = 7) -> dict[str, float]:
+    """Seconds and CPU seconds of a call: medians over blocks of calls that follow each other."""
+    for _ in range(3):
+        call()
+    # all ranks must choose the same number: the slower one's
+    begin = time.perf_counter()
+    for _ in range(3):
+        call()
+    each = torch.tensor((time.perf_counter() - begin) / 3)
+    dist.all_reduce(each, op=dist.ReduceOp.MAX)
+    count = max(1, min(300, round(block_seconds / each.item())))
+    seconds, cpu = [], []
+    for _ in range(blocks):
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            call()
+        seconds.append((time.perf_counter() - begin) / count)
+        cpu.append((time.process_time() - busy) / count)
+    return {"seconds": sorted(seconds)[blocks // 2], "cpu_seconds": sorted(cpu)[blocks // 2], "count": count}
+
+
+if __name__ == "__main__":
+    main()
