@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rewriter.adapt.run import AdaptReport
     from rewriter.convert import Report
+    from rewriter.predict.results import Comparison
     from rewriter.program import Program
     from rewriter.recipes import Recipe
 
@@ -122,6 +123,47 @@ def inspect(
     from rewriter.report import inspect
 
     return inspect(model, recipe, tp, trust_remote_code=trust_remote_code, sp=sp, tokens=tokens)
+
+
+def predict(
+    model: Any,
+    recipes: Sequence[str | os.PathLike[str] | Recipe] = ("tensor-parallel", "ladder"),
+    *,
+    fabric: Any = "h100-nvlink",
+    tp: int = 8,
+    sp: int | None = None,
+    nodes: int | None = None,
+    batch: int = 1,
+    prompt: int = 1024,
+    generate: int = 512,
+    graphed: bool = True,
+    what_if: Sequence[str] = (),
+    library: str | None = None,
+    pareto: bool = False,
+    set: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Comparison:
+    """What recipes gain on a cluster, without one: seconds, tokens per second and exposed communication of each.
+
+    `model` is a directory, a bare config.json, a hub id, a config object or a traced Program; no weights are read.
+    `recipes` run on `tp` ranks in all, and are compared with the first one; those that share tokens have `sp` ranks do
+    that (None: all), the rest share heads. `fabric`: a name of `rewriter.fabric.fabrics()`, a YAML file or a Fabric;
+    `nodes`: over how many of its nodes the ranks are spread (None: as few as hold them). `batch` sequences of `prompt`
+    tokens get `generate` more. `graphed`: the module is compiled and replayed from CUDA graphs; otherwise it runs
+    eagerly. `what_if`: changes such as "all_reduce=+5us", "bandwidth=x0.5". `library`: whose collectives ("nccl",
+    "vllm"), where the fabric has tables of several. `pareto`: also other TP degrees and batches.
+
+    Raises RewriterError for what a user can cause, as an unknown recipe or fabric, and where the first recipe cannot be
+    applied; others that cannot are in the result's `skipped`.
+    """
+    with collector_paused():
+        from rewriter.predict.compare import compare
+
+        return compare(
+            model, recipes, fabric=fabric, tp=tp, sp=sp, nodes=nodes, batch=batch, prompt=prompt, generate=generate,
+            graphed=graphed, what_if=what_if, library=library, pareto=pareto, set=set,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:

@@ -20,14 +20,20 @@ _QUANTIZES = "quantize_collectives"
 
 
 def apply_recipe(
-    program: Program, recipe: Recipe, tp: int = 1, disable: Collection[str] = (), sp: int = 1
+    program: Program,
+    recipe: Recipe,
+    tp: int = 1,
+    disable: Collection[str] = (),
+    sp: int = 1,
+    known: Applied | None = None,
 ) -> tuple[Program, list[tuple[str, str]]]:
     """(the rewritten program, (name, reason) of every pass that was not applied).
 
     The mesh has an axis "sp" of `sp` ranks over the tokens and "tp" of `tp` over heads and channels, where above 1.
     An optional pass without effect is left out, with its reason; `disable` and the environment's REWRITER_DISABLE
     (names separated by commas) leave out passes by name. With REWRITER_DEBUG the IR before and after each pass and its
-    time go to stderr. Raises RewriterError, naming the pass, when one cannot be applied.
+    time go to stderr. `known` keeps what passes made: recipes for one traced program that begin with the same passes
+    share their work. Raises RewriterError, naming the pass, when one cannot be applied.
     """
     if program.history:
         raise RewriterError(f"{program!r} is rewritten already: start from the program as traced")
@@ -41,6 +47,7 @@ def apply_recipe(
     if mesh := {axis: size for axis, size in (("sp", sp), ("tp", tp)) if size > 1}:
         program = program.with_(mesh=mesh, origin=original)
     skipped: list[tuple[str, str]] = []
+    before = (id(original), *sorted(program.mesh.items()))
     debug = os.environ.get("REWRITER_DEBUG", "0") not in ("", "0")
     if debug:
         _show("as traced", program)
@@ -49,17 +56,38 @@ def apply_recipe(
             skipped.append((rewrite.name, "disabled by name"))
             continue
         begin = time.perf_counter()
+        before = (*before, repr(rewrite))
         try:
-            program = rewrite.apply(program)
+            program = _applied(rewrite, program, before, known)
         except RewriterError as error:
             if not spec.optional:
                 raise
             skipped.append((rewrite.name, str(error)))
             continue
-        lint(program, rewrite.name)
         if debug:
             _show(f"after {rewrite.name}, {(time.perf_counter() - begin) * 1e3:.1f} ms", program)
     return program.with_(recipe=recipe.to_dict(), origin=original), skipped
+
+
+# What a pass made of a program, by the traced program's id, the mesh and the passes so far; or why it could not.
+Applied = dict[tuple[Any, ...], "Program | RewriterError"]
+
+
+def _applied(rewrite: Any, program: Program, key: tuple[Any, ...], known: Applied | None) -> Program:
+    """`program` rewritten and checked, or what `known` says of it."""
+    if known is None:
+        made: Program = rewrite.apply(program)
+        lint(made, rewrite.name)
+        return made
+    if key not in known:
+        try:
+            known[key] = _applied(rewrite, program, key, None)
+        except RewriterError as error:
+            known[key] = error
+    found = known[key]
+    if isinstance(found, RewriterError):
+        raise found
+    return found
 
 
 def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:

@@ -100,7 +100,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             gather = node.target in _GATHERS
             shape = shapes[node] or ()
             width = math.prod(s for s in shape if isinstance(s, int))
-            source = _producer(node)
+            source = producer(node)
             options: dict[str, Any] = dict(node.kwargs)
             format = options.get("format")
             place: Place = "block" if layer is not None else "head" if gather else "embedding"
@@ -201,7 +201,7 @@ def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
             yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)
 
 
-def _producer(node: fx.Node) -> str:
+def producer(node: fx.Node) -> str:
     """The module that made what is reduced; for a sum of several, the first one's layer or path."""
     todo = list(node.all_input_nodes)
     paths: list[str] = []

@@ -19,6 +19,7 @@ class Units:
     ranks: int
     held: list[list[int]] = field(default_factory=list)
     count: int = 0
+    known: dict[tuple[int, bytes], tuple[Ranges, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.held = [[] for _ in range(self.ranks)]
@@ -61,6 +62,12 @@ class Units:
 
         Elements that belong to no unit (the one key/value head in a fused projection) are held by every rank.
         """
+        key = (self.count, profile.numpy().tobytes())  # the values of a body share few profiles
+        if key not in self.known:
+            self.known[key] = self._ranges(profile)
+        return self.known[key]
+
+    def _ranges(self, profile: torch.Tensor) -> tuple[Ranges, ...]:
         places: dict[int, list[tuple[int, int]]] = {}
         for unit, start, stop in _runs(profile.tolist()):
             places.setdefault(unit, []).append((start, stop))

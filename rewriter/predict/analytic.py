@@ -1,0 +1,230 @@
+"""Recipes compared on a fabric, without a GPU: each program's passes on a roofline, simulated event by event."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rewriter.errors import RewriterError
+from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
+from rewriter.passes.base import Effect
+from rewriter.predict.break_even import break_even
+from rewriter.predict.device import rates_of
+from rewriter.predict.forward import Forward, Runner, model_dtype
+from rewriter.predict.memory import bytes_per_rank
+from rewriter.predict.modules import Pass
+from rewriter.predict.pareto import with_front
+from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped
+from rewriter.predict.steps import Begin, Place, Step, steps
+from rewriter.predict.timeline import Durations, Timeline
+from rewriter.program import Program
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated: `batch` sequences of `prompt` tokens, `generate` more of each. `graphed`: compiled, and
+    replayed as CUDA graphs; otherwise every operator is launched by itself, as the module is emitted."""
+
+    batch: int = 1
+    prompt: int = 1024
+    generate: int = 512
+    graphed: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt", "generate"):
+            if getattr(self, name) < 1:
+                raise RewriterError(f"{name}: {getattr(self, name)}; expected 1 or more")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe's name and the program that it makes; `notes` say what its passes did not do."""
+
+    recipe: str
+    program: Program
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Effect:
+        """The weakest effect of its passes."""
+        effects = {entry.kind for entry in self.program.history if entry.fired}
+        return "timing only" if "timing only" in effects else "approximating" if "approximating" in effects else "exact"
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """A candidate's phases and what they were made of."""
+
+    prefill: Phase
+    decode: Phase
+    steps: tuple[list[Step], list[Step]]
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Predictor:
+    """Predicts programs on one fabric. It keeps what modules cost, which programs of one model share.
+
+    `nodes`: over how many nodes the ranks of a program are spread evenly; None: as few as hold them. `library`: whose
+    collectives, of those that the fabric has tables of; None: the fabric's own choice.
+    """
+
+    fabric: Fabric
+    workload: Workload
+    what_if: tuple[str, ...] = ()
+    nodes: int | None = None
+    library: str | None = None
+    runner: Runner = field(default_factory=Runner)
+    durations: dict[object, Durations] = field(default_factory=dict)
+    known: dict[Call, Delay] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model: DelayModel = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
+        if self.what_if:
+            self.model = WhatIf.parse(self.model, self.what_if)
+
+    def compare(
+        self,
+        model: str,
+        candidates: Sequence[Candidate],
+        skipped: Sequence[Skipped] = (),
+        pareto: Mapping[str, tuple[Point, ...]] | None = None,
+    ) -> Comparison:
+        """All candidates, the first being what the others are compared with."""
+        found: list[Prediction] = []
+        first: _Simulated | None = None
+        for candidate in candidates:
+            simulated = self.simulate(candidate.program)
+            first = first or simulated
+            found.append(self._prediction(candidate, simulated, first, found))
+        return Comparison(
+            model=model,
+            fabric=self.fabric.name,
+            fabric_summary=self.fabric.summary,
+            device=self.fabric.device.name,
+            modelled=self.fabric.modelled,
+            predictions=tuple(found),
+            pareto=pareto or {},
+            what_if=self.what_if,
+            skipped=tuple(skipped),
+        )
+
+    def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
+        """The two passes of a program."""
+        load = self.workload
+        place = self._place(program)
+        fuse, batch = load.graphed, batch or load.batch
+        passes = (
+            Pass(batch, load.prompt, fused=fuse),
+            Pass(batch, 1, keys=load.prompt + load.generate, fused=fuse),
+        )
+        phases, made, notes = [], [], {}
+        for given in passes:
+            forward: Forward = self.runner.run(program, given)
+            notes.update(dict.fromkeys(forward.notes))
+            listed = steps(forward, place, fuse)
+            phases.append(Timeline(self._durations(program), self._delay, record).phase(listed))
+            made.append(listed)
+        return _Simulated(phases[0], phases[1], (made[0], made[1]), tuple(notes))
+
+    def point(self, program: Program, batch: int) -> Point:
+        """One choice of ranks (the program's) and batch."""
+        load, ranks = self.workload, math.prod(program.mesh.values())
+        done = self.simulate(program, batch, record=False)
+        seconds = _generation(done, load.generate)
+        held = bytes_per_rank(program, batch, load.prompt, load.generate)
+        return Point(
+            tp=program.mesh.get("tp", 1),
+            batch=batch,
+            seconds_per_token=seconds / load.generate,
+            tokens_per_second_per_gpu=batch * load.generate / seconds / ranks,
+            fits=held <= self.fabric.device.memory,
+        )
+
+    def pareto(
+        self, program_at: Callable[[int], Program | None], degrees: Sequence[int], batches: Sequence[int]
+    ) -> tuple[Point, ...]:
+        """Points of a recipe; `program_at` gives its program for a TP degree, None where it cannot be applied."""
+        programs = [p for degree in degrees if (p := program_at(degree)) is not None]
+        return with_front([self.point(program, batch) for program in programs for batch in batches])
+
+    # --- one recipe ---
+
+    def _prediction(
+        self, candidate: Candidate, done: _Simulated, first: _Simulated, before: Sequence[Prediction]
+    ) -> Prediction:
+        load, program = self.workload, candidate.program
+        seconds = _generation(done, load.generate)
+        exposed = done.prefill.exposed_seconds + (load.generate - 1) * done.decode.exposed_seconds
+        rate = load.batch * load.generate / seconds
+        held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
+        even: list[tuple[float | None, str | None]] = [(None, "the first recipe"), (None, "the first recipe")]
+        if done is not first:
+            durations = self._durations(program)
+            even = [break_even(a, b, durations, self._delay) for a, b in zip(first.steps, done.steps, strict=True)]
+        return Prediction(
+            recipe=candidate.recipe,
+            fabric=self.fabric.name,
+            modelled=self.fabric.modelled,
+            tp=program.mesh.get("tp", 1),
+            sp=program.mesh.get("sp", 1),
+            nodes=self._nodes(program),
+            batch=load.batch,
+            prompt=load.prompt,
+            generate=load.generate,
+            graphed=load.graphed,
+            prefill=done.prefill,
+            decode=done.decode,
+            seconds_per_token=seconds / load.generate,
+            tokens_per_second=rate,
+            exposed_communication_seconds_per_token=exposed / load.generate,
+            speedup=rate / before[0].tokens_per_second if before else 1.0,
+            break_even_prefill_seconds=even[0][0],
+            break_even_prefill_note=even[0][1],
+            break_even_seconds=even[1][0],
+            break_even_note=even[1][1],
+            memory_bytes_per_rank=held,
+            fits=held <= self.fabric.device.memory,
+            notes=(*candidate.notes, *done.notes, *self._said(done)),
+            kind=candidate.kind,
+        )
+
+    def _said(self, done: _Simulated) -> tuple[str, ...]:
+        """What must be known of how its collectives' times were found."""
+        calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
+        return tuple(dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note)))
+
+    # --- the fabric ---
+
+    def _durations(self, program: Program) -> Durations:
+        dtype = str(model_dtype(program)).removeprefix("torch.")
+        if dtype not in self.durations:
+            self.durations[dtype] = Durations(rates_of(self.fabric.device, dtype, self.workload.graphed))
+        return self.durations[dtype]
+
+    def _delay(self, begin: Begin, call: Call) -> Delay:
+        if call not in self.known:
+            self.known[call] = self.model.delay(call)
+        return self.known[call]
+
+    def _nodes(self, program: Program) -> int:
+        ranks = math.prod(program.mesh.values())
+        return self.nodes or -(-ranks // self.fabric.node)
+
+    def _place(self, program: Program) -> Place:
+        """Ranks fill their nodes evenly. Raises RewriterError where they do not fit."""
+        ranks, nodes, node = math.prod(program.mesh.values()), self._nodes(program), self.fabric.node
+        each = -(-ranks // nodes)
+        if ranks % nodes or each > node:
+            raise RewriterError(
+                f"--nodes {nodes}: {ranks} ranks on nodes of {node} ({self.fabric.name}) cannot be spread evenly over "
+                f"{nodes}. Nearest: --nodes {-(-ranks // node)}"
+            )
+        numbers = tuple(r // each * node + r % each for r in range(ranks))
+        return Place(numbers, program.mesh, self.workload.graphed)
+
+
+def _generation(done: _Simulated, generate: int) -> float:
+    """Seconds from the prompt to the last token: the prefill gives the first one."""
+    return done.prefill.seconds + (generate - 1) * done.decode.seconds

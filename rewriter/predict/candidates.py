@@ -1,0 +1,90 @@
+"""Recipes applied to a traced program, ready to be predicted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rewriter.apply import Applied, apply_recipe, load_recipe
+from rewriter.errors import RewriterError
+from rewriter.predict.analytic import Candidate
+from rewriter.predict.results import Skipped
+from rewriter.report_rules import unfired, with_supposed_costs
+
+if TYPE_CHECKING:
+    from rewriter.program import Program
+    from rewriter.recipes import Recipe
+
+_SHARDS_TOKENS = "sequence_parallel"
+
+
+@dataclass
+class Candidates:
+    """Makes the programs of recipes from one traced program; passes that recipes have in common run once.
+
+    A recipe that shards tokens runs on as many ranks as the others: `sp` of them share the tokens, all of them where
+    it is None.
+    """
+
+    original: Program
+    sp: int | None = None
+    set: Mapping[str, Any] | None = None
+    known: Applied = field(default_factory=dict)
+    standard: dict[int, Program] = field(default_factory=dict)
+
+    def of(self, recipes: Sequence[str | os.PathLike[str] | Recipe], tp: int) -> tuple[list[Candidate], list[Skipped]]:
+        """(candidates, recipes that cannot be applied) on `tp` ranks in all.
+
+        Raises RewriterError where the first recipe, with which the others are compared, or all of them cannot be.
+        """
+        found: list[Candidate] = []
+        skipped: list[Skipped] = []
+        for given in recipes:
+            recipe = load_recipe(given, self.set)
+            try:
+                found.append(self.one(recipe, tp))
+            except RewriterError as error:
+                if not found:
+                    raise
+                skipped.append(Skipped(recipe.name, str(error)))
+        return found, skipped
+
+    def one(self, recipe: Recipe, tp: int) -> Candidate:
+        """One recipe. Raises RewriterError where it cannot be applied."""
+        sp, rest = self._ranks(recipe, tp)
+        supposed, rules = with_supposed_costs(recipe, self._standard(rest))
+        program, left_out = apply_recipe(self.original, supposed, rest, sp=sp, known=self.known)
+        notes = [f"{rule['rule']}: {rule['reason']}" for rule in (*rules, *unfired(program))]
+        notes += [f"{name}: {reason}" for name, reason in left_out]
+        if sp > 1:
+            notes.append(f"{sp} ranks share the tokens of a sequence" + (f", {rest} its heads" if rest > 1 else ""))
+        return Candidate(recipe.name, program, tuple(dict.fromkeys(notes)))
+
+    def _ranks(self, recipe: Recipe, tp: int) -> tuple[int, int]:
+        """(ranks that share tokens, ranks that share heads)."""
+        if not any(spec.pass_name == _SHARDS_TOKENS for spec in recipe.passes):
+            return 1, tp
+        sp = tp if self.sp is None else self.sp
+        if sp < 1 or tp % sp:
+            raise RewriterError(f"--sp {sp}: it does not divide the {tp} ranks that recipes are compared on")
+        return sp, tp // sp
+
+    def _standard(self, tp: int) -> Program:
+        """Plain tensor parallelism, which tells what a measurement would choose among."""
+        if tp not in self.standard:
+            if tp == 1:
+                self.standard[tp] = self.original
+            else:
+                self.standard[tp] = apply_recipe(self.original, load_recipe("tensor-parallel"), tp, known=self.known)[0]
+        return self.standard[tp]
+
+
+def all_recipes() -> Collection[str]:
+    """The names of the library's recipes, plain tensor parallelism first."""
+    from rewriter.recipes.catalogue import library
+
+    names = sorted(library())
+    names.remove("tensor-parallel")
+    return ["tensor-parallel", *names]

@@ -1,0 +1,93 @@
+"""A model, recipes and a fabric → a Comparison: what `rewriter.api.predict` does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rewriter.apply import load_recipe
+from rewriter.errors import RewriterError
+from rewriter.fabric import Fabric, load_fabric
+from rewriter.predict.analytic import Predictor, Workload
+from rewriter.predict.candidates import Candidates
+from rewriter.predict.pareto import BATCHES, DEGREES
+from rewriter.predict.results import Comparison, Point
+from rewriter.program import Program
+
+if TYPE_CHECKING:
+    from rewriter.recipes import Recipe
+
+
+def compare(
+    model: Any,
+    recipes: Sequence[str | os.PathLike[str] | Recipe],
+    *,
+    fabric: Any,
+    tp: int,
+    sp: int | None,
+    nodes: int | None,
+    batch: int,
+    prompt: int,
+    generate: int,
+    graphed: bool,
+    what_if: Sequence[str],
+    library: str | None,
+    pareto: bool,
+    set: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+) -> Comparison:
+    """See `rewriter.api.predict`, whose arguments these are."""
+    began = time.process_time()
+    if not recipes:
+        raise RewriterError("predict: no recipe is named. Give at least one: --recipe tensor-parallel")
+    for option, number in (("--tp", tp), ("--nodes", nodes), ("--sp", sp)):
+        if number is not None and number < 1:
+            raise RewriterError(f"{option} {number}: expected 1 or more")
+    workload = Workload(batch, prompt, generate, graphed)
+    where = fabric if isinstance(fabric, Fabric) else load_fabric(fabric)
+    predictor = Predictor(where, workload, tuple(what_if), nodes, library)
+    loaded = [load_recipe(recipe, set) for recipe in recipes]
+    name, program = _traced(model, trust_remote_code)
+    candidates = Candidates(program, sp)
+    found, skipped = candidates.of(loaded, tp)
+    points = {c.recipe: _points(predictor, candidates, _named(loaded, c.recipe)) for c in found} if pareto else {}
+    done = predictor.compare(name, found, skipped, points)
+    return replace(done, seconds=time.process_time() - began)
+
+
+def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
+    """(what the model is called, its program as traced)."""
+    if isinstance(model, Program):
+        if model.history:
+            raise RewriterError(f"{model!r} is rewritten already: start from the program as traced")
+        return model.source.path or model.source.model_type, model
+    from rewriter.trace import trace_skeleton
+    from rewriter.trace.model import build_skeleton, load_config
+
+    config = load_config(model, trust_remote_code)
+    program = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
+    return str(model) if isinstance(model, (str, os.PathLike)) else program.source.model_type, program
+
+
+def _named(recipes: Sequence[Recipe], name: str) -> Recipe:
+    return next(recipe for recipe in recipes if recipe.name == name)
+
+
+def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[Point, ...]:
+    """Points of a recipe over TP degrees and batches, on as few nodes as hold the ranks."""
+
+    def program_at(degree: int) -> Program | None:
+        try:
+            return candidates.one(recipe, degree).program
+        except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
+            return None
+
+    return _on_few_nodes(predictor).pareto(program_at, DEGREES, BATCHES)
+
+
+def _on_few_nodes(predictor: Predictor) -> Predictor:
+    """The same predictor, whose ranks lie on as few nodes as hold them."""
+    return replace(predictor, nodes=None) if predictor.nodes is not None else predictor

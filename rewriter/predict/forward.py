@@ -1,0 +1,242 @@
+"""A forward pass of one rank on meta tensors: what every wiring node computes and moves, without computing it.
+
+Shapes are the rank's own. A module is run once per distinct inputs: alike layers share their bodies, and so their work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.schedule import with_readers_first
+from rewriter.analysis.sequence_bytes import local_tokens
+from rewriter.analysis.shapes import wiring_shapes
+from rewriter.predict.kernels import Exchange, Item, Kernel, as_launched
+from rewriter.predict.modules import ModuleRun, Pass
+from rewriter.program import Leaf, Module, Opaque, Program, args_of, parameters_of
+
+_UNKNOWN = (RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """A wiring node with what runs for it. `nbytes`: of its result, a collective's tensor. `elements`: likewise."""
+
+    node: fx.Node
+    items: tuple[Item, ...]
+    nbytes: int
+    elements: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The nodes of a pass in the order in which the emitted module runs them, and notes on what was estimated."""
+
+    works: tuple[NodeWork, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [item for work in self.works for item in work.items if isinstance(item, Kernel)]
+
+
+class Runner:
+    """Runs passes of programs. It keeps what bodies cost: programs made of one share most of them."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, tuple[Any, tuple[Item, ...], str | None]] = {}
+        self.held: list[Any] = []  # keeps keys' ids from being used again
+
+    def run(self, program: Program, given: Pass) -> Forward:
+        """What `program` does in this pass, on one rank."""
+        return _Run(self, program, given).forward()
+
+
+class _Run:
+    def __init__(self, runner: Runner, program: Program, given: Pass) -> None:
+        self.runner, self.program, self.given = runner, program, given
+        self.dtype = model_dtype(program)
+        self.mesh = dict(program.mesh)
+        self.notes: dict[str, None] = {}
+        self.shapes: Mapping[fx.Node, Any] | None = None
+
+    def forward(self) -> Forward:
+        graph = with_readers_first(self.program.graph)
+        head = head_entry(graph)
+        env: dict[fx.Node, Any] = {}
+        works: list[NodeWork] = []
+        given = self.given
+        ids = torch.empty(given.batch, given.tokens, dtype=torch.int64, device="meta")
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids.clone(), "ctx": None}
+        with torch.no_grad(), torch.device("meta"):
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    env[node] = inputs.get(str(node.target), ids)
+                    continue
+                if node.op == "output":
+                    break
+                items: tuple[Item, ...] = ()
+                if head is not None and node is head and self.given.logits:
+                    items = self._last_tokens(node, env)
+                env[node], more = self._wiring(node, env, graph)
+                value = env[node]
+                tensor = value if isinstance(value, torch.Tensor) else None
+                size = 0 if tensor is None else tensor.numel()
+                works.append(
+                    NodeWork(
+                        node,
+                        items + more,
+                        0 if tensor is None else tensor.nbytes,
+                        size,
+                        self.dtype if tensor is None else tensor.dtype,
+                    )
+                )
+        return Forward(tuple(works), tuple(self.notes))
+
+    def _last_tokens(self, head: fx.Node, env: dict[fx.Node, Any]) -> tuple[Item, ...]:
+        """Only the wanted tokens pass the head. Ranks that share tokens tell each other the last ones."""
+        source = head.all_input_nodes[0]
+        x = env[source]
+        if not isinstance(x, torch.Tensor) or x.dim() < 3 or x.shape[1] <= self.given.logits:
+            return ()
+        env[source] = x[:, -self.given.logits :].clone()
+        ranks = self.mesh.get("sp", 1)
+        if ranks == 1 or self.given.is_decode:
+            return ()
+        tp = self.mesh.get("tp", 1)
+        group = tuple(range(0, ranks * tp, tp))
+        return (Exchange("all_gather", "sp", env[source].nbytes * ranks, group, "last tokens"),)
+
+    # --- wiring ---
+
+    def _wiring(self, node: fx.Node, env: dict[fx.Node, Any], graph: fx.Graph) -> tuple[Any, tuple[Item, ...]]:
+        sources = [env[n] for n in node.all_input_nodes]
+        if node.target is ops.shard_tokens:
+            return self._own_tokens(sources[0], args_of(node)[2]), ()
+        if node.target is ops.gather_tokens:
+            return sources[0], ()  # generation keeps the last tokens, which every rank has
+        if node.op == "call_module":
+            return self._remembered(node, sources, graph)
+        known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
+        if node.target in _IDENTITIES:
+            return sources[0], ()
+        if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:
+            shape, items, _ = self.runner.known[known]
+            if isinstance(shape, tuple):
+                return torch.empty(shape[0], dtype=shape[1]), items
+        run = ModuleRun(self.given, self.dtype, self.mesh)
+        value = run.operation(node, env)
+        found = tuple(as_launched(run.operations))
+        if isinstance(value, torch.Tensor) and found:
+            self.runner.known[known] = ((tuple(value.shape), value.dtype), found, None)
+        return value, found
+
+    def _remembered(self, node: fx.Node, inputs: Sequence[Any], graph: fx.Graph) -> tuple[Any, tuple[Item, ...]]:
+        module = self.program.modules[str(node.target)]
+        key = (id(module), _signature(inputs), self.given, self.dtype, tuple(self.mesh.items()))
+        if key not in self.runner.known:
+            self.runner.held.append(module)
+            self.runner.known[key] = self._call(node, module, inputs, graph)
+        described, items, note = self.runner.known[key]
+        if note is not None:
+            self.notes[note] = None
+        return _made(described), items
+
+    def _call(
+        self, node: fx.Node, module: Module, inputs: Sequence[Any], graph: fx.Graph
+    ) -> tuple[Any, tuple[Item, ...], str | None]:
+        if not isinstance(module, Opaque):
+            run = ModuleRun(self.given, self.dtype, self.mesh)
+            try:
+                value = run.module(module, str(node.target), inputs)
+                return _described(value), run.items(value), None
+            except _UNKNOWN as error:
+                reason = f"it does not run without data ({str(error).splitlines()[0][:120]})"
+        else:
+            reason = module.reason
+        if self.shapes is None:
+            self.shapes = wiring_shapes(self.program)
+        shape = next((s for n, s in self.shapes.items() if n.op == "call_module" and n.target == node.target), None)
+        value = self._of_shape(shape, inputs)
+        kind = "" if isinstance(module, Leaf) else module.class_name
+        note = f"{kind}: estimated by its projections alone, since {reason}"
+        return _described(value), tuple(self._estimated(module, inputs, value)), note
+
+    def _estimated(self, module: Module, inputs: Sequence[Any], value: Any) -> list[Item]:
+        """Its matrices, each as a product with all tokens."""
+        tokens = self.given.batch * next((x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 2), 1)
+        size = self.dtype.itemsize
+        items: list[Item] = []
+        for name, shape in parameters_of(module):
+            elements, depth = math.prod(shape), shape[-1] if shape else 1
+            if len(shape) < 2:
+                continue
+            columns = elements // depth
+            nbytes = elements * size + tokens * (depth + columns) * size
+            items.append(
+                Kernel(name, "product", nbytes, 2.0 * tokens * elements, elements * size, 1, tokens, columns, depth)
+            )
+        moved = sum(t.nbytes for t in (*inputs, value) if isinstance(t, torch.Tensor))
+        return items or [Kernel("estimate", "glue", moved)]
+
+    def _of_shape(self, shape: Any, inputs: Sequence[Any]) -> Any:
+        if shape is not None and shape and isinstance(shape[0], tuple):
+            return tuple(self._of_shape(s, inputs) for s in shape)
+        if shape is None:
+            return inputs[0].clone() if isinstance(inputs[0], torch.Tensor) else None
+        tokens = next((x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 2), self.given.tokens)
+        sizes = {"B": self.given.batch, "S": tokens, "N": self.given.batch * tokens}
+        return torch.empty([s if isinstance(s, int) else sizes[s[0]] for s in shape], dtype=self.dtype)
+
+    def _own_tokens(self, x: torch.Tensor, plan: ops.SequencePlan) -> torch.Tensor:
+        if self.given.is_decode:
+            return x  # new tokens are on every rank; only their keys have an owner
+        return x[:, :1].expand(x.shape[0], local_tokens(plan, x.shape[1]), *x.shape[2:]).clone()
+
+
+_IDENTITIES = frozenset(
+    {ops.enter, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
+)  # of the wiring: what its collectives cost is the timeline's matter
+
+
+def model_dtype(program: Program) -> torch.dtype:
+    """The model's own dtype, as its config says; fp32 where it says nothing."""
+    name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def head_entry(graph: fx.Graph) -> fx.Node | None:
+    """The node behind which only the wanted tokens are needed: the head, or where its input enters."""
+    called = [n for n in graph.nodes if n.op == "call_module"]
+    if not called or called[-1].meta.get("layer") is not None:
+        return None
+    entered = called[-1].all_input_nodes[0]
+    return entered if entered.target is ops.enter else called[-1]
+
+
+def _signature(tree: Any) -> Hashable:
+    if isinstance(tree, torch.Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if isinstance(tree, (tuple, list)):
+        return tuple(_signature(branch) for branch in tree)
+    return tree if isinstance(tree, Hashable) else str(tree)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return [_described(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+
+def _made(described: Any) -> Any:
+    if isinstance(described, list):
+        return tuple(_made(d) for d in described)
+    return torch.empty(described[0], dtype=described[1]) if isinstance(described, tuple) else described

@@ -1,0 +1,160 @@
+"""What a kernel does: its arithmetic and the bytes that it moves. Kernels of a module call, fused or as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Work = Literal["product", "attention", "glue"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one rank.
+
+    `work`: "product" (a matrix product, on tensor cores), "attention" (a fused attention kernel), "glue" (everything
+    else, which memory bounds). `flops`: of products and attention; glue is not counted. `nbytes`: read and written.
+    `weight_bytes`: the part of `nbytes` that reads parameters. A product is `batches` of [rows, depth] · [depth,
+    columns]; the sizes say how many SMs it can fill.
+    """
+
+    name: str
+    work: Work
+    nbytes: float
+    flops: float = 0.0
+    weight_bytes: int = 0
+    batches: int = 1
+    rows: int = 1
+    columns: int = 1
+    depth: int = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective inside a module: the sum of a norm's statistics, or a message of attention over sharded tokens.
+
+    `kind` and `nbytes` as in `fabric.Call`; `axis` is that of the mesh; `ranks` those of the group, relative to the
+    first rank. `behind` is the number of following items of the module that run while it is on its way.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "all_to_all", "send"]
+    axis: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    name: str
+    behind: int = 0
+
+
+Item = Kernel | Exchange
+
+
+@dataclass
+class Operation:
+    """An operator before fusion: bytes read and written by storage, and its kernel if it is no glue.
+
+    Several items where it is more than a kernel (attention with its cache, experts, attention over several ranks).
+    """
+
+    name: str
+    reads: Mapping[Hashable, int]
+    writes: Mapping[Hashable, int]
+    items: Sequence[Item] = ()
+    weights: frozenset[Hashable] = field(default_factory=frozenset)
+
+    @property
+    def is_glue(self) -> bool:
+        return not self.items
+
+    def kernel(self) -> Kernel:
+        """A kernel of its own."""
+        nbytes = sum(self.reads.values()) + sum(self.writes.values())
+        return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
+
+
+def as_launched(operations: Sequence[Operation]) -> list[Item]:
+    """Every operator as kernels of its own: a module that runs eagerly."""
+    return [item for op in operations for item in (op.items or (op.kernel(),))]
+
+
+def fused(operations: Sequence[Operation], results: frozenset[Hashable]) -> list[Item]:
+    """Glue that stands together becomes one kernel, as a compiler does it: a value that only a group reads stays in
+    registers.
+
+    A group is connected, and no path between two of its operators leads through another kind of kernel. `results` are
+    the storages that outlive the module.
+    """
+    depth: dict[Hashable, int] = {}  # of kernels that are no glue, on the longest path to a storage
+    group_of: dict[Hashable, int] = {}
+    groups: list[list[Operation]] = []
+    levels: list[int] = []
+    merged: list[int] = []  # union-find over groups
+    order: list[int | Operation] = []
+
+    def root(group: int) -> int:
+        while merged[group] != group:
+            group = merged[group]
+        return group
+
+    for op in operations:
+        level = max((depth.get(s, 0) for s in op.reads), default=0)
+        if not op.is_glue:
+            order.append(op)
+            depth.update(dict.fromkeys(op.writes, level + 1))
+            continue
+        joined = sorted({root(group_of[s]) for s in op.reads if s in group_of and levels[group_of[s]] == level})
+        if joined:
+            group = joined[0]
+            for other in joined[1:]:
+                merged[other] = group
+                groups[group] += groups[other]
+                groups[other] = []
+        else:
+            group = len(groups)
+            groups.append([])
+            levels.append(level)
+            merged.append(group)
+            order.append(group)
+        groups[group].append(op)
+        for storage in op.writes:
+            depth[storage], group_of[storage] = level, group
+    readers: dict[Hashable, set[int]] = {}
+    for number, op in enumerate(operations):
+        for storage in op.reads:
+            readers.setdefault(storage, set()).add(number)
+    numbers = {id(op): number for number, op in enumerate(operations)}
+    found: list[Item] = []
+    for entry in order:
+        if isinstance(entry, Operation):
+            found += entry.items
+        elif groups[entry]:
+            found.append(_together(groups[entry], readers, numbers, results))
+    return found
+
+
+def _together(
+    group: Sequence[Operation],
+    readers: Mapping[Hashable, set[int]],
+    numbers: Mapping[int, int],
+    results: frozenset[Hashable],
+) -> Kernel:
+    inside = {numbers[id(op)] for op in group}
+    made = {s: size for op in group for s, size in op.writes.items()}
+    read: dict[Hashable, int] = {}
+    for op in group:
+        for storage, size in op.reads.items():
+            if storage not in made:
+                read[storage] = max(read.get(storage, 0), size)
+    kept = sum(size for s, size in made.items() if s in results or readers.get(s, set()) - inside)
+    weights = frozenset(s for op in group for s in op.weights)
+    names = list(dict.fromkeys(op.name for op in group))
+    return Kernel(
+        "+".join(names[:4]) + ("…" if len(names) > 4 else ""),
+        "glue",
+        sum(read.values()) + kept,
+        weight_bytes=_weight_bytes(read, weights),
+    )
+
+
+def _weight_bytes(reads: Mapping[Hashable, int], weights: frozenset[Hashable]) -> int:
+    return sum(size for s, size in reads.items() if s in weights)

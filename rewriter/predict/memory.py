@@ -1,0 +1,29 @@
+"""What one rank holds while it generates: weights, its part of the cache, and the prefill's temporaries."""
+
+from __future__ import annotations
+
+from rewriter.analysis.memory import memory
+from rewriter.analysis.sequence import attention_shapes
+from rewriter.program import Program
+
+
+def bytes_per_rank(program: Program, batch: int, prompt: int, generate: int) -> int:
+    """Bytes of weights, of keys and values of all tokens, and of the largest temporaries of the prefill.
+
+    An estimate, as `analysis.memory` is: temporaries are the widest block's projections and four values as wide as the
+    residual stream, of all tokens of a rank, and the logits of the last token of each sequence. Windows keep no more
+    tokens than their size; ranks that share tokens keep their own.
+    """
+    held = memory(program)
+    shared = program.mesh.get("sp", 1)
+    length = prompt + generate
+    cache = sum(
+        shape.layers
+        * shape.kv_heads
+        * (shape.head_dim + shape.value_dim)
+        * shape.dtype_bytes
+        * -(-min(length, shape.window or length) // shared)
+        for shape in attention_shapes(program)
+    )
+    temporary = -(-prompt // shared) * (held.block_per_token + 4 * held.stream_per_token) + held.logits_per_token
+    return held.parameters_per_rank + batch * (cache + temporary)

@@ -1,0 +1,196 @@
+"""A forward pass as a list of steps in the order in which the host launches them: kernels, and collectives that begin
+and are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.communication import producer
+from rewriter.fabric import Call
+from rewriter.kernels import parse_format, slice_length
+from rewriter.predict.forward import Forward, NodeWork
+from rewriter.predict.kernels import Exchange, Item, Kernel
+from rewriter.program import args_of
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Kernels on the compute stream."""
+
+    name: str
+    layer: int | None
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Begin:
+    """A collective starts on the stream of its axis, behind what the compute stream was given before.
+
+    `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
+    call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies.
+    """
+
+    name: str
+    layer: int | None
+    axis: str
+    parts: tuple[Call | Kernel, ...]
+    exact: Call
+    reduction: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Await:
+    """The compute stream waits for what `begin` started."""
+
+    begin: Begin
+
+
+Step = Run | Begin | Await
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks are: those of a program have the global numbers `ranks`, by their number in its mesh."""
+
+    ranks: tuple[int, ...]
+    mesh: Mapping[str, int]
+    graphed: bool
+
+    def group(self, axis: str) -> tuple[int, ...]:
+        """The first rank's group along an axis; tensor-parallel ranks are neighbours."""
+        size = self.mesh.get(axis, 1)
+        stride = self.mesh.get("tp", 1) if axis == "sp" else 1
+        return tuple(self.ranks[i] for i in range(0, size * stride, stride))
+
+    def call(self, kind: Any, nbytes: int, ranks: tuple[int, ...], dtype: Any) -> Call:
+        return Call(kind, nbytes, ranks, str(dtype).removeprefix("torch."), self.graphed)
+
+
+def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
+    """The steps of a pass. `fuse`: glue of the wiring (a residual add) becomes part of the kernel that follows it,
+    where that is glue as well."""
+    found: list[Step] = []
+    begun: dict[fx.Node, Begin] = {}
+    merged: dict[tuple[int, float, float], tuple[Item, ...]] = {}
+    pending: list[tuple[NodeWork, Kernel]] = []
+
+    def flush() -> None:
+        found.extend(Run(_name(work.node), work.node.meta.get("layer"), (kernel,)) for work, kernel in pending)
+        pending.clear()
+
+    for work in forward.works:
+        node, items = work.node, work.items
+        if node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_gather):
+            flush()
+            begin = _begin(work, place)
+            found.append(begin)
+            begun[node] = begin
+            if node.target is not ops.all_reduce_start:
+                found.append(Await(begin))
+        elif node.target is ops.all_reduce_wait:
+            flush()
+            found.append(Await(begun[args_of(node)[0]]))
+        if fuse and node.op != "call_module" and items and "stream" in node.meta and _only_glue(items):
+            pending += [(work, item) for item in items if isinstance(item, Kernel)]
+            continue
+        if pending and _joins(pending[-1][0].node, node, items):
+            assert isinstance(items[0], Kernel)
+            nbytes, saved = sum(k.nbytes for _, k in pending), float(pending[-1][0].nbytes)
+            key = (id(items), nbytes, saved)
+            if key not in merged:
+                first = replace(items[0], nbytes=items[0].nbytes + nbytes - saved, name=f"add+{items[0].name}")
+                merged[key] = (first, *items[1:])
+            pending.clear()
+            items = merged[key]
+        elif items:
+            flush()
+        found += _steps_of(node, items, place, work.dtype)
+    flush()
+    return found
+
+
+def _joins(glue: fx.Node, node: fx.Node, items: tuple[Item, ...]) -> bool:
+    """Whether a node begins with glue that reads what `glue` made."""
+    first = items[0] if items else None
+    return isinstance(first, Kernel) and first.work == "glue" and glue in node.all_input_nodes
+
+
+def _only_glue(items: tuple[Item, ...]) -> bool:
+    return all(isinstance(item, Kernel) and item.work == "glue" for item in items)
+
+
+def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) -> Iterator[Step]:
+    """A module's items: its kernels together, but for the exchanges between them."""
+    if not items:
+        return
+    name, layer = _name(node), node.meta.get("layer")
+    if not any(isinstance(item, Exchange) for item in items):
+        yield Run(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
+        return
+    kernels: list[Kernel] = []
+    waiting: list[tuple[int, Begin]] = []  # (items until it is waited for, what)
+    for item in items:
+        due = [begin for left, begin in waiting if left == 0]
+        waiting = [(left - 1, begin) for left, begin in waiting if left > 0]
+        if (due or isinstance(item, Exchange)) and kernels:
+            yield Run(name, layer, tuple(kernels))
+            kernels = []
+        yield from (Await(begin) for begin in due)
+        if isinstance(item, Kernel):
+            kernels.append(item)
+            continue
+        ranks = tuple(place.ranks[r] for r in item.ranks)
+        call = place.call(item.kind, item.nbytes, ranks, dtype)
+        reduction = item.kind == "all_reduce"
+        begin = Begin(f"{_words(call)} {item.name} {name}", layer, item.axis, (call,), call, reduction)
+        yield begin
+        if item.behind:
+            waiting.append((item.behind, begin))
+        else:
+            yield Await(begin)
+    if kernels:
+        yield Run(name, layer, tuple(kernels))
+    yield from (Await(begin) for _, begin in waiting)
+
+
+def _begin(work: NodeWork, place: Place) -> Begin:
+    """The collective of a wiring node."""
+    node = work.node
+    axis = str(args_of(node)[1])
+    ranks = place.group(axis)
+    kind = "all_gather" if node.target is ops.all_gather else "all_reduce"
+    exact = place.call(kind, work.nbytes, ranks, work.dtype)
+    options: Mapping[str, Any] = node.kwargs
+    parts: tuple[Call | Kernel, ...] = (exact,)
+    name = f"{_words(exact)} {producer(node)}"
+    if options.get("format") is not None and work.nbytes >= options.get("min_bytes", 0):
+        parts = _quantized(work, place, ranks, str(options["format"]))
+        name = f"{options['format']} {name}"
+    return Begin(name, node.meta.get("layer"), axis, parts, exact, kind == "all_reduce")
+
+
+def _quantized(work: NodeWork, place: Place, ranks: tuple[int, ...], name: str) -> tuple[Call | Kernel, ...]:
+    """`rewriter.runtime.quantized`: slices are quantized and dealt, summed and quantized again, gathered and read."""
+    format = parse_format(name)
+    payload = len(ranks) * format.payload_bytes(slice_length(work.elements, len(ranks), format))
+    own = work.nbytes / len(ranks)
+    return (
+        Kernel("quantize", "glue", work.nbytes + payload),
+        place.call("all_to_all", payload, ranks, "uint8"),
+        Kernel("sum and quantize", "glue", payload + own + payload / len(ranks)),
+        place.call("all_gather", payload, ranks, "uint8"),
+        Kernel("dequantize", "glue", payload + work.nbytes),
+    )
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def _words(call: Call) -> str:
+    return call.kind.replace("_", "-")

@@ -1,0 +1,220 @@
+"""An event-driven simulation of one rank's streams: what runs when, and how long the compute stream stands idle for it.
+
+One compute stream, one communication stream per mesh axis, and the host, which launches everything in the order of the
+steps. The rules are those of torch's streams:
+
+- a kernel starts when the kernel before it on its stream has ended and the host has launched it;
+- a collective starts when the compute stream has finished what was launched before it, and its own stream is free;
+  its transfer then waits for links that other groups hold (`fabric.Links`);
+- at an await the compute stream waits for the collective's end.
+
+While collectives hold SMs and memory bandwidth, kernels run slower (`roofline`). Ranks are alike: all arrive at the
+same time. Idle time of the compute stream is the host's as far as the next kernel was not launched yet; beyond that it
+is exposed communication, while a collective ran that the stream waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rewriter.fabric import Call, Delay, Links
+from rewriter.predict.device import Rates
+from rewriter.predict.kernels import Kernel
+from rewriter.predict.results import Phase, Span
+from rewriter.predict.roofline import ALONE, Contention, seconds
+from rewriter.predict.steps import Begin, Run, Step
+
+Delays = Callable[[Begin, Call], Delay]
+
+
+@dataclass
+class Durations:
+    """What runs take on a device; kernels of alike layers are asked once. `rates` says which device."""
+
+    rates: Rates
+    known: dict[tuple[int, Contention], tuple[float, float]] = field(default_factory=dict)
+    held: list[tuple[Kernel, ...]] = field(default_factory=list)  # keeps keys' ids from being used again
+
+    def of(self, kernels: tuple[Kernel, ...], beside: Contention = ALONE) -> tuple[float, float]:
+        """(D, C): the kernels' time on the device, and how long after the host begins to launch them the last one ends
+        at the earliest, if the device is free: max over j of (j + 1) · launch + the time of kernels j and later."""
+        key = (id(kernels), beside)
+        if key not in self.known:
+            self.held.append(kernels)
+            alone, constant = 0.0, 0.0
+            for i in range(len(kernels) - 1, -1, -1):
+                alone += seconds(kernels[i], self.rates, beside)
+                constant = max(constant, (i + 1) * self.rates.launch + alone)
+            self.known[key] = (alone, constant)
+        return self.known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    """A stretch in which a collective's stream works; `beside` is what it takes from the device."""
+
+    start: float
+    end: float
+    beside: Contention
+    nbytes: int
+
+
+class Timeline:
+    """Runs steps once. `delays` says what each call of a collective takes; `record` keeps spans."""
+
+    def __init__(self, durations: Durations, delays: Delays, record: bool = True) -> None:
+        self.durations, self.delays, self.record = durations, delays, record
+        self.launch = durations.rates.launch
+        self.now = 0.0  # when the compute stream has done what it was given
+        self.host = 0.0  # until when the host has been launching
+        self.links = Links()
+        self.streams: dict[str, list[_Busy]] = {}
+        self.ends: dict[Begin, float] = {}
+        self.awaited: list[Begin] = []  # since the last kernel
+        self.active: list[_Busy] = []  # what may still slow kernels down
+        self.compute = self.communication = self.exposed = 0.0
+        self.by_layer: dict[int, float] = {}
+        self.kernels = self.collectives = 0
+        self.flops, self.weight_bytes = 0.0, 0
+        self.spans: list[Span] = []
+
+    def run(self, steps: Sequence[Step]) -> float:
+        """Seconds of the steps, to the end of every stream."""
+        for step in steps:
+            if isinstance(step, Run):
+                self._run(step)
+            elif isinstance(step, Begin):
+                self._begin(step)
+            else:
+                self.awaited.append(step.begin)
+        self._wait(self.host)
+        return max([self.now, *(stream[-1].end for stream in self.streams.values())])
+
+    def phase(self, steps: Sequence[Step]) -> Phase:
+        """The steps as a phase."""
+        seconds = self.run(steps)
+        return Phase(
+            seconds=seconds,
+            compute_seconds=self.compute,
+            communication_seconds=self.communication,
+            exposed_seconds=self.exposed,
+            exposed_by_layer=dict(sorted(self.by_layer.items())),
+            spans=tuple(sorted(self._marked(), key=lambda s: (s.start, s.lane, s.stream))),
+            host_seconds=max(0.0, seconds - self.compute - self.exposed),
+            flops=self.flops,
+            weight_bytes=self.weight_bytes,
+            kernels=self.kernels,
+            collectives=self.collectives,
+        )
+
+    def _marked(self) -> list[Span]:
+        """The spans, those of communication marked where the compute stream stands idle for them."""
+        idle = [s for s in self.spans if s.exposed]
+        found, first = [], 0
+        for span in sorted(self.spans, key=lambda s: s.start):
+            if span.lane == "communication":
+                while first < len(idle) and idle[first].end <= span.start:
+                    first += 1
+                if any(i.start < span.end and i.end > span.start for i in idle[first : first + 2]):
+                    span = replace(span, exposed=True)
+            found.append(span)
+        return found
+
+    # --- the compute stream ---
+
+    def _run(self, step: Run) -> None:
+        alone, constant = self.durations.of(step.kernels)
+        self._wait(self.host + self.launch)
+        start = self.now
+        end = self._beside(step.kernels, start, alone) if self.active else start + alone
+        working = end - start
+        # where kernels wait for the host, slower ones end as much later
+        self.now = max(end, self.host + constant + working - alone)
+        self.host += len(step.kernels) * self.launch
+        self.compute += working
+        self.kernels += len(step.kernels)
+        if self.record:
+            self.spans.append(Span("compute", self.now - max(working, 0.0), self.now, step.name, step.layer))
+            self.flops += sum(kernel.flops for kernel in step.kernels)
+            self.weight_bytes += sum(kernel.weight_bytes for kernel in step.kernels)
+
+    def _beside(self, kernels: tuple[Kernel, ...], start: float, alone: float) -> float:
+        """When kernels end that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
+        self.active = [busy for busy in self.active if busy.end > start]
+        now, left = start, alone
+        for busy in self.active:
+            if busy.end <= now or alone <= 0.0:
+                continue
+            if busy.start > now:
+                if left <= busy.start - now:
+                    break
+                left -= busy.start - now
+                now = busy.start
+            slower = self.durations.of(kernels, busy.beside)[0] / alone
+            if left * slower <= busy.end - now:
+                return now + left * slower
+            left -= (busy.end - now) / slower
+            now = busy.end
+        return now + left
+
+    def _wait(self, launched: float) -> None:
+        """Let the compute stream wait for what was awaited. What comes next is launched at `launched`."""
+        for begin in self.awaited:
+            end = self.ends[begin]
+            if end <= self.now:
+                continue
+            since = max(self.now, launched)
+            for busy in self._running(begin.axis, since, end):
+                start, stop = max(busy.start, since), min(busy.end, end)
+                layer = -1 if begin.layer is None else begin.layer
+                self.exposed += stop - start
+                self.by_layer[layer] = self.by_layer.get(layer, 0.0) + stop - start
+                if self.record:
+                    self.spans.append(Span("compute", start, stop, begin.name, begin.layer, exposed=True))
+            self.now = end
+        self.awaited.clear()
+
+    def _running(self, axis: str, since: float, end: float) -> list[_Busy]:
+        """What the stream of an axis does in [since, end], in order."""
+        found = []
+        for busy in reversed(self.streams[axis]):
+            if busy.end <= since:
+                break
+            if busy.start < end:
+                found.append(busy)
+        return found[::-1]
+
+    # --- communication streams ---
+
+    def _begin(self, step: Begin) -> None:
+        self.host += self.launch * len(step.parts)
+        self._wait(self.host)
+        stream = self.streams.setdefault(step.axis, [])
+        now = max(self.now, self.host, stream[-1].end if stream else 0.0)
+        for part in step.parts:
+            if isinstance(part, Kernel):
+                took = seconds(part, self.durations.rates)
+                busy = _Busy(now, now + took, Contention(0, part.nbytes / took), 0)
+            else:
+                delay = self.delays(step, part)
+                _, end, self.links = self.links.occupy(now, delay)
+                taken = Contention(delay.blocks, delay.memory_bytes / delay.seconds if delay.seconds > 0 else 0.0)
+                busy = _Busy(now, end, taken, part.nbytes)  # waiting for a link is communication as well
+                self.collectives += 1
+            self.kernels += 1
+            now = busy.end
+            stream.append(busy)
+            self.communication += busy.end - busy.start
+            if busy.beside != ALONE:
+                self.active.append(busy)
+            if self.record:
+                name = step.name if len(step.parts) == 1 else f"{step.name}: {_part(part)}"
+                number = list(self.streams).index(step.axis)
+                span = Span("communication", busy.start, busy.end, name, step.layer, False, number, busy.nbytes)
+                self.spans.append(span)
+        self.ends[step] = now
+
+
+def _part(part: Call | Kernel) -> str:
+    return part.name if isinstance(part, Kernel) else part.kind.replace("_", "-")
