@@ -51,7 +51,23 @@ def nobody(*shape: int) -> Owners:
 
 
 def owned(owners: Owners) -> bool:
-    return bool((owners >= 0).any())
+    return bool((_distinct(owners) >= 0).any())
+
+
+def _distinct(owners: Owners) -> Owners:
+    """The same owners with size 1 where they are expanded, so that no element is looked at twice."""
+    for dim, (size, stride) in enumerate(zip(owners.shape, owners.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            owners = owners.narrow(dim, 0, 1)
+    return owners
+
+
+def same(a: Owners, b: Owners) -> bool:
+    """Whether two values have the same shape and owners."""
+    if a.shape != b.shape:
+        return False
+    few_a, few_b = _distinct(a), _distinct(b)
+    return torch.equal(few_a, few_b) if few_a.shape == few_b.shape else torch.equal(a, b)
 
 
 def merged(*owners: Owners) -> Owners:
@@ -60,12 +76,12 @@ def merged(*owners: Owners) -> Owners:
         shape = torch.broadcast_shapes(*(o.shape for o in owners))
     except RuntimeError:
         raise Mixed("has an operand of a fixed number of tokens") from None
-    result = torch.full(shape, -1)
-    for each in owners:
+    result = torch.tensor(-1)
+    for each in map(_distinct, owners):
         if ((result >= 0) & (each >= 0) & (result != each)).any():
             raise Mixed("combines values of different tokens")
-        result = torch.maximum(result, each.expand(shape))
-    return result
+        result = torch.maximum(result, each)
+    return result.expand(shape)
 
 
 def alike(owners: Owners, dims: int | Sequence[int] | None, why: str) -> Owners:
@@ -73,11 +89,13 @@ def alike(owners: Owners, dims: int | Sequence[int] | None, why: str) -> Owners:
     every = _dims(owners, dims)
     if owners.numel() == 0 or owners.dim() == 0:
         return owners
-    last = owners.amax(every, keepdim=True)
-    first = owners.masked_fill(owners < 0, LENGTH).amin(every, keepdim=True)
+    few = _distinct(owners)
+    last = few.amax(every, keepdim=True)
+    first = few.masked_fill(few < 0, LENGTH).amin(every, keepdim=True)
     if ((last >= 0) & (first != last)).any():
         raise Mixed(why)
-    return last
+    kept = {dim % owners.dim() for dim in every}
+    return last.expand([1 if dim in kept else size for dim, size in enumerate(owners.shape)])
 
 
 def _dims(owners: Owners, dims: int | Sequence[int] | None) -> list[int]:
