@@ -131,7 +131,7 @@ def test_messages_and_bytes_of_the_other_collectives(n: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [2, 3, 7, 64, 8192])
+@pytest.mark.parametrize("n", [2, 3, 7, 16, 8192])
 def test_no_plan_waits_for_itself(kind: Kind, n: int) -> None:
     for rank in {0, 1, n // 2, n - 1}:
         for nbytes in (0, 4, 12, n * 4, (5 << 20) + 20):
@@ -154,11 +154,11 @@ def played(found: Plan) -> tuple[int, int]:
 
 
 def test_what_a_large_ring_carries_is_that_of_the_real_one() -> None:
-    for n in (65, 1000, 8192):
+    for n in (17, 1000, 8192):
         for kind, nbytes in (("all_reduce", 4 << 20), ("all_gather", n * 4096)):
             found = plan(kind, nbytes, 4, n, 5, None)  # type: ignore[arg-type]
             real = (2 if kind == "all_reduce" else 1) * nbytes * (n - 1) / n
-            assert sum(m.length for m in found.sends) == pytest.approx(real, rel=1 / RANKS)
+            assert sum(m.length for m in found.sends) == pytest.approx(real, rel=0.001)
 
 
 # --- over TCP ---
@@ -346,7 +346,7 @@ def test_addresses_and_devices_that_cannot_be() -> None:
 
 def test_a_world_of_thousands_costs_as_much_as_one_of_eight() -> None:
     """Messages, and so what both ends do, are bounded; the group's ranks are told as a range."""
-    counts = [len(plan("all_reduce", 1 << 16, 4, n, 3, None).sends) for n in (64, 8192, 1 << 20)]
+    counts = [len(plan("all_reduce", 1 << 16, 4, n, 3, None).sends) for n in (RANKS, 8192, 1 << 20)]
     assert counts[0] == counts[1] == counts[2]
     assert len(Hello.of(0, "world", range(1 << 20), (0,)).pack()) < 200
     with engine() as made:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 from rewriter.errors import RewriterError
 from rewriter.fabric import Delay, DelayModel, Links
+from rewriter.runtime.emulated.directions import directed
 from rewriter.runtime.emulated.meetings import Meetings, write
 from rewriter.runtime.emulated.operation import Operation
 from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
@@ -25,14 +26,6 @@ _TICK = 3e-4  # seconds between two shares of CPU time
 _SHARE = 0.9  # of the delay, in which the CPU time is spent: what is late ends before the deadline
 _PIECE = 1 << 20  # bytes copied at a time where CPU time is spent: a fraction of a millisecond
 _SPIN = 1.2e-4  # seconds before a deadline from which on it is watched
-
-
-def directed(delay: Delay, operation: Operation) -> Delay:
-    """The delay with each link in two directions: a send and a receive do not wait for each other."""
-    ways = "<>"
-    if operation.call.kind == "send":
-        ways = "<" if operation.receives else ">"
-    return replace(delay, links=tuple(link + way for link in delay.links for way in ways))
 
 
 class DelayEngine:
@@ -48,8 +41,9 @@ class DelayEngine:
 
     def submit(self, operation: Operation) -> DelayedWork:
         now = time.monotonic()
-        alone = operation.call.size < 2
-        delay = Delay(0.0, 0.0, ()) if alone else directed(self.model.delay(operation.call), operation)
+        call, delay = operation.call, Delay(0.0, 0.0, ())
+        if call.size > 1:
+            delay = directed(self.model.delay(call), call, operation.receives)
         work = DelayedWork(operation, delay, self._timer)
         if self._meetings is not None and self._meetings.shared(operation):
             self._meetings.last(operation, now, partial(self._arrived, work))

@@ -18,6 +18,7 @@ from typing import Any
 from rewriter.errors import RewriterError
 from rewriter.fabric.delays import DelayModel
 from rewriter.fabric.sharing import Links
+from rewriter.runtime.emulated.directions import directed
 from rewriter.runtime.emulated.frames import DATA, FRAME, Announced, Header
 from rewriter.runtime.emulated.peer import Peer, Played
 
@@ -35,7 +36,7 @@ class Environment:
     def __init__(self, listener: socket.socket, model: DelayModel | None = None) -> None:
         listener.setblocking(False)
         self._listener, self._model = listener, model
-        self._links = Links()
+        self._links: dict[int, Links] = {}  # of each real rank, as in delay mode
         self._peers: dict[int, Peer] = {}
         self._active: deque[Played] = deque()  # operations with messages to send
         self._gates: dict[tuple[object, ...], list[Played]] = {}  # that not all real ranks have called yet
@@ -116,7 +117,7 @@ class Environment:
                     self._refuse(played, f"rank {peer.hello.rank} has left the job")
         if not self._peers:  # the job is over; another may follow
             self._gone.clear()
-            self._links = Links()
+            self._links.clear()
 
     def _refuse(self, played: Played, reason: str) -> None:
         played.peer.report(f"{played.title}: {reason}")
@@ -161,12 +162,13 @@ class Environment:
     def _start(self, gate: list[Played]) -> None:
         """All have come: from now on the collective takes its time."""
         now = time.monotonic()
-        end = now
-        if self._model is not None:
-            delay = self._model.delay(gate[-1].call)
-            now, end, self._links = self._links.occupy(now, delay)
         for played in gate:
-            played.start(now, end)
+            begin = end = now
+            if self._model is not None:
+                delay = directed(self._model.delay(played.call), played.call, played.receives)
+                links = self._links.get(played.rank, Links())
+                begin, end, self._links[played.rank] = links.occupy(now, delay)
+            played.start(begin, end)
             self._active.append(played)
 
     # --- what goes ---
@@ -178,6 +180,8 @@ class Environment:
             sent, earliest = False, None
             now = time.monotonic()
             for _ in range(len(self._active)):
+                if not self._active:  # a connection ended meanwhile
+                    break
                 played = self._active.popleft()
                 if self._peers.get(played.peer.number) is not played.peer:
                     continue

@@ -50,6 +50,11 @@ class Played:
         self.started = False
 
     @property
+    def receives(self) -> bool:
+        """Of a send: whether its rank is the receiver."""
+        return self.call.kind == "send" and self.rank == self.call.ranks[1]
+
+    @property
     def title(self) -> str:
         return f"{self.call.kind} of {self.call.nbytes} bytes among {self.call.size} ranks"
 

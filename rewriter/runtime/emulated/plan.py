@@ -16,9 +16,9 @@ from rewriter.errors import RewriterError
 from rewriter.fabric.calls import Kind
 
 SEGMENT = 1 << 20  # gloo's largest segment of a reduction, in bytes
-# Above it a ring has so many steps that their number, not the wire, would set the time that an emulation takes: the
-# steps of a larger ring travel together, as those of a ring of this size. Bytes differ by less than 1 in 64.
-RANKS = 64
+# Above it a collective has so many steps that their number, not the wire, would set the time that an emulation takes:
+# the steps of a larger group travel together, as many as those of a group of this size, and with the same bytes.
+RANKS = 16
 
 
 class Message(NamedTuple):
@@ -50,8 +50,9 @@ def plan(kind: Kind, nbytes: int, itemsize: int, ranks: int, rank: int, root: in
     if ranks > RANKS:
         rank, root = _folded(rank, root, ranks)
         ranks, whole = RANKS, ranks
-        if kind in ("all_gather", "all_to_all", "gather", "scatter"):
-            nbytes = nbytes // whole * (whole - 1) // (RANKS - 1) * RANKS
+        if kind not in ("broadcast", "send", "barrier"):  # (n - 1) / n of the tensor pass a link
+            unit = itemsize * RANKS
+            nbytes = round(nbytes * (whole - 1) / whole / (RANKS - 1) * RANKS / unit) * unit
     shard = nbytes // ranks
     if kind in ("all_reduce", "reduce_scatter"):  # torch's gloo reduces all, then takes its part
         found = _all_reduce(nbytes, itemsize, ranks, rank)
