@@ -9,6 +9,7 @@ Nothing that it keeps grows with the number of emulated ranks.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -58,7 +59,8 @@ class Environment:
     def stop(self) -> None:
         """Make `run` return. Safe in a signal handler."""
         self._stopped = True
-        self._waker.send(b"\0")
+        with contextlib.suppress(OSError):  # it has seen that already, and closed it
+            self._waker.send(b"\0")
 
     # --- what comes ---
 

@@ -1,0 +1,146 @@
+"""Kernels that take the time and the place of a collective: so many blocks for so long, moving so many bytes of memory.
+
+One launch of `hold_kernel` is one collective of an emulated job. Its first block to run asks for the links (`reserve`)
+and sets when it begins; each block then stays until
+
+    deadline = begin + delay + (the block's arrival − the first one's)
+
+for a channel of NCCL does its share of the data however late its block found a multiprocessor. Blocks wait for nothing
+but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. Meanwhile each block
+copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has room
+for one: a matrix product beside it loses as many of them as beside the real collective.
+
+Times are nanoseconds of %globaltimer, int64. Tables are int64 on the device, so that what is captured in a CUDA graph
+follows when they are changed:
+
+    row    of the table of delays: delay, transfer, bytes, then LINKS indices of links (−1: none)
+    free   of each link, until when it is taken
+    state  of one launch: blocks that came, begin, the first block's arrival, blocks that left; zeros before and after
+"""
+
+import triton
+import triton.language as tl
+
+DELAY, TRANSFER, BYTES, FIRST_LINK = (tl.constexpr(i) for i in range(4))
+CAME, BEGIN, FIRST, LEFT = (tl.constexpr(i) for i in range(4))
+LINKS = 4  # at most, of one collective
+ROW = 8  # of which the last is not used: rows are aligned alike
+STATE = 4
+WARPS = 16  # 512 threads, as NCCL's blocks have
+TILE = 8192  # 4-byte words that a block copies at a time
+
+
+@triton.jit
+def clock():
+    """Nanoseconds, the same on all multiprocessors."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _read(place):
+    """What is there now, whoever wrote it. No value in these tables is below −1."""
+    return tl.atomic_max(place, -1)
+
+
+@triton.jit
+def reserve(row, free, lock, now, LINKS: tl.constexpr):
+    """The time from `now` on at which all links of `row` are free; they are taken for its transfer from then on."""
+    held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    while held != 0:
+        held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+    begin = now
+    for i in tl.static_range(LINKS):
+        link = _read(row + FIRST_LINK + i)
+        if link >= 0:
+            begin = tl.maximum(begin, _read(free + link))
+    until = begin + _read(row + TRANSFER)
+    for i in tl.static_range(LINKS):
+        link = _read(row + FIRST_LINK + i)
+        if link >= 0:
+            tl.atomic_max(free + link, until)
+    tl.atomic_xchg(lock, tl.full((), 0, tl.int64))
+    return begin
+
+
+@triton.jit
+def arrive_kernel(row, free, lock, state, LINKS: tl.constexpr):
+    """One block: the collective begins before its results are written, by kernels of others, and `hold_kernel` runs."""
+    tl.atomic_xchg(state + BEGIN, reserve(row, free, lock, clock(), LINKS))
+
+
+@triton.jit
+def _scale(x, factor, elements, TILE: tl.constexpr):
+    """x[:elements] *= factor, by all blocks together."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    step = tl.num_programs(0).to(tl.int64) * TILE
+    while first < elements:
+        at = first + tl.arange(0, TILE)
+        value = tl.load(x + at, mask=at < elements).to(tl.float32) * factor
+        if x.dtype.element_ty == tl.float16:  # finite, as the specification has it
+            value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+        tl.store(x + at, value.to(x.dtype.element_ty), mask=at < elements)
+        first += step
+
+
+@triton.jit
+def _keep_shared_memory(scratch):
+    """Never called: operands of 2 × 64 KB, of which a multiprocessor has room for one pair."""
+    rows, columns = tl.arange(0, 128), tl.arange(0, 256)
+    half = scratch.to(tl.pointer_type(tl.float16))
+    a = tl.load(half + rows[:, None] * 256 + columns[None, :])
+    b = tl.load(half + columns[:, None] * 128 + rows[None, :])
+    c = tl.dot(a, b)
+    tl.store(scratch.to(tl.pointer_type(tl.float32)) + rows[:, None] * 128 + rows[None, :], c)
+
+
+@triton.jit(do_not_specialize=["factor", "elements", "words"])
+def hold_kernel(
+    row,
+    free,
+    lock,
+    state,
+    x,
+    factor,
+    elements,
+    scratch,
+    words,
+    ALONE: tl.constexpr,
+    LINKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`blocks` programs, see the head of this file. ALONE: it is the whole collective, without `arrive_kernel`; it
+    multiplies x[:elements] by `factor` in place, the sum over uniform ranks. scratch: int32 [2 · words], words a
+    multiple of TILE, larger than the caches."""
+    now = clock()
+    came = tl.atomic_add(state + CAME, 1)
+    if came == 0:
+        if ALONE:
+            tl.atomic_xchg(state + BEGIN, reserve(row, free, lock, now, LINKS))
+        tl.atomic_xchg(state + FIRST, now)
+    first = _read(state + FIRST)
+    while first == 0:
+        first = _read(state + FIRST)
+    begin = _read(state + BEGIN)
+    delay = _read(row + DELAY)
+    deadline = begin + delay + (now - first)
+    if ALONE:
+        _scale(x, factor, elements, TILE)
+    blocks = tl.num_programs(0).to(tl.int64)
+    share = _read(row + BYTES) // blocks
+    at = tl.arange(0, TILE)
+    # where in the scratch: on from where the last collective was
+    place = (now // 64 + tl.program_id(0) * (words // TILE // blocks)) % (words // TILE) * TILE
+    moved = tl.full((), 0, tl.int64)
+    time = clock()
+    while time < deadline:
+        if moved * delay < share * (time - begin):
+            tl.store(scratch + words + place + at, tl.load(scratch + place + at))
+            place = (place + TILE) % words
+            moved += 8 * TILE
+        time = clock()
+    if deadline < 0:
+        _keep_shared_memory(scratch)
+    left = tl.atomic_add(state + LEFT, 1)
+    if left == blocks - 1:
+        for i in tl.static_range(4):
+            tl.atomic_xchg(state + i, tl.full((), 0, tl.int64))
