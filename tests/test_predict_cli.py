@@ -1,0 +1,230 @@
+"""`rewrite predict`: what it passes on, what it prints, what it refuses; how measured passes become a prediction."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from predictions import comparison
+
+import rewriter
+from rewriter.cli import main
+from rewriter.errors import RewriterError
+from rewriter.predict.page import page
+from rewriter.predict.validation import Row, Validation
+
+ROWS = (
+    Row("tensor-parallel", "prefill", (0.0102, 0.0101, 0.0103), (0.0100, 0.0101, 0.0099)),
+    Row("tensor-parallel", "decode", (0.0030, 0.0030, 0.0031), (0.0020, 0.0020, 0.0020)),
+    Row("ladder", "prefill", (0.0080, 0.0081, 0.0082), (0.0080, 0.0080, 0.0081)),
+    Row("ladder", "decode", (0.0032, 0.0032, 0.0032), (0.0015, 0.0015, 0.0015)),
+)
+VALIDATION = Validation("2 ranks on a CPU core each, gloo", "a fabric calibrated on this machine", ROWS)
+KEYS = (
+    "recipe", "prefill_seconds", "seconds_per_token", "tokens_per_second", "exposed_communication_seconds_per_token",
+    "speedup",
+)  # fmt: skip
+
+
+class Api(ModuleType):
+    """Stands in for `rewriter.api`: records how the CLI calls it, and answers."""
+
+    def __init__(self) -> None:
+        super().__init__("rewriter.api")
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.validation = VALIDATION
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("predict", args, kwargs))
+        return comparison(args[1])
+
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("measure", args, kwargs))
+        return comparison(args[1])
+
+    def validate(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("validate", args, kwargs))
+        return self.validation
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Api:
+    stand_in = Api()
+    monkeypatch.setitem(sys.modules, "rewriter.api", stand_in)
+    monkeypatch.setattr(rewriter, "api", stand_in, raising=False)
+    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
+    return stand_in
+
+
+def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict org/model --recipe tensor-parallel --recipe ladder --fabric h100-2x8-ib --tp 16 --nodes 2 --sp 2"
+    more = "--batch 4 --prompt 2048 --generate 128 --what-if all_reduce=+5us --what-if bandwidth=x0.5 --eager --pareto"
+    assert main([*words.split(), *more.split()]) == 0
+    assert api.calls == [
+        (
+            "predict",
+            ("org/model", ["tensor-parallel", "ladder"]),
+            dict(
+                fabric="h100-2x8-ib", library=None, tp=16, nodes=2, sp=2, batch=4, prompt=2048, generate=128,
+                graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, trust_remote_code=False,
+            ),
+        )
+    ]  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "ladder" in shown
+    assert "Best TP degrees" in shown
+
+
+def test_json_is_a_list_with_an_object_per_recipe(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "ladder", "--tp", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["recipe"] for one in found] == ["tensor-parallel", "ladder"]
+    assert found[0]["speedup"] == 1.0
+    assert found[1]["speedup"] == pytest.approx(found[1]["tokens_per_second"] / found[0]["tokens_per_second"])
+    for one in found:
+        assert all(key in one for key in KEYS)
+
+
+def test_a_real_rank_is_asked_for_by_name(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "m", "--recipe", "ladder", "--tp", "2", "--measure"]) == 0
+    assert [name for name, _, _ in api.calls] == ["measure"]
+
+
+def test_validation_stands_beside_the_prediction(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "m", "--recipe", "tensor-parallel", "--recipe", "ladder", "--tp", "2", "--validate"]
+    assert main(words) == 0
+    assert [name for name, _, _ in api.calls] == ["predict", "validate"]
+    shown = capsys.readouterr().out
+    assert "+2.0 %" in shown
+    assert "Ranked the wrong way in decode: tensor-parallel and ladder." in " ".join(shown.split())
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[0]["validation"]["prefill"]["error"] == pytest.approx(0.02)
+    assert found[0]["validation"]["prefill"]["holds"]
+    assert not found[1]["validation"]["decode"]["holds"]
+
+
+def test_a_machine_that_cannot_validate_says_why(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.validation = Validation("", "h100-nvlink", (), "8 real ranks need a GPU each")
+    assert main(["predict", "m", "--recipe", "ladder", "--tp", "8", "--validate"]) == 0
+    assert "Not validated: 8 real ranks need a GPU each" in capsys.readouterr().out
+    assert main(["predict", "m", "--recipe", "ladder", "--tp", "8", "--validate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["validation"] == {"reason": "8 real ranks need a GPU each"}
+
+
+def test_errors_are_shares_of_what_was_measured() -> None:
+    prefill, decode = ROWS[0], ROWS[3]
+    assert prefill.error == pytest.approx(0.02)
+    assert prefill.spread == pytest.approx(0.02)
+    assert (prefill.holds, decode.holds) == (True, False)
+    assert replace(prefill, predicted=(0.0105,)).error == pytest.approx(0.05)
+    assert not replace(prefill, predicted=(0.0105,)).holds
+    assert replace(prefill, predicted=(0.0105,), measured=(0.0097, 0.01, 0.0102)).holds  # launches differ by 5 %
+    assert VALIDATION.misordered == [("tensor-parallel", "ladder", "decode")]
+    close = replace(ROWS[3], measured=(0.00199, 0.0020, 0.0021))
+    assert replace(VALIDATION, rows=(ROWS[1], close)).misordered == []
+
+
+def test_the_page_shows_a_validation() -> None:
+    text = page(comparison(), validation=VALIDATION)
+    assert "<h2>Validation</h2>" in text
+    assert "+113.3 %" in text
+    without = Validation("", "x", (), "<no> GPU")
+    assert "Not validated: &lt;no&gt; GPU" in page(comparison(), validation=without)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--tp", "0"), ("--batch", "-1"), ("--prompt", "0"), ("--generate", "x"), ("--nodes", "0"), ("--sp", "-2")],
+)
+def test_a_number_that_cannot_be_is_refused_by_name(
+    api: Api, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert main(["predict", "m", "--recipe", "ladder", option, value]) == 2
+    assert option in capsys.readouterr().err
+    assert not api.calls
+
+
+def test_a_recipe_must_be_named(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "m"]) == 2
+    assert "--recipe" in capsys.readouterr().err
+
+
+def test_a_page_in_no_directory_is_refused_before_any_work(
+    api: Api, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for place, why in ((tmp_path / "none" / "a.html", "there is no directory"), (tmp_path, "it is a directory")):
+        assert main(["predict", "m", "--recipe", "ladder", "--html", str(place)]) == 2
+        error = capsys.readouterr().err
+        assert "--html" in error
+        assert why in error
+    assert not api.calls
+
+
+def test_measured_passes_replace_predicted_ones() -> None:
+    from rewriter.predict.measured import with_measured
+    from rewriter.predict.ranks import Seconds
+
+    predicted = comparison(("tensor-parallel", "ladder"))
+    measured = {
+        "tensor-parallel": Seconds(0.100, 0.004, 0.090, 0.003),
+        "ladder": Seconds(0.090, 0.003, 0.090, 0.0031),
+    }
+    first, second = with_measured(predicted, measured, "cpu").predictions
+    assert (first.decode.seconds, first.decode.compute_seconds) == (0.004, 0.003)
+    assert first.decode.exposed_seconds == pytest.approx(0.001)
+    assert second.decode.exposed_seconds == 0.0  # noise between the two launches is no communication
+    whole = 0.1 + 511 * 0.004
+    assert first.seconds_per_token == pytest.approx(whole / 512)
+    assert first.tokens_per_second == pytest.approx(512 / whole)
+    assert first.exposed_communication_seconds_per_token == pytest.approx((0.01 + 511 * 0.001) / 512)
+    assert second.speedup == pytest.approx(second.tokens_per_second / first.tokens_per_second)
+    assert "One decode step" in page(with_measured(predicted, measured, "cpu"))
+
+
+def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
+    from rewriter.predict.ranks import Seconds, _together, slowest
+
+    ranks = [{"prefill": [1, 5, 3], "decode": [1, 1, 1]}, {"prefill": [2, 1, 1], "decode": [2, 3, 1]}]
+    assert _together(ranks) == Seconds(3, 2)
+    assert slowest([Seconds(1, 4), Seconds(2, 3)]) == Seconds(2, 4)
+    assert slowest([Seconds(1, 4, 1, 2), Seconds(2, 3, 1.5, 1)]) == Seconds(2, 4, 1.5, 2)
+
+
+def test_a_spec_survives_its_file() -> None:
+    from rewriter.predict.rank import Spec, Variant
+
+    variants = (
+        Variant("ladder", "a.py", {"0": "b"}, "bfloat16", 2, (1, 2, 1)),
+        Variant("x", "c.py", {}, "float32", 4, None),
+    )
+    spec = Spec(variants, 4, 1, 64, 72, 80, "cpu", "s", {"world_size": 4}, True, False, (0, 1), 5)
+    assert Spec.from_json(spec.to_json()) == spec
+
+
+def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rewriter.predict import validate
+    from rewriter.predict.measured import Job
+
+    def job(ranks: int) -> Job:
+        return Job(ranks, 1, 64, 16, False)
+
+    monkeypatch.setattr(validate, "free_memory", lambda _: 10**9)
+    monkeypatch.setattr(validate, "cores", lambda ranks, where: tuple(range(ranks)) if ranks <= 4 else ())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert validate.how_real(job(4), 10**8)[0] == "cpu"
+    for ranks, nbytes, why in (
+        (1, 10**8, "nothing is communicated"),
+        (8, 1, "a CPU core each"),
+        (2, 10**9, "2,000.00 MB"),
+    ):
+        with pytest.raises(RewriterError, match=why):
+            validate.how_real(job(ranks), nbytes)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert validate.how_real(job(8), 10**12) == ("cuda", "8 GPUs, NCCL")
