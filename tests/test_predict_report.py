@@ -75,26 +75,22 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
     assert ticks(0, 2.3) == [0, 0.5, 1, 1.5, 2]
 
 
-@pytest.mark.parametrize("width", [140, 104])
+@pytest.mark.parametrize("width", [140, 100, 80])
 def test_a_row_per_recipe_says_what_it_gains(width: int) -> None:
     found = comparison()
     lines = shown(found, width).splitlines()
     row = next(line for line in lines if line.startswith("ladder "))
     p = found.predictions[1]
-    for cell in (
-        duration(p.prefill.seconds),
-        duration(p.seconds_per_token),
-        f"{p.speedup:.2f}×",
-        "12.0 µs",
-        "18.40 GB",
-    ):
+    for cell in (duration(p.seconds_per_token), f"{p.speedup:.2f}×", "12.0 µs"):
         assert cell in row
+    assert (duration(p.prefill.seconds) in row, "18.40 GB" in row) == (width >= 100, width >= 100)
+    assert any("prefill" in line and duration(p.prefill.seconds) in line for line in lines)
     assert percent(p.exposed_communication_seconds_per_token, p.seconds_per_token) in row
     assert all(len(line) <= width for line in lines)
     assert "MODELLED" not in "".join(lines)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("width", [40, 60])
 def test_a_narrow_terminal_gets_a_list_per_recipe(width: int) -> None:
     found = comparison(modelled=True)
     lines = shown(found, width).splitlines()

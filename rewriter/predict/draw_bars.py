@@ -8,9 +8,9 @@ from rewriter.predict.results import Prediction
 from rewriter.predict.svg import drawing, number, path, rectangle, text, ticks
 from rewriter.predict.units import rate, times
 
-WIDTH, LEFT, RIGHT = 1000.0, 220.0, 190.0
+WIDTH, LEFT, RIGHT = 1000.0, 200.0, 260.0
 ROW, BAR = 28.0, 18.0
-NAME = 30  # letters of a recipe's name that fit before its bar
+NAME = 28  # letters of a recipe's name that fit before its bar
 
 
 def bars(name: str, predictions: Sequence[Prediction]) -> str:

@@ -16,7 +16,7 @@ from rewriter.predict.units import digits, duration
 WIDTH, LEFT, RIGHT = 1000.0, 104.0, 12.0
 LANE, ZOOMED = 14.0, 24.0  # heights
 ACROSS = WIDTH - LEFT - RIGHT
-LETTER = 6.1  # the width of one, about
+LETTER = 5.6  # the width of one, about
 ENLARGED = 2  # layers
 
 
@@ -172,7 +172,7 @@ def _written(span: Span, x: float, y: float, width: float) -> list[str]:
     if span.exposed and span.lane == "compute":
         return []
     name, time = label_of(span), f"{digits(span.seconds * 1e6)} µs"
-    for words in (f"{name} · {time}", name, name.rsplit(".")[-1]):
+    for words in (f"{name} · {time}", name, name.split()[0], name.rpartition(".")[2], time):
         if len(words) * LETTER + 6 <= width:
             dark = span.lane == "compute" or span.exposed
             return [text(x + width / 2, y + ZOOMED / 2 + 4, words, f"zt c{'' if dark else ' k'}")]

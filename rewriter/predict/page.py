@@ -14,7 +14,7 @@ from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import Scale, label_of, named, scale, shown, timeline
 from rewriter.predict.results import Comparison, Phase, Point, Prediction
 from rewriter.predict.svg import STYLE
-from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, parts, setting, shared_notes
+from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, model_name, parts, setting, shared_notes
 from rewriter.predict.units import duration, percent, rate, times
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
@@ -67,7 +67,7 @@ def page(
     The same arguments give the same bytes.
     """
     found = comparison
-    title = f"{found.model}: what recipes gain on {found.fabric}"
+    title = f"{model_name(found)}: what recipes gain on {found.fabric}"
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(setting(found))} · {escape(found.fabric_summary)}</p>',
@@ -126,7 +126,7 @@ def headline(predictions: Sequence[Prediction]) -> str:
     waits = f"With {first.recipe}, a rank waits for communication during {share} of a token's time."
     if not others:
         return waits
-    best = max(others, key=lambda p: p.speedup)
+    best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
     if best.speedup <= 1:
         return f"{waits} None of the other recipes is faster."
     return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {rate(best.tokens_per_second)}."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -15,8 +18,9 @@ from rewriter.predict.units import duration, percent, rate, times
 from rewriter.report_tables import size
 
 COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
-NARROW = 104  # columns of text that the table needs with a recipe's name before it
+DROPPED = ("memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
+PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 LEGEND = (
     "Per token: a whole generation, prefill included, over the tokens that it gives each sequence. Exposed: of it, "
     "waiting for communication. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
@@ -36,11 +40,13 @@ class Report:
         if found.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        if options.max_width >= NARROW:
-            yield _recipes(found.predictions)
+        table = _fitting(_recipes, COLUMNS, DROPPED, found.predictions, console, options)
+        if table is not None:
+            yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            yield _time(found.predictions)
+            if (passes := _fitting(_time, PASSES, ("launching",), found.predictions, console, options)) is not None:
+                yield passes
         else:
             for prediction in found.predictions:
                 yield _card(prediction)
@@ -69,8 +75,8 @@ def cells(p: Prediction) -> dict[str, str]:
 
 
 def break_even(seconds: float | None, note: str | None) -> str:
-    """The duration of an all-reduce, or the words that stand for there being none."""
-    return duration(seconds) if seconds is not None else note or "–"
+    """The duration of an all-reduce, or the words that stand for there being none, up to their explanation."""
+    return duration(seconds) if seconds is not None else re.split("[:,]", note or "–")[0]
 
 
 def parts(phase: Phase) -> dict[str, float]:
@@ -89,8 +95,16 @@ def setting(comparison: Comparison) -> str:
     return f"{ranks}{nodes}, batch {p.batch}, {p.prompt:,} + {p.generate:,} tokens, {how}"
 
 
+def model_name(comparison: Comparison) -> str:
+    """A hub id, or the last part of a path; of a bare config.json, with its directory."""
+    parts = Path(comparison.model).parts
+    if len(parts) <= 2 and not Path(comparison.model).is_absolute():
+        return comparison.model
+    return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
+
+
 def _header(found: Comparison) -> Text:
-    header = Text.assemble((found.model, "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+    header = Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
     if found.what_if:
         header.append(f"\nwhat if: {', '.join(found.what_if)}")
     return header
@@ -98,18 +112,33 @@ def _header(found: Comparison) -> Text:
 
 def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, header_style="dim", overflow="fold", ratio=1, min_width=12, max_width=40)
+    table.add_column(first, header_style="dim", overflow="fold", max_width=28)
     for column in columns:
         table.add_column(column, justify="right", header_style="dim", no_wrap=True)
     return table
 
 
-def _recipes(predictions: Sequence[Prediction]) -> RenderableType:
-    table = _table(None, "recipe", COLUMNS)
-    table.columns[1 + COLUMNS.index("break-even")].no_wrap = False
+def _fitting(
+    make: Callable[[Sequence[Prediction], Sequence[str]], Table],
+    columns: Sequence[str],
+    dropped: Sequence[str],
+    predictions: Sequence[Prediction],
+    console: Console,
+    options: ConsoleOptions,
+) -> Table | None:
+    """The table with as many columns as there is room for, dropping `dropped` one by one; None where none is enough."""
+    for count in range(len(dropped) + 1):
+        table = make(predictions, [column for column in columns if column not in dropped[:count]])
+        if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
+            return table
+    return None
+
+
+def _recipes(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
+    table = _table(None, "recipe", columns)
     for p in predictions:
         shown = cells(p)
-        table.add_row(_name(p), *(escape(shown[column]) for column in COLUMNS), style="" if p.fits else "dim")
+        table.add_row(_name(p), *(escape(shown[column]) for column in columns), style="" if p.fits else "dim")
     return table
 
 
@@ -117,18 +146,15 @@ def _name(p: Prediction) -> str:
     return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
 
 
-def _time(predictions: Sequence[Prediction]) -> Table:
-    columns = ("pass", "time", "computing", "waiting", "launching", "communicating", "break-even")
+def _time(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
     table = _table("One pass of one rank", "recipe", columns)
-    table.columns[1].justify, table.columns[-1].no_wrap = "left", False
+    table.columns[1].justify = "left"
     for p in predictions:
         name = escape(p.recipe)
-        for which, phase, even in (
-            ("prefill", p.prefill, break_even(p.break_even_prefill_seconds, p.break_even_prefill_note)),
-            ("decode", p.decode, break_even(p.break_even_seconds, p.break_even_note)),
-        ):
-            spent = (phase.seconds, *parts(phase).values(), phase.communication_seconds)
-            table.add_row(name, which, *map(duration, spent), escape(even))
+        for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
+            spent = {"time": phase.seconds, **parts(phase), "communicating": phase.communication_seconds}
+            shown = {"pass": which, **{what: duration(seconds) for what, seconds in spent.items()}}
+            table.add_row(name, *(shown[column] for column in columns))
             name = ""
     return table
 

@@ -6,8 +6,8 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def duration(seconds: float) -> str:
-    """0.00412 as "4.12 ms"; 0 as "0"."""
-    if seconds == 0:
+    """0.00412 as "4.12 ms"; nothing, and what is below any clock's tick, as "0"."""
+    if abs(seconds) < 5e-12:
         return "0"
     factor, name = next((unit for unit in _SECONDS if abs(seconds) >= 0.9995 * unit[0]), (1e-9, "ns"))
     return f"{digits(seconds / factor)} {name}"

@@ -50,27 +50,27 @@ def how_real(job: Job, bytes_per_rank: int) -> tuple[str, str]:
 def validate(
     programs: Sequence[tuple[str, Program]],
     job: Job,
-    fabric: str,
+    named: Emulation,
     calibrate: Callable[[int, Path], Path],
     launches: int = LAUNCHES,
 ) -> Validation:
     """Run every recipe's program on `job.ranks` real ranks, and on one with emulated peers, in turns.
 
-    On GPUs the peers have the delays of `fabric`; on CPUs those that `calibrate(ranks, directory)` measures between so
-    many real ranks, and whose fabric's file it returns. Raises RewriterError with the reason of a rank that fails;
-    where this machine cannot run all ranks, the result says why.
+    On GPUs the peers have the delays of the fabric `named`; on CPUs those that `calibrate(ranks, directory)` measures
+    between so many real ranks, and whose fabric's file it returns. Where this machine cannot run all ranks, the result
+    says why. Raises RewriterError with the reason of a rank that fails.
     """
     from rewriter.analysis.memory import memory
 
     try:
         where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))
     except RewriterError as error:
-        return Validation("", fabric, (), str(error))
+        return Validation("", named.fabric, (), str(error))
     real: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
     told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
-        delays = Emulation(fabric if where == "cuda" else str(calibrate(job.ranks, scratch)))
+        delays = named if where == "cuda" else Emulation(str(calibrate(job.ranks, scratch)))
         variants = [
             variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
@@ -96,4 +96,5 @@ def validate(
         for recipe, _ in programs
         for kind in PASSES
     ]
-    return Validation(words, fabric if where == "cuda" else "a fabric calibrated on this machine", tuple(rows))
+    fabric = named.fabric if where == "cuda" else "a fabric calibrated on this machine"
+    return Validation(words, fabric, tuple(rows))
