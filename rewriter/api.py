@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rewriter.adapt.run import AdaptReport
     from rewriter.convert import Report
     from rewriter.predict.results import Comparison
+    from rewriter.predict.validation import Validation
     from rewriter.program import Program
     from rewriter.recipes import Recipe
 
@@ -164,6 +165,65 @@ def predict(
             graphed=graphed, what_if=what_if, library=library, pareto=pareto, set=set,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+
+
+def measure(
+    model: str | os.PathLike[str],
+    recipes: Sequence[str],
+    *,
+    fabric: str = "h100-nvlink",
+    library: str | None = None,
+    tp: int = 8,
+    sp: int | None = None,
+    nodes: int | None = None,
+    batch: int = 1,
+    prompt: int = 1024,
+    generate: int = 512,
+    graphed: bool = True,
+    what_if: Sequence[str] = (),
+    pareto: bool = False,
+    trust_remote_code: bool = False,
+) -> Comparison:
+    """`predict`, with passes that one real rank measures on this machine's GPU, or its CPU, its peers emulated.
+
+    The rank's shard is made from the checkpoint, or with random weights where only a config is there. Raises
+    RewriterError as `predict` does, where the shard does not fit in memory, and with the reason of a rank that fails.
+    """
+    from rewriter.predict.measured import Job
+    from rewriter.predict.real import measure
+
+    return measure(
+        model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
+        nodes=nodes, what_if=tuple(what_if), pareto=pareto, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+
+
+def validate(
+    model: str | os.PathLike[str],
+    recipes: Sequence[str],
+    *,
+    fabric: str = "h100-nvlink",
+    library: str | None = None,
+    tp: int = 8,
+    sp: int | None = None,
+    batch: int = 1,
+    prompt: int = 1024,
+    generate: int = 512,
+    graphed: bool = True,
+    trust_remote_code: bool = False,
+) -> Validation:
+    """Run recipes on `tp` real ranks of this machine, and on one with emulated peers, and compare what they measure.
+
+    On GPUs the peers have the delays of `fabric`; on CPUs those of a fabric that is calibrated here first. Where this
+    machine cannot run all ranks, the result's `reason` says why. Raises RewriterError as `measure` does.
+    """
+    from rewriter.predict.measured import Job
+    from rewriter.predict.real import validate
+
+    return validate(
+        model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -228,3 +229,53 @@ def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert validate.how_real(job(8), 10**12) == ("cuda", "8 GPUs, NCCL")
+
+
+def test_ranks_that_share_tokens_are_of_several_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from rewriter.ops import SequencePlan
+    from rewriter.predict import measured
+
+    program: Any = SimpleNamespace(mesh={"sp": 4, "tp": 2})
+    monkeypatch.setattr(measured, "sequence_plan", lambda _: SequencePlan("attention2d", (1, 2, 2), True))
+    assert measured.classes(program) == (0, 2, 4, 6)
+    monkeypatch.setattr(measured, "sequence_plan", lambda _: None)
+    assert measured.classes(program) == (0,)
+
+
+@pytest.mark.slow
+def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
+    from rewriter import api
+
+    recipes = ["tensor-parallel", "desync-2x"]
+    job = dict(fabric="ethernet-10g", tp=2, prompt=16, generate=4)
+    found = api.measure("examples/tiny-llama", recipes, what_if=["all_reduce=20ms"], **job)
+    standard, desync = found.predictions
+    reductions = [p.decode.collectives for p in found.predictions]
+    assert reductions[0] > 1.5 * reductions[1]
+    for p, count in zip(found.predictions, reductions, strict=True):
+        # two more gather logits and embed tokens
+        assert (count - 2) * 0.02 * 0.9 < p.decode.exposed_seconds < count * 0.02 + 0.2
+    assert desync.speedup > 1.3
+    assert standard.prefill.spans == ()
+    # a bare config gets random weights
+    config = tmp_path / "config.json"
+    config.write_bytes(Path("examples/tiny-llama/config.json").read_bytes())
+    (bare,) = api.measure(config, recipes[:1], what_if=["all_reduce=20ms"], **job).predictions
+    assert bare.decode.exposed_seconds > (reductions[0] - 2) * 0.02 * 0.9
+
+
+@pytest.mark.slow
+def test_real_ranks_are_compared_with_an_emulated_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict examples/tiny-llama --recipe tensor-parallel --recipe ladder --tp 2 --prompt 32 --generate 8"
+    assert main([*words.split(), "--validate", "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out):
+        found = one["validation"]
+        if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
+            assert "a CPU core each" in found["reason"]
+            continue
+        for kind in ("prefill", "decode"):
+            assert len(found[kind]["measured_launches"]) == len(found[kind]["predicted_launches"]) == 3
+            # of the same size at least, on whatever machine this runs beside whatever else
+            assert 0.1 < found[kind]["predicted_seconds"] / found[kind]["measured_seconds"] < 10

@@ -52,7 +52,8 @@ class Spec:
     `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: where real ranks meet,
     the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
     `silent`: each module is measured once more with emulated collectives that take no time. `cores`: the CPU core of
-    each rank, none for free choice. `repetitions`: of each pass, after one that warms up.
+    each rank, none for free choice. `repetitions`: of each pass at least, after two that warm up. `largest`: where it
+    is not 0, collectives of up to so many bytes are measured instead, and the result is a fabric's YAML.
     """
 
     variants: tuple[Variant, ...]
@@ -68,6 +69,7 @@ class Spec:
     graphed: bool
     cores: tuple[int, ...]
     repetitions: int
+    largest: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -98,18 +100,30 @@ def main(arguments: list[str]) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    found = {variant.recipe: _passes(spec, variant, rank, device) for variant in spec.variants}
+    found: dict[str, Any] = {v.recipe: _passes(spec, v, rank, device) for v in spec.variants}
+    if spec.largest:
+        found = {"fabric": _calibrated(spec, rank, device)}
     partial = Path(result_path + ".partial")
     partial.write_text(json.dumps(found))
     partial.replace(result_path)
     return 0
 
 
+def _calibrated(spec: Spec, rank: int, device: torch.device) -> str:
+    from rewriter.predict.calibration import calibrated
+
+    _join(spec, 0, rank, device, silent=False)
+    try:
+        return calibrated(Path("this-machine.yaml"), spec.largest)
+    finally:
+        dist.destroy_process_group()
+
+
 def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of each "prefill" and of each "decode" step, and of each "silent prefill" and "silent decode"."""
     found: dict[str, list[float]] = {}
     for silent in (False, True) if spec.silent else (False,):
-        _join(spec, variant, rank, device, silent)
+        _join(spec, spec.variants.index(variant), rank, device, silent)
         try:
             timed = _measure(spec, variant, rank, device)
         finally:
@@ -118,15 +132,15 @@ def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> di
     return found
 
 
-def _join(spec: Spec, variant: Variant, rank: int, device: torch.device, silent: bool) -> None:
-    """The process group of one variant: real ranks meet in a file of its own."""
+def _join(spec: Spec, meeting: int, rank: int, device: torch.device, silent: bool) -> None:
+    """A process group; real ranks of each `meeting` meet in a file of its own."""
     if spec.emulation is not None:
         from rewriter.runtime.emulated import EmulationConfig
 
         options: Any = Silent() if silent else EmulationConfig.of(**spec.emulation)
         dist.init_process_group("emulated", rank=rank, world_size=spec.world, store=HashStore(), pg_options=options)
         return
-    store = FileStore(f"{spec.store}-{spec.variants.index(variant)}", spec.world)
+    store = FileStore(f"{spec.store}-{meeting}", spec.world)
     if device.type == "cuda":
         dist.init_process_group("nccl", rank=rank, world_size=spec.world, store=store, device_id=device)
     else:
@@ -168,11 +182,18 @@ def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> d
     decoded = _timed(steps, device)
     first(), decoded()
     found: dict[str, list[float]] = {"prefill": [], "decode": []}
-    for _ in range(spec.repetitions):
+    for _ in range(_repetitions(spec.repetitions, first() + decoded(), device)):
         found["prefill"].append(first())
         found["decode"].append(decoded() / STEPS)
     dist.barrier()
     return found
+
+
+def _repetitions(fewest: int, seconds: float, device: torch.device) -> int:
+    """How often passes that take so long are timed, the same on all ranks: for a second, within limits."""
+    longest = torch.tensor([seconds], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return max(fewest, min(10 * fewest, round(1 / float(longest))))
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import rewriter
 from rewriter.errors import RewriterError
 from rewriter.predict.rank import Spec
-
-Passes = Mapping[str, Mapping[str, Sequence[float]]]  # by recipe: seconds of each prefill and decode step
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,14 @@ def run(spec: Spec, ranks: Sequence[int], timeout: float) -> dict[str, Seconds]:
 
     Raises RewriterError with the last output of a rank that failed, and after `timeout` seconds. No rank outlives this.
     """
-    with tempfile.TemporaryDirectory(prefix="rewriter-predict-") as name:
-        scratch = Path(name)
-        (scratch / "spec.json").write_text(replace(spec, store=str(scratch / "store")).to_json())
-        found = _results(scratch, ranks, timeout)
+    found = _results(spec, ranks, timeout)
     return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
+
+
+def calibrate(spec: Spec, timeout: float) -> str:
+    """The YAML of a fabric that all ranks of `spec.world` measure. Raises RewriterError as `run` does."""
+    text: str = _results(spec, range(spec.world), timeout)[0]["fabric"]
+    return text
 
 
 def slowest(found: Sequence[Seconds]) -> Seconds:
@@ -64,7 +66,14 @@ def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> Seconds:
     )
 
 
-def _results(scratch: Path, ranks: Sequence[int], timeout: float) -> list[Passes]:
+def _results(spec: Spec, ranks: Sequence[int], timeout: float) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="rewriter-predict-") as name:
+        scratch = Path(name)
+        (scratch / "spec.json").write_text(replace(spec, store=str(scratch / "store")).to_json())
+        return _started(scratch, ranks, timeout)
+
+
+def _started(scratch: Path, ranks: Sequence[int], timeout: float) -> list[dict[str, Any]]:
     processes: list[subprocess.Popen[bytes]] = []
     logs = {rank: scratch / f"rank-{rank}.log" for rank in ranks}
     results = {rank: scratch / f"result-{rank}.json" for rank in ranks}

@@ -8,13 +8,14 @@ slows both.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.errors import RewriterError
 from rewriter.predict.measured import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
-from rewriter.predict.ranks import Seconds, run, slowest
+from rewriter.predict.ranks import Seconds, calibrate, run, slowest
 from rewriter.predict.validation import PASSES, Row, Validation
 from rewriter.report_tables import size
 
@@ -51,14 +52,12 @@ def validate(
     programs: Sequence[tuple[str, Program]],
     job: Job,
     named: Emulation,
-    calibrate: Callable[[int, Path], Path],
     launches: int = LAUNCHES,
 ) -> Validation:
     """Run every recipe's program on `job.ranks` real ranks, and on one with emulated peers, in turns.
 
-    On GPUs the peers have the delays of the fabric `named`; on CPUs those that `calibrate(ranks, directory)` measures
-    between so many real ranks, and whose fabric's file it returns. Where this machine cannot run all ranks, the result
-    says why. Raises RewriterError with the reason of a rank that fails.
+    On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
+    this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
     """
     from rewriter.analysis.memory import memory
 
@@ -70,7 +69,7 @@ def validate(
     told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
-        delays = named if where == "cuda" else Emulation(str(calibrate(job.ranks, scratch)))
+        delays = named if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
             variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
@@ -98,3 +97,15 @@ def validate(
     ]
     fabric = named.fabric if where == "cuda" else "a fabric calibrated on this machine"
     return Validation(words, fabric, tuple(rows))
+
+
+def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Path) -> Emulation:
+    """A fabric of this machine's CPU, of messages as large as the job's."""
+    from rewriter.analysis.communication import collectives
+
+    per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
+    largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
+    asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest)
+    file = directory / "this-machine.yaml"
+    file.write_text(calibrate(asked, TIMEOUT), encoding="utf-8")
+    return Emulation(str(file))
