@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -77,7 +77,7 @@ def predict(
         require_place(html)
     from rewriter import api
 
-    job = dict(
+    job: dict[str, Any] = dict(
         fabric=fabric, library=library, tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate,
         graphed=graphed, trust_remote_code=trust_remote_code,
     )  # fmt: skip

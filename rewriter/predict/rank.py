@@ -110,11 +110,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _calibrated(spec: Spec, rank: int, device: torch.device) -> str:
-    from rewriter.predict.calibration import calibrated
+    from rewriter.predict.calibration import calibrated  # type: ignore[import-not-found,unused-ignore]
 
     _join(spec, 0, rank, device, silent=False)
     try:
-        return calibrated(Path("this-machine.yaml"), spec.largest)
+        return str(calibrated(Path("this-machine.yaml"), spec.largest))
     finally:
         dist.destroy_process_group()
 
