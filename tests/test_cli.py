@@ -351,7 +351,7 @@ def test_help_explains_the_model_and_the_commands() -> None:
     assert done.returncode == 0
     assert done.stderr == ""
     assert "rewrite MODEL --recipe NAME" in done.stdout
-    for name in ("inspect", "recipes", "verify", "generate", "export"):
+    for name in ("inspect", "recipes", "fabrics", "verify", "generate", "export"):
         assert re.search(rf"^  {name} ", done.stdout, re.MULTILINE)
     assert command().stdout == done.stdout
 
@@ -387,7 +387,16 @@ def test_it_answers_at_once(words: list[str], limit: float) -> None:
     assert min(spent) < limit
 
 
-@pytest.mark.parametrize("words", ["['--help']", "['recipes']", "['recipes', 'show', 'ladder']", "['m', '--help']"])
+NO_TORCH = (
+    "['--help']",
+    "['recipes']",
+    "['recipes', 'show', 'ladder']",
+    "['m', '--help']",
+    "['fabrics', 'show', 'pcie-gen5']",
+)
+
+
+@pytest.mark.parametrize("words", NO_TORCH)
 def test_what_needs_no_torch_imports_none(words: str) -> None:
     program = (
         f"import sys; from rewriter.cli import main; main({words});"

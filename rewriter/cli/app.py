@@ -11,7 +11,19 @@ from typing import Annotated
 import typer
 
 from rewriter import __version__
-from rewriter.cli import adapt, convert, coverage, export, generate, inspect, launching, predict, recipes, verify
+from rewriter.cli import (
+    adapt,
+    convert,
+    coverage,
+    export,
+    fabrics,
+    generate,
+    inspect,
+    launching,
+    predict,
+    recipes,
+    verify,
+)
 from rewriter.errors import RewriterError
 from rewriter.suggestions import nearest
 
@@ -50,13 +62,14 @@ conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
 commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
 commands.command(short_help="Predict what recipes gain on a cluster.")(predict.predict)
 commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
+commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measure fabrics.")
 commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
 commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
 commands.command(short_help="Check a written output again.")(verify.verify)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Write an output as ONNX.")(export.export)
 
-COMMANDS = ("inspect", "predict", "recipes", "adapt", "coverage", "verify", "generate", "export")
+COMMANDS = ("inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "generate", "export")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,156 @@
+"""Fabrics as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rewriter.fabric import Fabric
+from rewriter.fabric import tables as measured
+
+
+def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
+    """One line each: what it is, and whether it was measured."""
+    if as_json:
+        rows = [
+            {"name": one.name, "summary": one.summary, "modelled": one.modelled, "libraries": list(one.libraries)}
+            for one in found
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = _table("fabric", "what it is", "collectives of")
+    for one in found:
+        mark = "[yellow]modelled[/]  " if one.modelled else ""
+        table.add_row(f"[bold]{one.name}[/]", mark + escape(one.summary), ", ".join(one.libraries) or "formulas")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "\nFigures and their sources: `rewrite fabrics show NAME`. Your own machine: `rewrite fabrics calibrate`"
+    )
+
+
+def print_fabric(fabric: Fabric, as_json: bool) -> None:
+    """All figures with their sources, and of each table how well it predicts points left out of it."""
+    content = _content(fabric)
+    if as_json:
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    mark = "  [yellow]modelled: not measured as a whole[/]" if fabric.modelled else ""
+    console.print(f"[bold]{fabric.name}[/]{mark}\n{escape(fabric.summary)}\n")
+    figures = _table("figure", "value", "source", fold=True)
+    for row in content["figures"]:
+        figures.add_row(row["figure"], row["text"], f"[dim]{escape(row['source'])}[/]")
+    console.print(figures)
+    if not content["curves"]:
+        console.print("\nNo measurements: durations are by formula (α-β).")
+        return
+    curves = _table("table", "collective", "ranks", "sizes", "smallest", "error", "worst", numbers=3)
+    last = ""
+    for row in content["curves"]:
+        curves.add_row(
+            escape(row["table"]) if row["table"] != last else "", row["collective"], str(row["ranks"]),
+            str(row["sizes"]), _time(row["latency_seconds"]),
+            _percent(row["median_error"]), _percent(row["worst_error"]),
+        )  # fmt: skip
+        last = row["table"]
+    console.print()
+    console.print(curves)
+    console.print(
+        "\nerror: of each size between the first and the last, predicted by all others (leave one out): the median. "
+        f"Of all: {_percent(content['median_error'])}."
+    )
+
+
+def _content(fabric: Fabric) -> dict[str, Any]:
+    curves: list[dict[str, Any]] = []
+    everything: list[float] = []
+    for table in fabric.chosen_tables():
+        for (kind, ranks), errors in table.errors.items():
+            curve = table.curves[kind, ranks]
+            everything += errors
+            curves.append(
+                {
+                    "table": str(table.key), "source": table.source, "collective": kind, "ranks": ranks,
+                    "sizes": len(curve.points), "latency_seconds": curve.latency,
+                    "median_error": statistics.median(errors) if errors else None,
+                    "worst_error": max(errors, default=None),
+                }
+            )  # fmt: skip
+    return {
+        "name": fabric.name,
+        "summary": fabric.summary,
+        "modelled": fabric.modelled,
+        "model": fabric.model,
+        "libraries": list(fabric.libraries),
+        "figures": _figures(fabric),
+        "curves": curves,
+        "median_error": statistics.median(everything) if everything else None,
+    }
+
+
+def _figures(fabric: Fabric) -> list[dict[str, Any]]:
+    device, rows = fabric.device, []
+    values: dict[str, tuple[Any, str]] = {
+        **{f"device.flops.{dtype}": (rate, _rate(rate, "FLOP/s")) for dtype, rate in device.peak.items()},
+        "device.efficiency": (device.efficiency, _percent(device.efficiency)),
+        "device.attention_flops": (device.flops, _rate(device.flops, "FLOP/s")),
+        "device.memory_bytes": (device.memory, _rate(device.memory, "B")),
+        "device.memory_bandwidth": (device.bandwidth, _rate(device.bandwidth, "B/s")),
+        "device.memory_efficiency": (device.memory_efficiency, _percent(device.memory_efficiency)),
+        "device.call_seconds": (device.call, _time(device.call)),
+        "device.launch_seconds": (device.launch, _time(device.launch)),
+        "device.graphed_launch_seconds": (device.launch_graphed, _time(device.launch_graphed)),
+        "device.multiprocessors": (device.multiprocessors, str(device.multiprocessors)),
+        "node": (fabric.node, f"{fabric.node} ranks"),
+    }
+    for name, link in (("inside", fabric.inside), ("between", fabric.between)):
+        if link is not None:
+            values[f"{name}.latency"] = (link.latency, _time(link.latency))
+            shared = ", shared" if link.shared else ""
+            values[f"{name}.bandwidth"] = (link.bandwidth, _rate(link.bandwidth, "B/s") + shared)
+    for library, blocks in fabric.blocks.items():
+        values[f"blocks.{library}"] = (blocks, f"at most {blocks}")
+    for name, (value, text) in values.items():
+        if name in fabric.sources:
+            rows.append({"figure": name, "value": value, "text": text, "source": fabric.sources[name]})
+    for table in fabric.chosen_tables():
+        if table.source != measured.SOURCE:
+            rows.append({"figure": "measurements", "value": None, "text": str(table.key), "source": table.source})
+    return rows
+
+
+def _table(*columns: str, numbers: int = 99, fold: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(
+            column,
+            no_wrap=index == 0 and len(columns) < 5,
+            justify="right" if index >= numbers else "left",
+            overflow="fold" if fold else "ellipsis",
+        )
+    return table
+
+
+def _rate(value: float, unit: str) -> str:
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.4g} {letter}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"

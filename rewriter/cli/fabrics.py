@@ -1,0 +1,108 @@
+"""`rewrite fabrics`: list, show, import, calibrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="List the fabrics that ship, show one, or measure one of your own.", rich_markup_mode=None)
+
+BUSY = 0.3
+"""A spread of repetitions that tells of other work on the machine."""
+
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The fabric's file, ending in .yaml.")]
+
+
+@app.callback(invoke_without_command=True)
+def default(context: typer.Context) -> None:
+    """List the fabrics that ship, show one, or measure one of your own."""
+    if context.invoked_subcommand is None:
+        listing()
+
+
+@app.command("list")
+def listing(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """List the fabrics that ship."""
+    from rewriter.cli.fabric_tables import print_fabrics
+    from rewriter.fabric import fabrics, load_fabric
+
+    print_fabrics([load_fabric(name) for name in fabrics()], as_json)
+
+
+@app.command()
+def show(
+    fabric: Annotated[str, typer.Argument(metavar="NAME|FILE", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show a fabric's figures with their sources, and how well its tables predict points left out of them."""
+    from rewriter.cli.fabric_tables import print_fabric
+    from rewriter.fabric import load_fabric
+
+    print_fabric(load_fabric(fabric), as_json)
+
+
+@app.command("import")
+def import_logs(
+    logs: Annotated[list[Path], typer.Argument(metavar="NCCL-TESTS-LOG...", show_default=False)],
+    out: Out,
+    device_of: Annotated[
+        str, typer.Option("--device-of", metavar="FABRIC", help="The shipped fabric whose devices and links these are.")
+    ] = "h100-nvlink",
+    op: Annotated[
+        str | None, typer.Option("--op", metavar="KIND", help="The collective, where a log does not say it.")
+    ] = None,
+) -> None:
+    """Make a fabric of what nccl-tests printed; other commands take it with --fabric FILE."""
+    from rewriter.errors import RewriterError
+    from rewriter.fabric.nccl_tests import op_named, read_log
+    from rewriter.fabric.writing import imported, write
+
+    kind = op_named(op) if op is not None else None
+    read = []
+    for path in logs:
+        try:
+            read.append(read_log(path, kind))
+        except RewriterError as error:
+            raise RewriterError(f"{error} Nothing was written.") from None
+    write(imported(read, device_of, out), out)
+    count = sum(len(log.rows) for log in read)
+    typer.echo(f"wrote {out}: {count} measurements of {', '.join(sorted({log.kind for log in read}))}")
+
+
+@app.command()
+def calibrate(
+    context: typer.Context,
+    out: Out,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=2, max=64, metavar="N", help="Processes to start, where no launcher did.")
+    ] = 2,
+    largest: Annotated[
+        int, typer.Option("--largest", min=1 << 12, max=1 << 30, metavar="BYTES", help="The largest message.")
+    ] = 64 << 20,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", min=3, max=1000, metavar="N", help="Times that each is measured, at most.")
+    ] = 30,
+) -> None:
+    """Measure this machine: collectives by size, its arithmetic and its memory."""
+    from rewriter.cli.launching import is_first, is_rank, start_ranks
+
+    if not is_rank():
+        start_ranks(context.obj, ranks)
+        return
+    from rewriter.fabric.writing import write
+    from rewriter.predict.calibration import calibrated
+
+    text, spread = calibrated(out, largest, repetitions)
+    if is_first():
+        write(text, out)
+        typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
+        if spread > BUSY:
+            typer.echo(
+                f"warning: repetitions differ by {100 * spread:.0f} % (middle half, median over sizes): this machine "
+                "is busy. Calibrate again when nothing else runs.",
+                err=True,
+            )

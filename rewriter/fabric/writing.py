@@ -1,0 +1,121 @@
+"""Fabrics as files: measurements put into the YAML of `rewriter.fabric.schema`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rewriter.documents import read
+from rewriter.errors import RewriterError
+from rewriter.fabric.calls import Kind
+from rewriter.fabric.catalogue import LIBRARY, fabrics, load_fabric
+from rewriter.fabric.curves import Point
+from rewriter.fabric.nccl_tests import Log, per_node
+from rewriter.fabric.schema import parse
+
+
+def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str, Any]]:
+    """The rows of `measurements`, of (kind, ranks, point)."""
+    rows = []
+    for kind, ranks, point in points:
+        row: dict[str, Any] = {"kind": kind, "ranks": ranks, "bytes": point.nbytes, "seconds": short(point.seconds)}
+        if point.cpu_seconds:
+            row["cpu_seconds"] = short(point.cpu_seconds)
+        rows.append(row)
+    return rows
+
+
+def short(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def imported(logs: list[Log], device_of: str, out: Path) -> str:
+    """The YAML of a fabric measured by nccl-tests, with the device and the links of the shipped fabric `device_of`.
+
+    Raises RewriterError where logs do not go together, or span nodes that this fabric does not join.
+    """
+    load_fabric(device_of)  # tells what is wrong with the name
+    if device_of not in fabrics():
+        raise RewriterError(f"--device-of {device_of!r:.80}: expected a fabric that ships: {', '.join(fabrics())}.")
+    data: dict[str, Any] = read((LIBRARY / f"{device_of}.yaml").read_text(encoding="utf-8"), "fabric").data
+    versions = {log.version for log in logs}
+    if len(versions) > 1:
+        raise RewriterError(
+            f"logs of several versions of NCCL: {', '.join(sorted(versions))}. Import those of one version."
+        )
+    names = ", ".join(Path(log.source).name for log in logs)[:400]
+    source = f"nccl-tests, out-of-place times: {names}"
+    node = per_node(logs)
+    if any(log.ranks > node for log in logs) and "between" not in data:
+        raise RewriterError(
+            f"the logs span hosts, and {device_of} has no link between nodes. Take another --device-of."
+        )
+    if node > 1 and "inside" not in data:
+        raise RewriterError(
+            f"the logs' hosts have {node} ranks, and {device_of} has one per node. Take another --device-of."
+        )
+    kinds = ", ".join(sorted({log.kind for log in logs}))
+    points = [(log.kind, log.ranks, Point(*row)) for log in logs for row in log.rows]
+    data.pop("tables", None)
+    data |= {
+        "name": name_of(out),
+        "summary": f"{kinds} as nccl-tests measured; devices and links of {device_of}",
+        "modelled": False,
+        "node": {"value": max(node, data["node"]["value"]) if not _spans(logs) else node, "source": source},
+        "model": "measured",
+        "measurements": {
+            "library": "nccl", "version": logs[0].version, "dtype": logs[0].dtype, "source": source,
+            "points": measured_points(points),
+        },
+    }  # fmt: skip
+    return to_yaml(data)
+
+
+def _spans(logs: list[Log]) -> bool:
+    return any(log.ranks > log.per_node for log in logs)
+
+
+def name_of(out: Path) -> str:
+    """A fabric's name, of its file's."""
+    name = re.sub(r"[^a-z0-9]+", "-", out.stem.lower()).strip("-")[:64]
+    return name or "fabric"
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """The text of a fabric's file, checked. Raises RewriterError for data that make no fabric."""
+    text: str = yaml.safe_dump(
+        dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=float("inf")
+    )
+    parse(text, str(data.get("name")))
+    return text
+
+
+def write(text: str, out: Path) -> None:
+    """Put `text` at `out`, whole or not at all. Raises RewriterError where that cannot be."""
+    if out.suffix not in (".yaml", ".yml"):
+        raise RewriterError(f"--out {out}: a fabric's file ends in .yaml.")
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(name, 0o666 & ~mask)
+            os.replace(name, out)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise RewriterError(f"--out {out}: cannot be written: {error.strerror or error}.") from None
