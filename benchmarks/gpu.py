@@ -6,7 +6,8 @@
 Sections: tiles (attention of a tile, forward and backward, against fp64 and beside the library's attention), merge
 (the Triton kernel), quantize (kernels of quantized messages against their specification), rates (what these move in a
 second), split (what tiles of uneven grids cost), runtime (distributed attention on NCCL, an emitted model),
-ranks (one on each GPU with NCCL; where there is a single GPU, four share it and their messages go through the CPU). A
+ranks (one on each GPU with NCCL; where there is a single GPU, four share it and their messages go through the CPU),
+emulated (collectives of one rank whose peers are emulated: durations, and what they take from kernels beside them). A
 section or a row that cannot run is reported as such, with the reason. Exits with 1 if a row failed, with 2 where there
 is no CUDA device.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_emulated import emulated
 from gpu_merge import merging
 from gpu_quantize import quantizing, rates
 from gpu_report import Scale, Table, copy_rate
@@ -38,6 +40,7 @@ SECTIONS: dict[str, Callable[[Scale], Table]] = {
     "split": splitting,
     "runtime": runtime,
     "ranks": on_ranks,
+    "emulated": emulated,
 }
 
 

@@ -55,12 +55,18 @@ def test_the_kernel_and_tiles_run_dry(tmp_path: Path) -> None:
     ]
 
 
+def test_emulated_collectives_run_dry() -> None:
+    ran = run("--cpu", "--only", "emulated")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len([line for line in ran.stdout.splitlines() if line.endswith("| ok |")]) == 7
+
+
 @pytest.mark.slow
 def test_everything_runs_dry() -> None:
     ran = run("--cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
-    assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4
+    assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4 + 7
 
 
 def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]:
