@@ -40,7 +40,7 @@ class DelayEngine:
         self._timer = Timer()
 
     def submit(self, operation: Operation) -> DelayedWork:
-        now = time.monotonic()
+        now = operation.called
         call, delay = operation.call, Delay(0.0, 0.0, ())
         if call.size > 1:
             delay = directed(self.model.delay(call), call, operation.receives)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -51,6 +52,7 @@ class Operation:
     reduction: Reduction = "sum"
     tag: int = 0
     source: Source | None = None  # of a message that this rank receives
+    called: float = field(default_factory=time.monotonic)  # when this rank came to it, seconds of `time.monotonic`
 
     @property
     def receives(self) -> bool:

@@ -36,7 +36,7 @@ class EmulatedWork(dist.Work):
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self.operation = operation
-        self.begun = time.monotonic()
+        self.begun = operation.called
         self._deadline: float | None = None
         self._ready = threading.Event()
         self._done = threading.Event()
@@ -113,8 +113,6 @@ class EmulatedWork(dist.Work):
             pass
         if limit < deadline and not self._done.is_set():
             self._late(seconds)
-        if not self.awaited_as_future:
-            self.finish()
 
     def _late(self, seconds: float) -> None:
         raise CollectiveTimeout(
