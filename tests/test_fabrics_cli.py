@@ -172,7 +172,7 @@ def test_what_import_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Did you mean 'all_reduce'" in refused([*start, "--out", str(out), "--op", "allreduce"], capsys)
     reduced = [*start, "--op", "all_reduce"]
     assert "ends in .yaml" in refused([*reduced, "--out", str(tmp_path / "out.txt")], capsys)
-    assert "No such file" in refused([*reduced, "--out", str(tmp_path / "no" / "out.yaml")], capsys)
+    assert "there is no directory" in refused([*reduced, "--out", str(tmp_path / "no" / "out.yaml")], capsys)
     assert "h100-nvlink" in refused([*reduced, "--out", str(out), "--device-of", "h100-nvlnk"], capsys)
     assert "has one per node" in refused([*reduced, "--out", str(out), "--device-of", "ethernet-10g"], capsys)
     assert "no such file" in refused(["fabrics", "import", str(tmp_path / "absent"), "--out", str(out)], capsys)
@@ -181,6 +181,15 @@ def test_what_import_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (other := tmp_path / "y.log").write_text(log().replace("2.27.3", "2.20.1"))
     assert "several versions" in refused([*reduced, str(other), "--out", str(out)], capsys)
     assert not out.exists()
+
+
+def test_calibrate_looks_where_it_shall_write_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewriter.cli.launching.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    (tmp_path / "here.yaml").mkdir()
+    for place, why in (("x.txt", "ends in .yaml"), ("no/x.yaml", "no directory"), ("here.yaml", "is a directory")):
+        assert why in refused(["fabrics", "calibrate", "--out", str(tmp_path / place)], capsys)
 
 
 def calibrated_here(group: object) -> tuple[str, list[tuple[str, int, float, float]]]:
@@ -223,4 +232,3 @@ def test_calibrate_starts_ranks_and_writes_a_whole_file(tmp_path: Path, capfd: p
     assert f"wrote {out}" in capfd.readouterr().out
     assert load_fabric(out).libraries == ("gloo",)
     assert list(tmp_path.iterdir()) == [out]
-    assert main(["fabrics", "calibrate", "--out", str(tmp_path / "x.txt"), "--largest", "4096"]) == 2

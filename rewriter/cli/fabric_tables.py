@@ -14,25 +14,38 @@ from rich.table import Table
 
 from rewriter.fabric import Fabric
 from rewriter.fabric import tables as measured
+from rewriter.fabric.measured import table_errors
 
 
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
     """One line each: what it is, and whether it was measured."""
     if as_json:
         rows = [
-            {"name": one.name, "summary": one.summary, "modelled": one.modelled, "libraries": list(one.libraries)}
+            {
+                "name": one.name,
+                "summary": one.summary,
+                "modelled": one.modelled,
+                "libraries": list(one.libraries),
+                "median_error": _error(one),
+            }
             for one in found
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = _table("fabric", "what it is", "collectives of")
+    table = _table("fabric", "what it is", "collectives of", "error")
     for one in found:
         mark = "[yellow]modelled[/]  " if one.modelled else ""
-        table.add_row(f"[bold]{one.name}[/]", mark + escape(one.summary), ", ".join(one.libraries) or "formulas")
+        table.add_row(
+            f"[bold]{one.name}[/]",
+            mark + escape(one.summary),
+            ", ".join(one.libraries) or "formulas",
+            _percent(_error(one)),
+        )
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "\nFigures and their sources: `rewrite fabrics show NAME`. Your own machine: `rewrite fabrics calibrate`"
+        "\nerror: of points left out of the tables, predicted by the others: the median.\n"
+        "Figures and their sources: `rewrite fabrics show NAME`. Your own machine: `rewrite fabrics calibrate`."
     )
 
 
@@ -69,13 +82,16 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     )
 
 
+def _error(fabric: Fabric) -> float | None:
+    errors = table_errors(fabric.chosen_tables())
+    return statistics.median(errors) if errors else None
+
+
 def _content(fabric: Fabric) -> dict[str, Any]:
     curves: list[dict[str, Any]] = []
-    everything: list[float] = []
     for table in fabric.chosen_tables():
         for (kind, ranks), errors in table.errors.items():
             curve = table.curves[kind, ranks]
-            everything += errors
             curves.append(
                 {
                     "table": str(table.key), "source": table.source, "collective": kind, "ranks": ranks,
@@ -92,7 +108,7 @@ def _content(fabric: Fabric) -> dict[str, Any]:
         "libraries": list(fabric.libraries),
         "figures": _figures(fabric),
         "curves": curves,
-        "median_error": statistics.median(everything) if everything else None,
+        "median_error": _error(fabric),
     }
 
 

@@ -89,11 +89,12 @@ def calibrate(
 ) -> None:
     """Measure this machine: collectives by size, its arithmetic and its memory."""
     from rewriter.cli.launching import is_first, is_rank, start_ranks
+    from rewriter.fabric.writing import check, write
 
+    check(out)
     if not is_rank():
         start_ranks(context.obj, ranks)
         return
-    from rewriter.fabric.writing import write
     from rewriter.predict.calibration import calibrated
 
     text, spread = calibrated(out, largest, repetitions)

@@ -98,10 +98,18 @@ def to_yaml(data: Mapping[str, Any]) -> str:
     return text
 
 
-def write(text: str, out: Path) -> None:
-    """Put `text` at `out`, whole or not at all. Raises RewriterError where that cannot be."""
+def check(out: Path) -> None:
+    """Raises RewriterError where no fabric can be written at `out`, before anything is measured for it."""
     if out.suffix not in (".yaml", ".yml"):
         raise RewriterError(f"--out {out}: a fabric's file ends in .yaml.")
+    if out.is_dir() or not out.parent.is_dir():
+        what = "is a directory" if out.is_dir() else f"there is no directory {out.parent}"
+        raise RewriterError(f"--out {out}: {what}. Name a file in a directory that exists.")
+
+
+def write(text: str, out: Path) -> None:
+    """Put `text` at `out`, whole or not at all. Raises RewriterError where that cannot be."""
+    check(out)
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
         try:
