@@ -110,11 +110,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _calibrated(spec: Spec, rank: int, device: torch.device) -> str:
-    from rewriter.predict.calibration import calibrated  # type: ignore[import-not-found,unused-ignore]
+    from rewriter.predict.calibration import calibrated
 
     _join(spec, 0, rank, device, silent=False)
     try:
-        return str(calibrated(Path("this-machine.yaml"), spec.largest))
+        text, _ = calibrated(Path("this-machine.yaml"), spec.largest)
+        return text
     finally:
         dist.destroy_process_group()
 
