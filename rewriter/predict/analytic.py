@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rewriter.errors import RewriterError
 from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
 from rewriter.passes.base import Effect
-from rewriter.predict.break_even import break_even
+from rewriter.predict.break_even import BreakEven
 from rewriter.predict.device import rates_of
 from rewriter.predict.forward import Forward, Runner, model_dtype
 from rewriter.predict.memory import bytes_per_rank
@@ -93,11 +93,13 @@ class Predictor:
     ) -> Comparison:
         """All candidates, the first being what the others are compared with."""
         found: list[Prediction] = []
-        first: _Simulated | None = None
+        compared: list[BreakEven] = []
         for candidate in candidates:
             simulated = self.simulate(candidate.program)
-            first = first or simulated
-            found.append(self._prediction(candidate, simulated, first, found))
+            found.append(self._prediction(candidate, simulated, compared, found))
+            if not compared:
+                durations = self._durations(candidate.program)
+                compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
         return Comparison(
             model=model,
             fabric=self.fabric.name,
@@ -152,7 +154,7 @@ class Predictor:
     # --- one recipe ---
 
     def _prediction(
-        self, candidate: Candidate, done: _Simulated, first: _Simulated, before: Sequence[Prediction]
+        self, candidate: Candidate, done: _Simulated, first: Sequence[BreakEven], before: Sequence[Prediction]
     ) -> Prediction:
         load, program = self.workload, candidate.program
         seconds = _generation(done, load.generate)
@@ -160,9 +162,8 @@ class Predictor:
         rate = load.batch * load.generate / seconds
         held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe"), (None, "the first recipe")]
-        if done is not first:
-            durations = self._durations(program)
-            even = [break_even(a, b, durations, self._delay) for a, b in zip(first.steps, done.steps, strict=True)]
+        if first:
+            even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
         return Prediction(
             recipe=candidate.recipe,
             fabric=self.fabric.name,

@@ -21,47 +21,57 @@ _PRECISION = 1e-8  # seconds
 
 def constant(d: float, delays: Delays) -> Delays:
     """Delays in which every all-reduce takes `d` seconds."""
+    known: dict[tuple[Call, Call], Delay] = {}
 
     def of(begin: Begin, call: Call) -> Delay:
         if not begin.reduction:
             return delays(begin, call)
-        known = delays(begin, call)
-        if len(begin.parts) == 1:
-            return known.lasting(d)
-        exact = delays(begin, begin.exact).seconds
-        return known.lasting(d * known.seconds / exact if exact else d)
+        key = (begin.exact, call)
+        if key not in known:
+            usual, exact = delays(begin, call), delays(begin, begin.exact).seconds
+            known[key] = usual.lasting(d * usual.seconds / exact if exact else d)
+        return known[key]
 
     return of
 
 
-def break_even(
-    first: Sequence[Step], recipe: Sequence[Step], durations: Durations, delays: Delays
-) -> tuple[float | None, str | None]:
-    """(seconds, None), or (None, why there is none). `recipe` beats `first` while an all-reduce takes longer.
+class BreakEven:
+    """Compares recipes with the first one, whose times it keeps: all are searched at the same places."""
 
-    Solved by bisection between 0 and 1 second, on the simulation itself.
-    """
+    def __init__(self, first: Sequence[Step], durations: Durations, delays: Delays) -> None:
+        self.first, self.durations, self.delays = first, durations, delays
+        self.known: dict[float, float] = {}
 
-    def time(listed: Sequence[Step], d: float) -> float:
-        return Timeline(durations, constant(d, delays), record=False).run(listed)
+    def of(self, recipe: Sequence[Step]) -> tuple[float | None, str | None]:
+        """(seconds, None), or (None, why there is none). `recipe` beats the first while an all-reduce takes longer.
 
-    scale = time(first, 0.0)
+        Solved by bisection between 0 and 1 second, on the simulation itself.
+        """
+        scale = self._first(0.0)
 
-    def gain(d: float) -> float:
-        """By how much the recipe is faster, as a part of the first one's time without all-reduces."""
-        return (time(first, d) - time(recipe, d)) / scale if scale else 0.0
+        def gain(d: float) -> float:
+            """By how much the recipe is faster, as a part of the first one's time without all-reduces."""
+            return (self._first(d) - self._time(recipe, d)) / scale if scale else 0.0
 
-    least, most = gain(0.0), gain(LONGEST)
-    if abs(least) <= _CLOSE and abs(most) <= _CLOSE:
-        return None, "it takes as long, whatever an all-reduce takes"
-    if most <= _CLOSE and least <= _CLOSE:
-        return None, "never: the first recipe is faster, whatever an all-reduce takes"
-    if most > _CLOSE and least > _CLOSE:
-        return None, "always: it is faster even if an all-reduce takes no time"
-    crossing = _bisect(gain, most > _CLOSE)
-    if most <= _CLOSE:
-        return None, f"only while an all-reduce takes less than {crossing * 1e6:.1f} µs"
-    return crossing, None
+        least, most = gain(0.0), gain(LONGEST)
+        if abs(least) <= _CLOSE and abs(most) <= _CLOSE:
+            return None, "it takes as long, whatever an all-reduce takes"
+        if most <= _CLOSE and least <= _CLOSE:
+            return None, "never: the first recipe is faster, whatever an all-reduce takes"
+        if most > _CLOSE and least > _CLOSE:
+            return None, "always: it is faster even if an all-reduce takes no time"
+        crossing = _bisect(gain, most > _CLOSE)
+        if most <= _CLOSE:
+            return None, f"only while an all-reduce takes less than {crossing * 1e6:.1f} µs"
+        return crossing, None
+
+    def _first(self, d: float) -> float:
+        if d not in self.known:
+            self.known[d] = self._time(self.first, d)
+        return self.known[d]
+
+    def _time(self, steps: Sequence[Step], d: float) -> float:
+        return Timeline(self.durations, constant(d, self.delays), record=False).run(steps)
 
 
 def _bisect(gain: Callable[[float], float], rising: bool) -> float:
@@ -73,7 +83,7 @@ def _bisect(gain: Callable[[float], float], rising: bool) -> float:
             high = bound
             break
         low, bound = bound, bound * 8
-    while high - low > max(_PRECISION, 1e-3 * high):
+    while high - low > max(_PRECISION, 4e-3 * high):
         middle = (low + high) / 2
         low, high = (low, middle) if (gain(middle) > _CLOSE) == rising else (middle, high)
     return (low + high) / 2
