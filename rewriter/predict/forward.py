@@ -122,6 +122,9 @@ class _Run:
             return self._own_tokens(sources[0], args_of(node)[2]), ()
         if node.target is ops.gather_tokens:
             return sources[0], ()  # generation keeps the last tokens, which every rank has
+        if node.op == "get_attr":
+            name = self.program.ties.get(str(node.target), str(node.target))
+            return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
             return self._remembered(node, sources, graph)
         known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
