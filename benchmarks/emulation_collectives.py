@@ -49,7 +49,8 @@ Cell = tuple[str, int]  # kind, bytes
 
 @dataclass(frozen=True)
 class Score:
-    """One size in one mode. `seconds`: median over launches; `spread`: of the real ones, around their median."""
+    """One size in one mode, medians over launches: seconds and CPU seconds of a call, bytes that rank 0 sends, with
+    headers. `spread`: how far real launches lie from their median."""
 
     mode: str
     kind: str
@@ -59,6 +60,8 @@ class Score:
     spread: float
     real_cpu: float
     emulated_cpu: float
+    real_bytes: float
+    emulated_bytes: float
 
     @property
     def error(self) -> float:
@@ -110,6 +113,7 @@ class Bench:
             "kinds": KINDS,
             "sizes": self.sizes,
             "block_seconds": self.block_seconds,
+            "interface": INTERFACE,
         }
         (scratch / "spec.json").write_text(json.dumps(spec))
         name = str(self.root / "emulation_collectives_rank.py")
@@ -229,16 +233,15 @@ def score(
     cell = (kind, nbytes)
     times = [launch[cell]["seconds"] for launch in real]
     middle = statistics.median(times)
+
+    def median(launches: Sequence[dict[Cell, dict[str, float]]], what: str) -> float:
+        return statistics.median(launch[cell][what] for launch in launches)
+
     return Score(
-        mode,
-        kind,
-        nbytes,
-        middle,
-        statistics.median(launch[cell]["seconds"] for launch in emulated),
-        max(abs(t / middle - 1) for t in times),
-        statistics.median(launch[cell]["cpu_seconds"] for launch in real),
-        statistics.median(launch[cell]["cpu_seconds"] for launch in emulated),
-    )
+        mode, kind, nbytes, middle, median(emulated, "seconds"), max(abs(t / middle - 1) for t in times),
+        median(real, "cpu_seconds"), median(emulated, "cpu_seconds"), median(real, "sent_bytes"),
+        median(emulated, "sent_bytes"),
+    )  # fmt: skip
 
 
 def shown(launch: dict[Cell, dict[str, float]], sizes: Sequence[int]) -> str:
@@ -252,7 +255,7 @@ def named(nbytes: int) -> str:
 
 def table(scores: Sequence[Score]) -> Table:
     """What a person reads."""
-    found = Table(title="one real and one emulated rank against two real ones; times in ms, medians over launches")
+    found = Table(title="one real and one emulated rank against two real ones: ms, medians over launches; bytes sent")
     columns = (
         "mode",
         "collective",
@@ -264,6 +267,7 @@ def table(scores: Sequence[Score]) -> Table:
         "limit",
         "CPU real",
         "CPU emulated",
+        "bytes",
     )
     for column in columns:
         found.add_column(column, justify="left" if column in ("mode", "collective") else "right")
@@ -271,6 +275,7 @@ def table(scores: Sequence[Score]) -> Table:
         found.add_row(
             s.mode, s.kind, named(s.nbytes), f"{s.real * 1e3:.3f}", f"{s.emulated * 1e3:.3f}", f"{s.error:+.1%}",
             f"±{s.spread:.1%}", f"{s.limit:.1%}", f"{s.real_cpu * 1e3:.3f}", f"{s.emulated_cpu * 1e3:.3f}",
+            f"{s.emulated_bytes / s.real_bytes:.3f} ×" if s.mode == "wire" else "",
             style="red" if abs(s.error) > s.limit else "",
         )  # fmt: skip
     return found

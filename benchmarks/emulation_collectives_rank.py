@@ -30,9 +30,8 @@ def main() -> None:
     results = []
     for kind in spec["kinds"]:
         for nbytes in spec["sizes"]:
-            results.append(
-                {"kind": kind, "nbytes": nbytes, **measured(collective(kind, nbytes), spec["block_seconds"])}
-            )
+            found = measured(collective(kind, nbytes), spec["block_seconds"], spec["interface"])
+            results.append({"kind": kind, "nbytes": nbytes, **found})
     Path(result_path).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -50,8 +49,8 @@ def collective(kind: str, nbytes: int) -> Callable[[], Any]:
     raise ValueError(kind)
 
 
-def measured(call: Callable[[], Any], block_seconds: float, blocks: int = 7) -> dict[str, float]:
-    """Seconds and CPU seconds of a call: medians over blocks of calls that follow each other."""
+def measured(call: Callable[[], Any], block_seconds: float, interface: str, blocks: int = 7) -> dict[str, float]:
+    """Seconds, CPU seconds, and bytes sent by a call: medians over blocks of calls that follow each other."""
     for _ in range(3):
         call()
     # all ranks must choose the same number: the slower one's
@@ -61,15 +60,27 @@ def measured(call: Callable[[], Any], block_seconds: float, blocks: int = 7) -> 
     each = torch.tensor((time.perf_counter() - begin) / 3)
     dist.all_reduce(each, op=dist.ReduceOp.MAX)
     count = max(1, min(300, round(block_seconds / each.item())))
-    seconds, cpu = [], []
+    seconds, cpu, sent = [], [], []
     for _ in range(blocks):
         dist.barrier()
+        before = sent_bytes(interface)
         begin, busy = time.perf_counter(), time.process_time()
         for _ in range(count):
             call()
         seconds.append((time.perf_counter() - begin) / count)
         cpu.append((time.process_time() - busy) / count)
-    return {"seconds": sorted(seconds)[blocks // 2], "cpu_seconds": sorted(cpu)[blocks // 2], "count": count}
+        sent.append((sent_bytes(interface) - before) / count)
+    middle = blocks // 2
+    return {
+        "seconds": sorted(seconds)[middle],
+        "cpu_seconds": sorted(cpu)[middle],
+        "sent_bytes": sorted(sent)[middle],
+    }
+
+
+def sent_bytes(interface: str) -> int:
+    """What this end of the link has sent, with headers and acknowledgements."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ from rewriter.runtime.emulated.frames import DATA, FRAME, Announced, Header
 from rewriter.runtime.emulated.peer import Peer, Played
 
 _SPIN = 1.5e-4  # seconds before a moment from which on it is watched: a sleep may be as late as this
+# What may pass within so many seconds passes now: a rank that is woken for every frame of a short operation would be
+# late. When the operation may end is said with its last message.
+_EARLY = 5e-4
 _ZEROS = memoryview(bytes(FRAME))
 
 
@@ -58,8 +61,7 @@ class Environment:
 
     def stop(self) -> None:
         """Make `run` return. Safe in a signal handler."""
-        self._stopped = True
-        with contextlib.suppress(OSError):  # it has seen that already, and closed it
+        with contextlib.suppress(OSError):  # it has returned already
             self._waker.send(b"\0")
 
     # --- what comes ---
@@ -75,7 +77,7 @@ class Environment:
             if one is self._listener:
                 self._accept()
             elif one is self._wake:
-                self._wake.recv(64)
+                self._stopped = True
             elif one in self._peers:
                 self._guarded(self._peers[one], "read")
 
@@ -176,9 +178,9 @@ class Environment:
     # --- what goes ---
 
     def _serve(self) -> float | None:
-        """Send all that may be sent now, a frame of each operation in turn. Returns the seconds until more may be, or
+        """Send all that may be sent now, each operation in turn. Returns the seconds until more may be, or
         None: more must come first."""
-        while True:
+        while not self._stopped:
             sent, earliest = False, None
             now = time.monotonic()
             for _ in range(len(self._active)):
@@ -188,9 +190,9 @@ class Environment:
                 if self._peers.get(played.peer.number) is not played.peer:
                     continue
                 if not played.peer.pending and played.ready:
-                    moment = played.moment
+                    moment = played.moment - _EARLY
                     if moment <= now:
-                        self._send(played)
+                        self._send(played, now)
                         sent = True
                     elif earliest is None or moment < earliest:
                         earliest = moment
@@ -204,15 +206,23 @@ class Environment:
                 return earliest - now - _SPIN
             else:
                 self._poll(0.0)
+        return 0.0
 
-    def _send(self, played: Played) -> None:
-        index, offset, length = played.sent.next()
-        peer = played.peer
-        played.sent.advance(length)
-        due = played.due if played.sent.over else 0
-        peer.pending.append(memoryview(Header(played.number, DATA, index, length, offset, due).pack()))
-        if length:
-            peer.pending.append(_ZEROS[:length])
+    def _send(self, played: Played, now: float) -> None:
+        """One turn of an operation: the next frame, and others after it as long as they are no more than one large."""
+        peer, room = played.peer, FRAME
+        while True:
+            index, offset, length = played.sent.next()
+            room -= length
+            played.sent.advance(length)
+            due = played.due if played.sent.over else 0
+            peer.pending.append(memoryview(Header(played.number, DATA, index, length, offset, due).pack()))
+            if length:
+                peer.pending.append(_ZEROS[:length])
+            if played.sent.over or not played.ready or played.moment - _EARLY > now:
+                break
+            if played.sent.next()[2] > room:
+                break
         self._guarded(peer, "flush")
         if played.over:
             peer.operations.pop(played.number, None)
