@@ -188,8 +188,8 @@ def test_points_stand_where_their_figures_are() -> None:
 
 def test_the_page_is_one_file_that_needs_nothing_else() -> None:
     found = comparison(("tensor-parallel", "ladder", "upper-bound"), modelled=True)
-    text = page(found, "rewrite predict x", {"flops": "NVIDIA H100 data sheet"})
-    assert text == page(found, "rewrite predict x", {"flops": "NVIDIA H100 data sheet"})
+    text = page(found, "rewrite predict x", [("flops", "989 TFLOP/s", "NVIDIA H100 data sheet")])
+    assert text == page(found, "rewrite predict x", [("flops", "989 TFLOP/s", "NVIDIA H100 data sheet")])
     balance = Balance()
     balance.feed(text)
     assert balance.open == []
@@ -214,7 +214,7 @@ def test_names_are_text_not_markup() -> None:
     evil = '<b onclick="x()">&amp;[red]'
     found = comparison((evil, "ladder"), notes=(f"{evil} note",), modelled=True)
     found = replace(found, model=evil, fabric=evil, what_if=(evil,), skipped=(Skipped(evil, evil),))
-    text = page(found, evil, {evil: evil})
+    text = page(found, evil, [(evil, evil, evil)])
     assert "<b" not in text.replace("<body", "")
     assert "&lt;b onclick=&quot;x()&quot;&gt;&amp;amp;" in text
     assert "[red]" in shown(found, 140, pareto=True)

@@ -106,13 +106,14 @@ def _content(fabric: Fabric) -> dict[str, Any]:
         "modelled": fabric.modelled,
         "model": fabric.model,
         "libraries": list(fabric.libraries),
-        "figures": _figures(fabric),
+        "figures": figures_of(fabric),
         "curves": curves,
         "median_error": _error(fabric),
     }
 
 
-def _figures(fabric: Fabric) -> list[dict[str, Any]]:
+def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
+    """Each figure by its place in the file: `figure`, `value`, `text` with its unit, `source`."""
     device, rows = fabric.device, []
     values: dict[str, tuple[Any, str]] = {
         **{f"device.flops.{dtype}": (rate, _rate(rate, "FLOP/s")) for dtype, rate in device.peak.items()},

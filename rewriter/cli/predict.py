@@ -85,11 +85,13 @@ def predict(
     found = run(model, recipe, nodes=nodes, what_if=tuple(what_if or ()), pareto=pareto, **job)
     validation = api.validate(model, recipe, **job) if validate else None
     if html is not None:
+        from rewriter.cli.fabric_tables import figures_of
         from rewriter.fabric import load_fabric
         from rewriter.predict.page import page, write_page
 
         command = shlex.join(["rewrite", *(context.obj or [])])
-        write_page(html, page(found, command, load_fabric(fabric).sources, validation))
+        figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
+        write_page(html, page(found, command, figures, validation))
     if json:
         from json import dumps
 

@@ -154,7 +154,7 @@ def _enlarged(phase: Phase, common: Scale, rows: Sequence[str], top: float) -> l
             for a, b in _cut([s], waits(phase)):
                 if b > low and a < high:
                     parts.append(rectangle(*_at(place(a, b), y), "ze", f"{words}, of it exposed {duration(b - a)}"))
-        parts += _written(s, x, y, width)
+        parts += _written(s, x, y, width, _on_exposed(s, phase))
     return parts
 
 
@@ -167,14 +167,20 @@ def _at(place: tuple[float, float], y: float) -> tuple[float, float, float, floa
     return place[0], y, place[1], ZOOMED
 
 
-def _written(span: Span, x: float, y: float, width: float) -> list[str]:
+def _on_exposed(span: Span, phase: Phase) -> bool:
+    """Whether the middle of a communication, where its name stands, is exposed."""
+    middle = (span.start + span.end) / 2
+    return any(a <= middle <= b for a, b in _cut([span], waits(phase)))
+
+
+def _written(span: Span, x: float, y: float, width: float, on_exposed: bool) -> list[str]:
     """The span's name and its duration, if there is room for one of them."""
     if span.exposed and span.lane == "compute":
         return []
     name, time = label_of(span), f"{digits(span.seconds * 1e6)} µs"
     for words in (f"{name} · {time}", name, name.split()[0], name.rpartition(".")[2], time):
         if len(words) * LETTER + 6 <= width:
-            dark = span.lane == "compute" or span.exposed
+            dark = span.lane == "compute" or on_exposed
             return [text(x + width / 2, y + ZOOMED / 2 + 4, words, f"zt c{'' if dark else ' k'}")]
     return []
 

@@ -58,10 +58,11 @@ _HATCH = (
 def page(
     comparison: Comparison,
     command: str = "",
-    sources: Mapping[str, str] | None = None,
+    figures: Sequence[tuple[str, str, str]] = (),
     validation: Validation | None = None,
 ) -> str:
-    """The file's text. `command`: what made it; `sources`: the fabric's figures, in words, each with where it is from;
+    """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source, in
+    words;
     `validation`: what was measured beside it.
 
     The same arguments give the same bytes.
@@ -81,7 +82,7 @@ def page(
         _points(found.pareto),
         _validated(validation),
         _notes(found),
-        _origin(found, command, sources or {}),
+        _origin(found, command, figures),
     ]  # fmt: skip
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -235,17 +236,20 @@ def _notes(found: Comparison) -> str:
     return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>"
 
 
-def _origin(found: Comparison, command: str, sources: Mapping[str, str]) -> str:
-    rows = "".join(f"<tr><th>{escape(what)}<td>{escape(where)}" for what, where in sources.items())
+def _origin(found: Comparison, command: str, figures: Sequence[tuple[str, str, str]]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(what)}<td>{escape(value)}<td>{escape(source)}' for what, value, source in figures
+    )
     table = (
         '<div class="wide"><table class="words"><caption class="left muted">'
-        f"Figures of {escape(found.fabric)}</caption>"
-        f"<tbody>{rows}</table></div>"
+        f"Figures of {escape(found.fabric)}</caption><tbody>{rows}</table></div>"
         if rows
         else ""
     )
     made = f"<p><code>{escape(command)}</code></p>" if command else ""
-    where = f"<p>{escape(found.fabric)}: {escape(found.fabric_summary)} Device: {escape(found.device)}.</p>"
+    where = (
+        f"<p>{escape(found.fabric)}: {escape(found.fabric_summary.rstrip('.'))}. Device: {escape(found.device)}.</p>"
+    )
     return f"<h2>Where this is from</h2>{made}{where}{table}"
 
 
