@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import test_expert_parallel
 import test_sequence_attention
@@ -10,6 +12,7 @@ import test_zero
 import test_zero_stages
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import zoo
 from emulated import Constant, job
 from programs import program, shards, weights
@@ -18,11 +21,13 @@ from test_emitted_runtime import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.runtime import Context, generate, record_events
 from rewriter.runtime.collectives import quantized_all_reduce_start
+from rewriter.runtime.emulated import EmulationConfig
 
 
 def assert_finite(found) -> None:
@@ -101,6 +106,61 @@ def test_fsdp2_trains_with_one_real_rank_of_four():
         fully_shard(sharded)
         assert_finite(torch.tensor(steps(sharded)))
     assert {"all_gather", "reduce_scatter"} == set(model.kinds)
+
+
+def test_tensor_parallel_layers_of_torch_run():
+    with job(4, rank=2) as model:
+        mesh = init_device_mesh("cpu", (4,))
+        net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        assert net[0].weight.to_local().shape == (4, 8)
+        net(torch.ones(2, 8)).sum().backward()
+        assert_finite([p.grad.to_local() for p in net.parameters()])
+    assert model.kinds.count("all_reduce") == 1
+
+
+@pytest.mark.slow
+def test_inductor_compiles_functional_collectives():
+    def f(x):
+        total = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
+        dist.all_reduce(total)
+        return total + 1
+
+    with job(4) as model:
+        x = torch.arange(4.0)
+        assert torch.equal(torch.compile(f, fullgraph=True)(x), 32 * x + 1)
+    assert model.kinds == ["all_reduce"] * 2
+
+
+# --- several real ranks ---
+
+
+def one_of_two(group, path):
+    """A training step, seconds of it, an object and a message, as rank 0 or 5 of 8."""
+    rank = (0, 5)[group.rank()]
+    dist.destroy_process_group()
+    config = EmulationConfig.of(world_size=8, real=(0, 5))
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("emulated", rank=rank, world_size=8, store=store, pg_options=(config, Constant(1e-3)))
+    model = nn.parallel.DistributedDataParallel(mlp())
+    dist.barrier()
+    begun = time.monotonic()
+    loss = model(torch.ones(2, 8)).square().mean()
+    if rank == 5:
+        time.sleep(0.3)  # the slower class
+    loss.backward()
+    seconds = time.monotonic() - begun
+    box = [{"from": rank}]
+    dist.broadcast_object_list(box, src=5)
+    message = torch.arange(3.0) if rank == 5 else torch.zeros(3)
+    dist.send(message, 0) if rank == 5 else dist.recv(message, 5)
+    return seconds, box[0], message
+
+
+def test_several_real_ranks_wait_for_the_slowest(tmp_path):
+    found = run_ranks(one_of_two, 2, str(tmp_path / "store"))
+    assert all(seconds > 0.3 for seconds, _, _ in found)
+    assert [(box, message.tolist()) for _, box, message in found] == [({"from": 5}, [0, 1, 2])] * 2
 
 
 # --- the runtime's own collectives ---
