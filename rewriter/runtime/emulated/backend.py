@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,9 @@ def _create(options: Any, given: Any) -> EmulatedGroup:
     return EmulatedGroup(everyone, options.group_rank, _job.engine, seconds, options.store, _job.real, _close)
 
 
+@atexit.register
 def _close() -> None:
+    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash."""
     global _job
     if _job is not None:
         _job.engine.close()

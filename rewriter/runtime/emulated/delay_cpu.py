@@ -46,18 +46,23 @@ class DelayEngine:
             delay = directed(self.model.delay(call), call, operation.receives)
         work = DelayedWork(operation, delay, self._timer)
         if self._meetings is not None and self._meetings.shared(operation):
-            self._meetings.last(operation, now, partial(self._arrived, work))
+            self._meetings.last(operation, now, partial(self._met, work))
         else:
             self._arrived(work, now)
         return work
 
-    def _arrived(
-        self, work: DelayedWork, now: float, values: bytes | None = None, error: BaseException | None = None
-    ) -> None:
+    def _met(self, work: DelayedWork, now: float, values: bytes | None, error: BaseException | None) -> None:
+        """As `_arrived`, from the thread that listens to other real ranks: what goes wrong is raised by `wait`."""
         if error is not None:
             work.finish(error)
             return
         work.values = values
+        try:
+            self._arrived(work, now)
+        except BaseException as failure:
+            work.finish(failure)
+
+    def _arrived(self, work: DelayedWork, now: float) -> None:
         operation, delay = work.operation, work.delay
         with self._lock:
             if delay.blocks and operation.call.kind != "send":

@@ -12,7 +12,6 @@ collectives that were ever called other delays, and so the same graph another fa
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -58,7 +57,7 @@ class CudaDelayEngine:
         self._blocks: dict[int, int] = {}
         self._link_numbers: dict[str, int] = {}
         self._launched = self._captured = 0
-        self._held: deque[tuple[torch.cuda.Event, Operation]] = deque()
+        self._held: dict[torch.cuda.Event, Operation] = {}  # asynchronous ones until `wait`, oldest first
         with torch.cuda.device(device):
             self._table = torch.zeros(_ROWS, hold_triton.ROW, dtype=torch.int64, device=device)
             self._free = torch.zeros(_LINKS, dtype=torch.int64, device=device)
@@ -198,7 +197,7 @@ class CudaDelayEngine:
     def _work(self, operation: Operation, apart: bool) -> CudaWork:
         capturing = torch.cuda.is_current_stream_capturing()
         if not apart:
-            return CudaWork(operation, None, None, self.device)
+            return CudaWork(operation, None, None, self.device, self._held)
         done = torch.cuda.Event()
         done.record()
         outside = None
@@ -206,11 +205,11 @@ class CudaDelayEngine:
             outside = torch.cuda.Event(external=True)
             outside.record()
         else:
-            # a program may forget its Work; the caller's stream could then use the memory again
-            while self._held and self._held[0][0].query():
-                self._held.popleft()
-            self._held.append((done, operation))
-        return CudaWork(operation, done, outside, self.device)
+            # a program may forget its Work: what it wrote to could be used again before it is through
+            while self._held and (oldest := next(iter(self._held))).query():
+                del self._held[oldest]
+            self._held[done] = operation
+        return CudaWork(operation, done, outside, self.device, self._held)
 
 
 def _fused(operation: Operation, blocks: int) -> float | None:
@@ -232,11 +231,13 @@ class CudaWork(dist.Work):
         done: torch.cuda.Event | None,
         outside: torch.cuda.Event | None,
         device: torch.device,
+        held: dict[torch.cuda.Event, Operation],
     ) -> None:
         super().__init__()
         self.operation = operation
         self.title, self.timeout = operation.title, operation.timeout
         self._done, self._outside, self._device = done, outside, device
+        self._held = held
         self._received = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -246,6 +247,7 @@ class CudaWork(dist.Work):
             if self._done is not None:
                 apart = self._outside is not None and not torch.cuda.is_current_stream_capturing()
                 stream.wait_event(self._outside if apart and self._outside is not None else self._done)
+                self._held.pop(self._done, None)
             self._receive()
             if self.operation.call.kind == "barrier" and not torch.cuda.is_current_stream_capturing():
                 given = timeout is not None and timeout > timedelta(0)
