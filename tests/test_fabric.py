@@ -267,6 +267,8 @@ def test_what_a_collective_holds_of_a_gpu() -> None:
     assert blocks == [1, 2, 24]
     assert model.delay(Call("all_reduce", 1 << 20, range(8))).memory_bytes == 2 * 2 * 7 * (1 << 20) // 8
     assert model.delay(Call("all_gather", 1 << 20, range(8))).memory_bytes == 2 * 7 * (1 << 20) // 8
+    custom = load_fabric("h100-nvlink").delay_model("vllm", graphed=True)
+    assert [custom.delay(Call(kind, 1 << 24, range(8))).blocks for kind in ("all_reduce", "all_gather")] == [36, 24]
 
 
 # --- what if ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from rewriter.errors import RewriterError
 from rewriter.fabric.alpha_beta import Algorithm, AlphaBeta
-from rewriter.fabric.calls import Call
+from rewriter.fabric.calls import Call, Kind
 from rewriter.fabric.composed import Composed
 from rewriter.fabric.delays import Delay, DelayModel
 from rewriter.fabric.groups import received_bytes
@@ -109,7 +109,10 @@ class Fabric:
             model = self.formula
         else:
             model = find_model(self.model)(self, name, graphed)
-        return _Holding(model, name, self.blocks[name]) if name in self.blocks else model
+        if not self.blocks:
+            return model
+        own = {kind for table in self.chosen_tables() if table.key.library == name for kind, _ in table.curves}
+        return _Holding(model, name, frozenset(own), self.blocks)
 
     def chosen_tables(self) -> tuple[Table, ...]:
         """All tables that it may answer from."""
@@ -160,17 +163,20 @@ class Fabric:
 
 @dataclass(frozen=True)
 class _Holding:
-    """`model`, with the CUDA blocks and the memory traffic of a library that uses at most `blocks` blocks."""
+    """`model`, with the CUDA blocks and the memory traffic of the library that runs a collective: `blocks` by library,
+    `own` the collectives that `library` has itself, NCCL running the others."""
 
     model: DelayModel
     library: str
-    blocks: int
+    own: frozenset[Kind]
+    blocks: Mapping[str, int]
 
     def delay(self, call: Call) -> Delay:
         delay = self.model.delay(call)
-        if call.size < 2:
+        library = self.library if call.kind in self.own else "nccl"
+        if call.size < 2 or library not in self.blocks:
             return delay
-        needed = call.nbytes // (_NCCL_BLOCK * call.size if self.library == "nccl" else _CUSTOM_BLOCK)
+        needed = call.nbytes // (_NCCL_BLOCK * call.size if library == "nccl" else _CUSTOM_BLOCK)
         # what a rank receives it writes, and what it sends it reads
         traffic = round(2 * received_bytes(call))
-        return replace(delay, blocks=max(1, min(self.blocks, needed)), memory_bytes=traffic)
+        return replace(delay, blocks=max(1, min(self.blocks[library], needed)), memory_bytes=traffic)
