@@ -130,6 +130,13 @@ def test_a_collective_that_takes_half_the_memory_bandwidth_slows_kernels_down() 
     assert phase.exposed_seconds == 0.0
 
 
+def test_a_collective_that_takes_a_third_of_a_core_slows_a_cpu_down() -> None:
+    reduce = begin()
+    steps: list[Step] = [reduce, run(4), Await(reduce)]
+    phase = simulated(steps, Delay(3 * MS, 0.0, (), cpu_seconds=1 * MS), replace(SIMPLE, sms=1))
+    assert phase.seconds == pytest.approx(5 * MS)  # 2 of 4 ms are done beside it
+
+
 def test_a_product_that_just_fits_takes_twice_as_long_beside_24_blocks() -> None:
     product = Kernel("gemm", "product", 0.0, 2.0 * 128 * 132 * 128 * 8192, rows=128, columns=132 * 128, depth=8192)
     alone, beside = seconds(product, SIMPLE), seconds(product, SIMPLE, Contention(blocks=24))
@@ -384,7 +391,8 @@ def test_gains_come_in_the_order_of_the_paper(seventy: Program) -> None:
     above; parallel blocks below ladder."""
     recipes = ["tensor-parallel", "parallel", "ladder", "upper-bound"]
     nvlink, host = (
-        by_name(api.predict(seventy, recipes, fabric=fabric, tp=8, batch=4)) for fabric in ("h100-nvlink", "h100-no-p2p")
+        by_name(api.predict(seventy, recipes, fabric=fabric, tp=8, batch=4))
+        for fabric in ("h100-nvlink", "h100-no-p2p")
     )
     for found in (nvlink, host):
         assert 1.0 < found["parallel"].speedup < found["ladder"].speedup < found["upper-bound"].speedup

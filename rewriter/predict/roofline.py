@@ -20,10 +20,12 @@ _TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
 
 @dataclass(frozen=True)
 class Contention:
-    """What something else takes from the device meanwhile: `blocks` SMs, `bandwidth` bytes per second of memory."""
+    """What something else takes from the device meanwhile: `blocks` SMs, `bandwidth` bytes per second of memory, and of
+    a CPU the time of `cores` cores."""
 
     blocks: int = 0
     bandwidth: float = 0.0
+    cores: float = 0.0
 
 
 ALONE = Contention()
@@ -36,7 +38,8 @@ def seconds(kernel: Kernel, rates: Rates, beside: Contention = ALONE) -> float:
     """
     sms = max(rates.sms - beside.blocks, rates.sms // 2, 1)
     bandwidth = max(rates.bandwidth - beside.bandwidth, rates.bandwidth / 2)
-    return max(_arithmetic(kernel, rates, sms), kernel.nbytes / bandwidth) + rates.gap
+    working = max(_arithmetic(kernel, rates, sms), kernel.nbytes / bandwidth)
+    return working * rates.sms / max(rates.sms - beside.cores, rates.sms / 2) + rates.gap
 
 
 def total(kernels: Sequence[Kernel], rates: Rates, beside: Contention = ALONE) -> float:

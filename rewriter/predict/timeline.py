@@ -199,7 +199,7 @@ class Timeline:
             else:
                 delay = self.delays(step, part)
                 _, end, self.links = self.links.occupy(now, delay)
-                taken = Contention(delay.blocks, delay.memory_bytes / delay.seconds if delay.seconds > 0 else 0.0)
+                taken = _taken(delay)
                 busy = _Busy(now, end, taken, part.nbytes)  # waiting for a link is communication as well
                 self.collectives += 1
             self.kernels += 1
@@ -214,6 +214,12 @@ class Timeline:
                 span = Span("communication", busy.start, busy.end, name, step.layer, False, number, busy.nbytes)
                 self.spans.append(span)
         self.ends[step] = now
+
+
+def _taken(delay: Delay) -> Contention:
+    if delay.seconds <= 0.0:
+        return ALONE
+    return Contention(delay.blocks, delay.memory_bytes / delay.seconds, delay.cpu_seconds / delay.seconds)
 
 
 def _part(part: Call | Kernel) -> str:
