@@ -135,7 +135,7 @@ def hold_kernel(
     while time < deadline:
         if moved * delay < share * (time - begin):
             tl.store(scratch + words + place + at, tl.load(scratch + place + at))
-            place = (place + TILE) % words
+            place = tl.where(place + TILE < words, place + TILE, 0)
             moved += 8 * TILE
         time = clock()
     if deadline < 0:
