@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from rewriter.cli import main
@@ -127,6 +129,9 @@ def test_import_across_hosts_is_what_groups_across_nodes_take(tmp_path: Path) ->
     delay = load_fabric(out).delay_model().delay(Call("all_reduce", 1 << 26, range(16)))
     assert (delay.seconds, delay.note) == (pytest.approx(410e-6), "")
     assert load_fabric(out).delay_model().delay(Call("all_reduce", 1 << 26, range(32))).note
+    path.write_text(log(ranks=16, hosts=4))
+    assert main(["fabrics", "import", str(path), "--out", str(out)]) == 0
+    assert load_fabric(out).node == 4
 
 
 @pytest.mark.parametrize(
@@ -192,18 +197,31 @@ def test_calibrate_looks_where_it_shall_write_before_it_measures(
         assert why in refused(["fabrics", "calibrate", "--out", str(tmp_path / place)], capsys)
 
 
-def calibrated_here(group: object) -> tuple[str, list[tuple[str, int, float, float]]]:
-    from rewriter.predict.calibration import calibrated, measure
+class Known:
+    """Takes as long as is known."""
+
+    def wait(self) -> None:
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            pass
+
+
+def calibrated_here(group: object) -> tuple[str, list[tuple[str, int, float, float]], list[list[float]]]:
+    from rewriter.predict.calibration import _durations, calibrated, measure
 
     large = measure(("all_reduce", "all_gather"), (1 << 22,), 3)
     found = [(m.kind, m.point.nbytes, m.point.seconds, m.point.cpu_seconds) for m in large]
-    return calibrated(Path("here.yaml"), 2048, 3)[0], found
+    known = [_durations(Known, 4, torch.device("cpu"), halves) for halves in (False, True)]
+    return calibrated(Path("here.yaml"), 2048, 3)[0], found, known
 
 
 def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     """On two real ranks: all ranks agree, durations are real, and the file is a fabric that answers with them."""
-    (text, found), (_, others) = run_ranks(calibrated_here, 2, timeout=300.0)
-    assert found == others
+    (text, found, known), (_, *others) = run_ranks(calibrated_here, 2, timeout=300.0)
+    assert [found, known] == others
+    # 20 ms from the last arrival to the last completion; half of it for one way of a round trip
+    assert min(known[0]) == pytest.approx(0.02, rel=0.4)
+    assert min(known[1]) == pytest.approx(0.01, rel=0.4)
     for _, nbytes, seconds, cpu_seconds in found:
         # not faster than memory, nor than a system call
         assert seconds > max(2e-6, nbytes / 200e9)
