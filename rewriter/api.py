@@ -211,18 +211,20 @@ def validate(
     generate: int = 512,
     graphed: bool = True,
     trust_remote_code: bool = False,
+    launches: int = 3,
 ) -> Validation:
     """Run recipes on `tp` real ranks of this machine, and on one with emulated peers, and compare what they measure.
 
-    On GPUs the peers have the delays of `fabric`; on CPUs those of a fabric that is calibrated here first. Where this
-    machine cannot run all ranks, the result's `reason` says why. Raises RewriterError as `measure` does.
+    Each is launched `launches` times, in turns. On GPUs the peers have the delays of `fabric`; on CPUs those of one
+    that is calibrated here first. Where this machine cannot run all ranks, the result's `reason` says why. Raises
+    RewriterError as `measure` does.
     """
     from rewriter.predict.measured import Job
     from rewriter.predict.real import validate
 
     return validate(
         model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust_remote_code, launches=launches,
     )  # fmt: skip
 
 

@@ -131,6 +131,12 @@ def test_errors_are_shares_of_what_was_measured() -> None:
     assert replace(VALIDATION, rows=(ROWS[1], close)).misordered == []
 
 
+def test_a_busy_machine_is_told() -> None:
+    assert not any("busy" in words for words in replace(VALIDATION, noise=0.1).said())
+    assert any("differ by 60 %" in words for words in replace(VALIDATION, noise=0.6).said())
+    assert replace(VALIDATION, noise=0.6).of("ladder")["noise"] == 0.6
+
+
 def test_the_page_shows_a_validation() -> None:
     text = page(comparison(), validation=VALIDATION)
     assert "<h2>Validation</h2>" in text

@@ -9,9 +9,6 @@ import typer
 
 app = typer.Typer(help="List the fabrics that ship, show one, or measure one of your own.", rich_markup_mode=None)
 
-BUSY = 0.3
-"""A spread of repetitions that tells of other work on the machine."""
-
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The fabric's file, ending in .yaml.")]
 
 
@@ -101,6 +98,8 @@ def calibrate(
     if is_first():
         write(text, out)
         typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
+        from rewriter.predict.validation import BUSY
+
         if spread > BUSY:
             typer.echo(
                 f"warning: repetitions differ by {100 * spread:.0f} % (middle half, median over sizes): this machine "

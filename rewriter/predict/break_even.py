@@ -62,7 +62,7 @@ class BreakEven:
             return None, "always: it is faster even if an all-reduce takes no time"
         crossing = _bisect(gain, most > _CLOSE)
         if most <= _CLOSE:
-            return None, f"only while an all-reduce takes less than {crossing * 1e6:.1f} µs"
+            return None, f"below {crossing * 1e6:.1f} µs: it pays only while an all-reduce takes less"
         return crossing, None
 
     def _first(self, d: float) -> float:

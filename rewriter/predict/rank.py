@@ -102,20 +102,20 @@ def main(arguments: list[str]) -> int:
         torch.cuda.set_device(device)
     found: dict[str, Any] = {v.recipe: _passes(spec, v, rank, device) for v in spec.variants}
     if spec.largest:
-        found = {"fabric": _calibrated(spec, rank, device)}
+        found = _calibrated(spec, rank, device)
     partial = Path(result_path + ".partial")
     partial.write_text(json.dumps(found))
     partial.replace(result_path)
     return 0
 
 
-def _calibrated(spec: Spec, rank: int, device: torch.device) -> str:
+def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
     from rewriter.predict.calibration import calibrated
 
     _join(spec, 0, rank, device, silent=False)
     try:
-        text, _ = calibrated(Path("this-machine.yaml"), spec.largest)
-        return text
+        text, spread = calibrated(Path("this-machine.yaml"), spec.largest)
+        return {"fabric": text, "spread": spread}
     finally:
         dist.destroy_process_group()
 

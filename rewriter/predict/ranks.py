@@ -40,10 +40,11 @@ def run(spec: Spec, ranks: Sequence[int], timeout: float) -> dict[str, Seconds]:
     return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
 
 
-def calibrate(spec: Spec, timeout: float) -> str:
-    """The YAML of a fabric that all ranks of `spec.world` measure. Raises RewriterError as `run` does."""
-    text: str = _results(spec, range(spec.world), timeout)[0]["fabric"]
-    return text
+def calibrate(spec: Spec, timeout: float) -> tuple[str, float]:
+    """The YAML of a fabric that all ranks of `spec.world` measure, and by how much repetitions differed (see
+    `calibration.calibrated`). Raises RewriterError as `run` does."""
+    found = _results(spec, range(spec.world), timeout)[0]
+    return found["fabric"], found["spread"]
 
 
 def slowest(found: Sequence[Seconds]) -> Seconds:

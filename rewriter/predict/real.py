@@ -55,10 +55,11 @@ def validate(
     library: str | None,
     sp: int | None,
     trust_remote_code: bool,
+    launches: int,
 ) -> Validation:
     """See `rewriter.api.validate`."""
     programs = _programs(traced(model, trust_remote_code), recipes, job.ranks, sp)
-    return compare_with_real(programs, job, Emulation(fabric, (), library))
+    return compare_with_real(programs, job, Emulation(fabric, (), library), launches)
 
 
 def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:

@@ -22,8 +22,6 @@ from rewriter.report_tables import size
 if TYPE_CHECKING:
     from rewriter.program import Program
 
-LAUNCHES = 3
-
 
 def how_real(job: Job, bytes_per_rank: int) -> tuple[str, str]:
     """(device, words) for running all ranks of a job on this machine. Raises RewriterError that says why not."""
@@ -52,7 +50,7 @@ def validate(
     programs: Sequence[tuple[str, Program]],
     job: Job,
     named: Emulation,
-    launches: int = LAUNCHES,
+    launches: int,
 ) -> Validation:
     """Run every recipe's program on `job.ranks` real ranks, and on one with emulated peers, in turns.
 
@@ -69,7 +67,7 @@ def validate(
     told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
-        delays = named if where == "cuda" else _calibrated(programs, job, scratch)
+        delays, noise = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
             variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
@@ -96,16 +94,17 @@ def validate(
         for kind in PASSES
     ]
     fabric = named.fabric if where == "cuda" else "a fabric calibrated on this machine"
-    return Validation(words, fabric, tuple(rows))
+    return Validation(words, fabric, tuple(rows), noise=noise)
 
 
-def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Path) -> Emulation:
-    """A fabric of this machine's CPU, of messages as large as the job's."""
+def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Path) -> tuple[Emulation, float]:
+    """A fabric of this machine's CPU, of messages as large as the job's, and by how much repetitions differed."""
     from rewriter.analysis.communication import collectives
 
     per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
     largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
     asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest)
     file = directory / "this-machine.yaml"
-    file.write_text(calibrate(asked, TIMEOUT), encoding="utf-8")
-    return Emulation(str(file))
+    text, noise = calibrate(asked, TIMEOUT)
+    file.write_text(text, encoding="utf-8")
+    return Emulation(str(file)), noise

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 WITHIN = 0.03  # error that is allowed where real launches agree better than half of it
+BUSY = 0.3  # repetitions of one collective on an idle machine differ by less
 PASSES = ("prefill", "decode")
 COLUMNS = ("pass", "predicted", "measured", "error", "spread", "holds")
 
@@ -44,12 +45,14 @@ class Row:
 @dataclass(frozen=True)
 class Validation:
     """What was compared, and where. `real`: how the real ranks ran; `fabric`: whose delays the emulated ones had.
-    `reason`: why nothing was compared, None where it was."""
+    `reason`: why nothing was compared, None where it was. `noise`: by how much repetitions of a calibrated collective
+    differed, as a share."""
 
     real: str
     fabric: str
     rows: tuple[Row, ...]
     reason: str | None = None
+    noise: float | None = None
 
     @property
     def misordered(self) -> list[tuple[str, str, str]]:
@@ -83,7 +86,7 @@ class Validation:
             for row in self.rows
             if row.recipe == recipe
         }
-        return {"real": self.real, "fabric": self.fabric, **rows}
+        return {"real": self.real, "fabric": self.fabric, "noise": self.noise, **rows}
 
     def cells(self) -> list[tuple[str, list[str]]]:
         """By recipe what stands in each of COLUMNS."""
@@ -106,6 +109,7 @@ class Validation:
             f"Predicted: one real rank, its peers emulated ({self.fabric}). Measured: {self.real}.",
             f"Medians of {len(self.rows[0].measured)} launches of each, in turns. Spread: between the real launches. "
             f"It holds if the error is within {100 * WITHIN:g} % or twice the spread.",
+            *([] if self.noise is None or self.noise <= BUSY else [_busy(self.noise)]),
             *(f"Ranked the wrong way in {kind}: {a} and {b}." for a, b, kind in self.misordered),
         ]
 
@@ -127,3 +131,10 @@ class Validation:
         for recipe, row in self.cells():
             table.add_row(escape(recipe), *row)
         return Group(table, words)
+
+
+def _busy(noise: float) -> str:
+    return (
+        f"This machine is busy: repetitions of one collective differ by {100 * noise:.0f} %, so that the calibrated "
+        "fabric is too slow, and errors are no measure of the prediction. Repeat it on an idle machine."
+    )
