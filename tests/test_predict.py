@@ -487,5 +487,13 @@ def test_models_of_other_kinds_are_predicted() -> None:
     told = api.predict(mamba, ["tensor-parallel"], tp=2, prompt=64, generate=8).predictions[0]
     assert any("estimated by its projections" in note for note in told.notes)
     assert told.decode.weight_bytes > 0
+    normed = AutoConfig.for_model("olmo2", **common, **heads, intermediate_size=256)
+    spans = api.predict(normed, ["tensor-parallel"], tp=2, prompt=64, generate=8).predictions[0].decode.spans
+    # norms of all query and key heads sum their statistics over ranks
+    assert sum("inside" in s.name for s in spans if s.lane == "communication") == 2 * 2
+    bloom = AutoConfig.for_model(
+        "bloom", vocab_size=512, hidden_size=128, n_layer=2, n_head=8
+    )  # constants in its wiring
+    assert api.predict(bloom, ["tensor-parallel", "ladder"], tp=2, prompt=64, generate=8).predictions[1].speedup > 1
     sinks = AutoConfig.for_model("gpt_oss", **common, **heads, head_dim=16, intermediate_size=128, num_local_experts=4)
     assert api.predict(sinks, ["tensor-parallel", "ladder"], tp=2, prompt=64, generate=8).predictions[1].speedup > 1

@@ -35,7 +35,8 @@ def rates_of(device: Device, dtype: str, graphed: bool) -> Rates:
         )
     if dtype not in device.peak:
         raise RewriterError(
-            f"{device.name}: no peak FLOP/s for {dtype}, the model's dtype. Known: {', '.join(sorted(device.peak))}."
+            f"{device.name}: no peak FLOP/s for {dtype}, the model's dtype. Known: {', '.join(sorted(device.peak))}. "
+            "Give the model's config one of them as dtype, or add it to the fabric's device"
         )
     products = device.peak[dtype] * device.efficiency
     return Rates(

@@ -7,6 +7,8 @@ from typing import Any
 
 from rewriter.predict.kernels import Item, Kernel
 
+NAME = "experts"  # of their products
+
 
 def active_experts(experts: int, chosen: int, tokens: int) -> float:
     """How many of `experts` are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
@@ -37,7 +39,7 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
             weights = int(elements * share * size)
             items.append(
                 Kernel(
-                    "experts",
+                    NAME,
                     "product",
                     weights + rows / groups * (depth + columns) * size,
                     2.0 * rows / groups * elements,

@@ -17,10 +17,15 @@ from rewriter import ops
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_bytes import local_tokens
 from rewriter.analysis.shapes import wiring_shapes
+from rewriter.predict.experts import NAME as _EXPERTS
 from rewriter.predict.kernels import Exchange, Item, Kernel, as_launched
 from rewriter.predict.modules import ModuleRun, Pass
 from rewriter.program import Leaf, Module, Opaque, Program, args_of, parameters_of
 
+_GROUPED = (
+    "experts: as grouped products with a uniform router. The emitted module computes them one by one, outside of a "
+    "graph, since how many tokens each gets is known at run time only: see --eager"
+)
 _UNKNOWN = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
@@ -98,6 +103,8 @@ class _Run:
                         self.dtype if tensor is None else tensor.dtype,
                     )
                 )
+        if self.given.fused and any(i.name == _EXPERTS for w in works for i in w.items):
+            self.notes[_GROUPED] = None
         return Forward(tuple(works), tuple(self.notes))
 
     def _last_tokens(self, head: fx.Node, env: dict[fx.Node, Any]) -> tuple[Item, ...]:

@@ -85,6 +85,8 @@ class ModuleRun:
             elif node.op == "call_module":
                 inner = module.modules[str(node.target)]
                 env[node] = self.module(inner, str(node.target), [env[a] for a in node.all_input_nodes])
+            elif node.target is ops.all_gather:
+                env[node] = self._gathered(*fx.map_arg(node.args, env.__getitem__))
             elif node.op == "output":
                 result = args_of(node)[0]
                 return env[result] if isinstance(result, fx.Node) else tuple(env[n] for n in result)
@@ -125,8 +127,8 @@ class ModuleRun:
         return out
 
     def operation(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-        args: Any = fx.map_arg(node.args, env.__getitem__)
-        kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, env.__getitem__))
+        args: Any = _on_meta(fx.map_arg(node.args, env.__getitem__))
+        kwargs: dict[str, Any] = dict(_on_meta(fx.map_arg(node.kwargs, env.__getitem__)))
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if target is ops.attention:
@@ -157,6 +159,7 @@ class ModuleRun:
             out = getattr(args[0], str(target))(*args[1:], **kwargs)
         else:
             out = target(*args, **kwargs)
+        out = _on_meta(out)
         results = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
         sources = [t for t in _tensors((args, kwargs)) if t.device.type == "meta"]
         if not results or {_storage(t) for t in results} <= {_storage(t) for t in sources}:
@@ -171,6 +174,16 @@ class ModuleRun:
             self._record(name, [t for t in sources[1:] if t.dim()], results, also=sum(t.nbytes for t in results))
         else:
             self._record(name, sources, results, product=product)
+        return out
+
+    def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """Shards that are gathered inside a module, and laid one after the other."""
+        ranks = self.mesh.get(axis, 1)
+        arrived = x.clone()
+        exchange = Exchange("all_gather", axis, x.nbytes * ranks, self._group(axis), "inside")
+        self._record("all_gather", (x,), (arrived,), items=[exchange])
+        out = torch.cat([arrived] * ranks, dim=dim)
+        self._record("cat", (arrived, out), (out,))
         return out
 
     def _group(self, axis: str) -> tuple[int, ...]:
@@ -230,6 +243,15 @@ def _storage(tensor: torch.Tensor) -> int:
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes behind a tensor: an expanded one reads no more than it has."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _on_meta(tree: Any) -> Any:
+    """The same tree without data: constants of the source may lie elsewhere."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device.type == "meta" else torch.empty_like(tree, device="meta")
+    if isinstance(tree, Mapping):
+        return {key: _on_meta(value) for key, value in tree.items()}
+    return type(tree)(map(_on_meta, tree)) if type(tree) in (tuple, list) else tree
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

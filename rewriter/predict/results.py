@@ -72,8 +72,9 @@ class Prediction:
     over which they lie. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are launched as
     one CUDA graph. `modelled`: the fabric's figures are not measured.
 
-    `prefill`: the pass over the prompt, which gives the first token. `decode`: one step at the mean number of past
-    tokens, prompt + generate / 2. Seconds of a generation: prefill + (generate - 1) · decode.
+    `prefill`: the pass over the prompt, which gives the first token. `decode`: one step, which takes as long at any
+    place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows). Seconds of a
+    generation: prefill + (generate - 1) · decode.
     `seconds_per_token`: those of a generation / `generate`, prefill included. `tokens_per_second`: batch · generate /
     those of a generation: all sequences of one replica. `exposed_communication_seconds_per_token`: likewise, of
     `exposed_seconds`. `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
