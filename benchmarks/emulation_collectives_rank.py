@@ -51,15 +51,15 @@ def collective(kind: str, nbytes: int) -> Callable[[], Any]:
 
 def measured(call: Callable[[], Any], block_seconds: float, interface: str, blocks: int = 7) -> dict[str, float]:
     """Seconds, CPU seconds, and bytes sent by a call: medians over blocks of calls that follow each other."""
-    for _ in range(3):
-        call()
-    # all ranks must choose the same number: the slower one's
+    call()
+    # all ranks must choose the same numbers: the slower one's
     begin = time.perf_counter()
-    for _ in range(3):
-        call()
-    each = torch.tensor((time.perf_counter() - begin) / 3)
+    call()
+    each = torch.tensor(time.perf_counter() - begin)
     dist.all_reduce(each, op=dist.ReduceOp.MAX)
     count = max(1, min(300, round(block_seconds / each.item())))
+    if each > 0.1:
+        blocks = 3
     seconds, cpu, sent = [], [], []
     for _ in range(blocks):
         dist.barrier()
