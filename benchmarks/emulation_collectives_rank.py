@@ -43,9 +43,10 @@ def collective(kind: str, nbytes: int) -> Callable[[], Any]:
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole)
     if kind == "all_gather":
+        # into one tensor: into a list, gloo allocates another first, which from 32 MB on is mapped anew each time
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         shard = torch.zeros(nbytes // 4 // dist.get_world_size())
-        parts = list(whole.chunk(dist.get_world_size()))
-        return lambda: dist.all_gather(parts, shard)
+        return lambda: gather(whole, shard)
     raise ValueError(kind)
 
 
