@@ -181,20 +181,20 @@ def measure(
     generate: int = 512,
     graphed: bool = True,
     what_if: Sequence[str] = (),
-    pareto: bool = False,
     trust_remote_code: bool = False,
 ) -> Comparison:
     """`predict`, with passes that one real rank measures on this machine's GPU, or its CPU, its peers emulated.
 
-    The rank's shard is made from the checkpoint, or with random weights where only a config is there. Raises
-    RewriterError as `predict` does, where the shard does not fit in memory, and with the reason of a rank that fails.
+    The rank's shard is made from the checkpoint, or with random weights where only a config is there. Ranks fill the
+    fabric's nodes one by one, so that `nodes` can only be as few as hold them. Raises RewriterError as `predict` does,
+    where the shard does not fit in memory, and with the reason of a rank that fails.
     """
     from rewriter.predict.measured import Job
     from rewriter.predict.real import measure
 
     return measure(
         model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
-        nodes=nodes, what_if=tuple(what_if), pareto=pareto, trust_remote_code=trust_remote_code,
+        nodes=nodes, what_if=tuple(what_if), trust_remote_code=trust_remote_code,
     )  # fmt: skip
 
 

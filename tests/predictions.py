@@ -62,12 +62,11 @@ def comparison(
         prefill = phase(layers, 3e-3, 320e-6 + 1e-6 * index, hidden)
         decode = phase(layers, 30e-6, 19e-6 + 1e-7 * index, hidden)
         seconds = prefill.seconds + 511 * decode.seconds
-        exposed = prefill.exposed_seconds + 511 * decode.exposed_seconds
         first = found[0].tokens_per_second if found else 512 / seconds
         found.append(
             Prediction(
-                recipe, "h100-nvlink", modelled, 8, 1, 1, 1024, 512, True, prefill, decode, seconds / 512,
-                512 / seconds, exposed / 512, 512 / seconds / first, 12e-6 if hidden else None,
+                recipe, "h100-nvlink", modelled, 8, 1, 1, 1024, 512, True, prefill, decode,
+                512 / seconds, 512 / seconds / first, 12e-6 if hidden else None,
                 None if hidden else "the same program", 18_400_000_000, fits, notes,
                 kind="timing only" if recipe == "upper-bound" else "exact",
             )

@@ -19,7 +19,7 @@ from rewriter import api
 from rewriter.analysis.sequence import attention_shapes, sequence_plan
 from rewriter.analysis.sequence_bytes import messages, slowest
 from rewriter.errors import RewriterError
-from rewriter.fabric import Call, Delay
+from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.predict.attention import attention_items
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.candidates import all_recipes
@@ -27,6 +27,7 @@ from rewriter.predict.device import Rates
 from rewriter.predict.experts import active_experts
 from rewriter.predict.forward import Runner
 from rewriter.predict.kernels import Kernel, Operation, fused
+from rewriter.predict.memory import bytes_per_rank
 from rewriter.predict.modules import Pass
 from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Comparison, Phase, Point, to_json
@@ -34,6 +35,7 @@ from rewriter.predict.roofline import Contention, seconds
 from rewriter.predict.steps import Await, Begin, Run, Step
 from rewriter.predict.timeline import Durations, Timeline
 from rewriter.program import Program
+from rewriter.recipes import Recipe
 from rewriter.trace import trace
 
 MS = 1e-3
@@ -217,9 +219,11 @@ def test_time_is_conserved(small: Program, fabric: str, graphed: bool) -> None:
                 lanes[span.lane, span.stream] = span.end
             idle = sum(s.seconds for s in phase.spans if s.lane == "compute" and s.exposed)
             assert idle == pytest.approx(phase.exposed_seconds)
-        seconds_per_token = (prediction.prefill.seconds + 63 * prediction.decode.seconds) / 64
-        assert prediction.seconds_per_token == pytest.approx(seconds_per_token)
-        assert prediction.tokens_per_second == pytest.approx(4 / seconds_per_token)
+        assert prediction.seconds_per_token == prediction.decode.seconds
+        assert prediction.exposed_communication_seconds_per_token == prediction.decode.exposed_seconds
+        whole = prediction.prefill.seconds + 63 * prediction.decode.seconds
+        assert prediction.generation_seconds == pytest.approx(whole)
+        assert prediction.tokens_per_second == pytest.approx(4 * 64 / whole)
 
 
 def test_slower_links_never_help(small: Program) -> None:
@@ -434,7 +438,16 @@ def test_a_bare_config_is_enough(tmp_path: Path) -> None:
     assert {"prefill_seconds", "seconds_per_token", "tokens_per_second", "speedup"} <= set(objects[0])
     assert objects[0]["exposed_communication_seconds_per_token"] > 0
     points = found.pareto["ladder"]
-    assert {(p.tp, p.batch) for p in points} == {(tp, batch) for tp in (1, 2, 4, 8) for batch in (1, 4, 16, 64)}
+    assert {(p.tp, p.batch) for p in points} == {(tp, batch) for tp in (1, 2, 4, 8) for batch in (1, 2, 4, 16, 64)}
+    asked = next(p for p in points if (p.tp, p.batch) == (2, 2))
+    assert asked.seconds_per_token == found.predictions[1].seconds_per_token
+    assert asked.tokens_per_second_per_gpu == pytest.approx(found.predictions[1].tokens_per_second / 2)
+    assert objects[1]["pareto"][0] == {
+        "tp": 1, "batch": 1, "seconds_per_token": points[0].seconds_per_token,
+        "tokens_per_second_per_gpu": points[0].tokens_per_second_per_gpu, "fits": True, "front": points[0].front,
+        "sp": 1,
+    }  # fmt: skip
+    assert "pareto" not in to_json(replace(found, pareto={}))[0]
     latencies = [p.seconds_per_token for p in sorted(points, key=lambda p: p.seconds_per_token) if p.front]
     rates = [p.tokens_per_second_per_gpu for p in sorted(points, key=lambda p: p.seconds_per_token) if p.front]
     assert latencies
@@ -455,6 +468,77 @@ def test_ranks_are_spread_over_nodes(small: Program) -> None:
     assert two.decode.seconds > one.decode.seconds
     with pytest.raises(RewriterError, match="--nodes 3: 8 ranks"):
         api.predict(small, ["tensor-parallel"], fabric="h100-2x8-ib", tp=8, nodes=3)
+
+
+def test_ranks_are_spread_evenly_without_being_asked(small: Program) -> None:
+    threes = replace(load_fabric("h100-2x8-ib"), node=3)
+    assert api.predict(small, ["tensor-parallel"], fabric=threes, tp=8).predictions[0].nodes == 4
+
+
+def test_a_front_has_no_points_that_the_fabric_cannot_hold(small: Program) -> None:
+    alone = replace(load_fabric("h100-no-p2p"), node=2, between=None)
+    found = api.predict(small, ["tensor-parallel"], fabric=alone, tp=2, prompt=16, generate=2, pareto=True)
+    assert {p.tp for p in found.pareto["tensor-parallel"]} == {1, 2}
+
+
+def test_points_of_ranks_that_share_tokens_are_told_apart(small: Program) -> None:
+    found = api.predict(small, ["tensor-parallel", "ring-attention"], tp=4, prompt=64, generate=2, pareto=True)
+    assert {(p.sp, p.tp) for p in found.pareto["ring-attention"]} == {(2, 1), (4, 1), (8, 1)}
+
+
+def test_recipes_of_one_name_are_told_apart(small: Program) -> None:
+    upper = Recipe.load("ladder").with_overrides({"ladder.layers": "last:1"})
+    found = api.predict(small, ["tensor-parallel", "ladder", upper], tp=8, prompt=64, generate=8, pareto=True)
+    assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder", "ladder-2"]
+    whole, last = (found.pareto[name] for name in ("ladder", "ladder-2"))
+    assert whole[-1].seconds_per_token < last[-1].seconds_per_token
+
+
+class OnlyReductions:
+    """A delay model that knows all-reduces and all-gathers, and no more."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def delay(self, call: Call) -> Delay:
+        if call.kind not in ("all_reduce", "all_gather"):
+            raise RewriterError(f"{call.kind} is not known")
+        return Delay(10e-6, 0.0, ())
+
+
+def test_what_a_fabric_has_no_answer_for_is_told(small: Program) -> None:
+    partial = replace(load_fabric("h100-nvlink"), model=f"{__name__}:OnlyReductions")
+    options: dict[str, Any] = dict(fabric=partial, batch=8, prompt=1024)  # long messages, which are quantized
+    found = api.predict(small, ["tensor-parallel", "tensor-parallel-int8", "ladder"], **options)
+    assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder"]
+    assert [(s.recipe, s.reason) for s in found.skipped] == [("tensor-parallel-int8", "all_to_all is not known")]
+    with pytest.raises(RewriterError, match="all_to_all"):
+        api.predict(small, ["tensor-parallel-int8"], **options)
+
+
+def test_a_duration_without_end_is_refused(small: Program) -> None:
+    with pytest.raises(RewriterError, match="takes inf s"):
+        api.predict(small, ["tensor-parallel"], what_if=["all_reduce=x1e99"] * 4)
+
+
+def test_scores_that_no_kernel_fuses_take_memory() -> None:
+    sizes: dict[str, Any] = dict(
+        vocab_size=512, hidden_size=128, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+        intermediate_size=256, dtype="bfloat16",
+    )  # fmt: skip
+    plain, capped = (
+        api.rewrite(trace(AutoConfig.for_model("gemma2", **sizes, attn_logit_softcapping=cap)), "tensor-parallel", tp=2)
+        for cap in (None, 50.0)
+    )
+    scores = 3 * 4 * 1024**2 * (2 + 4 + 2)  # of 3 sequences and 4 heads
+    assert bytes_per_rank(capped, 3, 1024, 8) - bytes_per_rank(plain, 3, 1024, 8) == scores
+
+
+def test_what_a_config_leaves_open_is_told() -> None:
+    config = small_config(num_hidden_layers=1, dtype=None, max_position_embeddings=64)
+    config.quantization_config = {"quant_method": "fp8"}
+    (found,) = api.predict(config, ["tensor-parallel"], tp=2, prompt=100, generate=8).predictions
+    for words in ("float32 is assumed", "quantization", "108 tokens are more than the 64 positions"):
+        assert any(words in note for note in found.notes), words
 
 
 def test_recipes_that_cannot_be_applied_are_told(small: Program) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import rewriter
 from rewriter.cli import main
 from rewriter.errors import RewriterError
 from rewriter.predict.page import page
+from rewriter.predict.results import Comparison, Skipped
 from rewriter.predict.validation import Row, Validation
 
 ROWS = (
@@ -39,10 +41,11 @@ class Api(ModuleType):
         super().__init__("rewriter.api")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.validation = VALIDATION
+        self.answer: Callable[[Sequence[str]], Comparison] = comparison
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(("predict", args, kwargs))
-        return comparison(args[1])
+        return self.answer(args[1])
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(("measure", args, kwargs))
@@ -89,6 +92,24 @@ def test_json_is_a_list_with_an_object_per_recipe(api: Api, capsys: pytest.Captu
     assert found[1]["speedup"] == pytest.approx(found[1]["tokens_per_second"] / found[0]["tokens_per_second"])
     for one in found:
         assert all(key in one for key in KEYS)
+
+
+def test_json_says_on_stderr_what_it_leaves_out(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    given = replace(
+        comparison(("tensor-parallel",), points=0), skipped=(Skipped("odd", "8 heads do not divide by 3."),)
+    )
+    api.answer = lambda _: given
+    assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "odd", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [one["recipe"] for one in json.loads(printed.out)] == ["tensor-parallel"]
+    assert printed.err == "warning: odd: not predicted. 8 heads do not divide by 3.\n"
+
+
+def test_json_has_the_points_that_were_asked_for(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "ladder", "--pareto", "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out):
+        assert {point["tp"] for point in one["pareto"]} == {2, 4, 8}
+        assert all(point["seconds_per_token"] > 0 for point in one["pareto"])
 
 
 def test_a_real_rank_is_asked_for_by_name(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +194,20 @@ def test_a_page_in_no_directory_is_refused_before_any_work(
     assert not api.calls
 
 
+def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    from rewriter.predict import real
+    from rewriter.predict.measured import Job
+
+    assert main(["predict", "m", "--recipe", "ladder", "--measure", "--pareto"]) == 2
+    assert "--pareto: with --measure" in capsys.readouterr().err
+    assert not api.calls
+    with pytest.raises(RewriterError, match="--nodes 2: with --measure, 8 ranks fill their nodes one by one, 1 of"):
+        real.measure(
+            "no/such/model", ["ladder"], job=Job(8, 1, 16, 4, False), fabric="h100-2x8-ib", library=None, what_if=(),
+            nodes=2, sp=None, trust_remote_code=False,
+        )  # fmt: skip
+
+
 def test_measured_passes_replace_predicted_ones() -> None:
     from rewriter.predict.measured import with_measured
     from rewriter.predict.ranks import Seconds
@@ -187,9 +222,10 @@ def test_measured_passes_replace_predicted_ones() -> None:
     assert first.decode.exposed_seconds == pytest.approx(0.001)
     assert second.decode.exposed_seconds == 0.0  # noise between the two launches is no communication
     whole = 0.1 + 511 * 0.004
-    assert first.seconds_per_token == pytest.approx(whole / 512)
+    assert first.seconds_per_token == 0.004
+    assert first.generation_seconds == pytest.approx(whole)
     assert first.tokens_per_second == pytest.approx(512 / whole)
-    assert first.exposed_communication_seconds_per_token == pytest.approx((0.01 + 511 * 0.001) / 512)
+    assert first.exposed_communication_seconds_per_token == pytest.approx(0.001)
     assert second.speedup == pytest.approx(second.tokens_per_second / first.tokens_per_second)
     assert "One decode step" in page(with_measured(predicted, measured, "cpu"))
 

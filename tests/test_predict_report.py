@@ -17,7 +17,7 @@ from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import scale, timeline, window
 from rewriter.predict.page import headline, page, write_page
-from rewriter.predict.results import Comparison, Skipped
+from rewriter.predict.results import Comparison, Point, Skipped
 from rewriter.predict.svg import log_ticks, strokes, ticks
 from rewriter.predict.tables import Report
 from rewriter.predict.units import digits, duration, percent
@@ -184,6 +184,14 @@ def test_points_stand_where_their_figures_are() -> None:
     xs = [float(re.match(r"M(\S+)", m.get("d", "")).group(1)) for m in marks]  # type: ignore[union-attr]
     by_seconds = sorted(zip((q.seconds_per_token for q in points), xs, strict=True))
     assert [x for _, x in by_seconds] == sorted(xs)
+
+
+def test_points_say_which_ranks_share_tokens() -> None:
+    points = (Point(1, 1, 1e-3, 100.0, True, True, sp=8), Point(8, 1, 2e-3, 90.0, True, True))
+    found = replace(comparison(("tensor-parallel",)), pareto={"tensor-parallel": points})
+    assert "1 × sp 8" in shown(found, 100, pareto=True)
+    assert "tp 1 × sp 8, batch 1" in pareto("pareto", found.pareto)
+    assert pareto("pareto", found.pareto).count("8 GPUs") == 1
 
 
 def test_the_page_is_one_file_that_needs_nothing_else() -> None:

@@ -72,7 +72,7 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
 
 def context_length(config: Mapping[str, Any]) -> int:
     """The positions that a config says the model has; where it says none, very many."""
-    table = {**config, **config.get("text_config", {})}
+    table = {**config, **(config.get("text_config") or {})}
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
     return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
 

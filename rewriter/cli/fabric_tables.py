@@ -60,7 +60,7 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     console.print(f"[bold]{fabric.name}[/]{mark}\n{escape(fabric.summary)}\n")
     figures = _table("figure", "value", "source", fold=True)
     for row in content["figures"]:
-        figures.add_row(row["figure"], row["text"], f"[dim]{escape(row['source'])}[/]")
+        figures.add_row(row["figure"], escape(row["text"]), f"[dim]{escape(row['source'])}[/]")
     console.print(figures)
     if not content["curves"]:
         console.print("\nNo measurements: durations are by formula (α-β).")

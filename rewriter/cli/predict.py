@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rewriter.cli import options
+from rewriter.errors import RewriterError
 
 
 def predict(
@@ -51,7 +52,7 @@ def predict(
     graphed: Annotated[
         bool, typer.Option("--graphed/--eager", help="Launch a pass as one CUDA graph, or kernel by kernel.")
     ] = True,
-    pareto: Annotated[bool, typer.Option("--pareto", help="Try all TP degrees and many batches too.")] = False,
+    pareto: Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")] = False,
     measure: Annotated[
         bool,
         typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated."),
@@ -71,6 +72,8 @@ def predict(
     --measure takes the computing from one rank that really runs, on this machine's GPU or CPU; only delays are the
     fabric's. --validate runs the same on a fabric that it calibrates here, and all ranks for real beside it.
     """
+    if measure and pareto:
+        raise RewriterError("--pareto: with --measure one job runs, so there are no points. Leave out one of the two.")
     if html is not None:
         from rewriter.predict.page import require_place
 
@@ -81,8 +84,11 @@ def predict(
         fabric=fabric, library=library, tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate,
         graphed=graphed, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    run = api.measure if measure else api.predict
-    found = run(model, recipe, nodes=nodes, what_if=tuple(what_if or ()), pareto=pareto, **job)
+    changes = tuple(what_if or ())
+    if measure:
+        found = api.measure(model, recipe, nodes=nodes, what_if=changes, **job)
+    else:
+        found = api.predict(model, recipe, nodes=nodes, what_if=changes, pareto=pareto, **job)
     validation = api.validate(model, recipe, **job) if validate else None
     if html is not None:
         from rewriter.cli.fabric_tables import figures_of
@@ -100,7 +106,9 @@ def predict(
         objects = to_json(found)
         if validation is not None:
             objects = [{**one, "validation": validation.of(one["recipe"])} for one in objects]
-        typer.echo(dumps(objects, indent=2, ensure_ascii=False))
+        typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
+        for entry in found.skipped:
+            typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
         return
     from rich.console import Console
 

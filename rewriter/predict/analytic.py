@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rewriter.errors import RewriterError
@@ -15,7 +15,7 @@ from rewriter.predict.forward import Forward, Runner, model_dtype
 from rewriter.predict.memory import bytes_per_rank
 from rewriter.predict.modules import Pass
 from rewriter.predict.pareto import with_front
-from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped
+from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped, generation_seconds
 from rewriter.predict.steps import Begin, Place, Step, steps
 from rewriter.predict.timeline import Durations, Timeline
 from rewriter.program import Program
@@ -89,13 +89,22 @@ class Predictor:
         model: str,
         candidates: Sequence[Candidate],
         skipped: Sequence[Skipped] = (),
-        pareto: Mapping[str, tuple[Point, ...]] | None = None,
     ) -> Comparison:
-        """All candidates, the first being what the others are compared with."""
+        """All candidates, the first being what the others are compared with.
+
+        Raises RewriterError where the first cannot be simulated; others that cannot are in the result's `skipped`.
+        """
         found: list[Prediction] = []
         compared: list[BreakEven] = []
+        lacking: list[Skipped] = []
         for candidate in candidates:
-            simulated = self.simulate(candidate.program)
+            try:
+                simulated = self.simulate(candidate.program)
+            except RewriterError as error:  # the fabric has no answer for what it communicates
+                if not found:
+                    raise
+                lacking.append(Skipped(candidate.recipe, str(error)))
+                continue
             found.append(self._prediction(candidate, simulated, compared, found))
             if not compared:
                 durations = self._durations(candidate.program)
@@ -107,9 +116,9 @@ class Predictor:
             device=self.fabric.device.name,
             modelled=self.fabric.modelled,
             predictions=tuple(found),
-            pareto=pareto or {},
+            pareto={},
             what_if=self.what_if,
-            skipped=tuple(skipped),
+            skipped=(*skipped, *lacking),
         )
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
@@ -134,12 +143,13 @@ class Predictor:
         """One choice of ranks (the program's) and batch."""
         load, ranks = self.workload, math.prod(program.mesh.values())
         done = self.simulate(program, batch, record=False)
-        seconds = _generation(done, load.generate)
+        seconds = generation_seconds(done.prefill, done.decode, load.generate)
         held = bytes_per_rank(program, batch, load.prompt, load.generate)
         return Point(
             tp=program.mesh.get("tp", 1),
+            sp=program.mesh.get("sp", 1),
             batch=batch,
-            seconds_per_token=seconds / load.generate,
+            seconds_per_token=done.decode.seconds,
             tokens_per_second_per_gpu=batch * load.generate / seconds / ranks,
             fits=held <= self.fabric.device.memory,
         )
@@ -147,9 +157,20 @@ class Predictor:
     def pareto(
         self, program_at: Callable[[int], Program | None], degrees: Sequence[int], batches: Sequence[int]
     ) -> tuple[Point, ...]:
-        """Points of a recipe; `program_at` gives its program for a TP degree, None where it cannot be applied."""
-        programs = [p for degree in degrees if (p := program_at(degree)) is not None]
-        return with_front([self.point(program, batch) for program in programs for batch in batches])
+        """Points of a recipe; `program_at` gives its program for a number of ranks, None where it cannot be applied.
+
+        Where the fabric cannot hold so many ranks there is no point either.
+        """
+        points: list[Point] = []
+        for degree in degrees:
+            program = program_at(degree)
+            if program is None:
+                continue
+            try:
+                points += [self.point(program, batch) for batch in batches]
+            except RewriterError:
+                continue
+        return with_front(points)
 
     # --- one recipe ---
 
@@ -157,9 +178,7 @@ class Predictor:
         self, candidate: Candidate, done: _Simulated, first: Sequence[BreakEven], before: Sequence[Prediction]
     ) -> Prediction:
         load, program = self.workload, candidate.program
-        seconds = _generation(done, load.generate)
-        exposed = done.prefill.exposed_seconds + (load.generate - 1) * done.decode.exposed_seconds
-        rate = load.batch * load.generate / seconds
+        rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
         held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe"), (None, "the first recipe")]
         if first:
@@ -177,9 +196,7 @@ class Predictor:
             graphed=load.graphed,
             prefill=done.prefill,
             decode=done.decode,
-            seconds_per_token=seconds / load.generate,
             tokens_per_second=rate,
-            exposed_communication_seconds_per_token=exposed / load.generate,
             speedup=rate / before[0].tokens_per_second if before else 1.0,
             break_even_prefill_seconds=even[0][0],
             break_even_prefill_note=even[0][1],
@@ -206,12 +223,22 @@ class Predictor:
 
     def _delay(self, begin: Begin, call: Call) -> Delay:
         if call not in self.known:
-            self.known[call] = self.model.delay(call)
+            found = self.model.delay(call)
+            if not 0.0 <= found.seconds < math.inf or not 0.0 <= found.transfer < math.inf:
+                raise RewriterError(
+                    f"{self.fabric.name}: {call.kind} of {call.nbytes} bytes among {call.size} ranks takes "
+                    f"{found.seconds:g} s, of which {found.transfer:g} s are its transfer; expected finite durations, "
+                    "0 or more. Correct the fabric's model, or --what-if"
+                )
+            self.known[call] = found
         return self.known[call]
 
     def _nodes(self, program: Program) -> int:
-        ranks = math.prod(program.mesh.values())
-        return self.nodes or -(-ranks // self.fabric.node)
+        return self.nodes or self._fewest(math.prod(program.mesh.values()))
+
+    def _fewest(self, ranks: int) -> int:
+        """How many nodes hold so many ranks, spread evenly."""
+        return next(n for n in range(-(-ranks // self.fabric.node), ranks + 1) if ranks % n == 0)
 
     def _place(self, program: Program) -> Place:
         """Ranks fill their nodes evenly. Raises RewriterError where they do not fit."""
@@ -220,12 +247,7 @@ class Predictor:
         if ranks % nodes or each > node:
             raise RewriterError(
                 f"--nodes {nodes}: {ranks} ranks on nodes of {node} ({self.fabric.name}) cannot be spread evenly over "
-                f"{nodes}. Nearest: --nodes {-(-ranks // node)}"
+                f"{nodes}. The fewest: --nodes {self._fewest(ranks)}"
             )
         numbers = tuple(r // each * node + r % each for r in range(ranks))
         return Place(numbers, program.mesh, self.workload.graphed)
-
-
-def _generation(done: _Simulated, generate: int) -> float:
-    """Seconds from the prompt to the last token: the prefill gives the first one."""
-    return done.prefill.seconds + (generate - 1) * done.decode.seconds

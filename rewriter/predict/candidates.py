@@ -81,6 +81,18 @@ class Candidates:
         return self.standard[tp]
 
 
+def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """The recipes, those of one name told apart: "mine", "mine-2". Reports are by name."""
+    found: list[Recipe] = []
+    for recipe in recipes:
+        taken, number, name = {r.name for r in found}, 1, recipe.name
+        while name in taken:
+            number += 1
+            name = f"{recipe.name}-{number}"
+        found.append(recipe if name == recipe.name else recipe.model_copy(update={"name": name}))
+    return found
+
+
 def all_recipes() -> Collection[str]:
     """The names of the library's recipes, plain tensor parallelism first."""
     from rewriter.recipes.catalogue import library

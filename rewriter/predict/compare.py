@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rewriter.analysis.sequence import context_length
 from rewriter.apply import load_recipe
 from rewriter.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.predict.analytic import Predictor, Workload
-from rewriter.predict.candidates import Candidates
+from rewriter.predict.candidates import Candidates, distinct
+from rewriter.predict.forward import model_dtype
 from rewriter.predict.pareto import BATCHES, DEGREES
 from rewriter.predict.results import Comparison, Point
 from rewriter.program import Program
@@ -49,13 +51,30 @@ def compare(
     workload = Workload(batch, prompt, generate, graphed)
     where = fabric if isinstance(fabric, Fabric) else load_fabric(fabric)
     predictor = Predictor(where, workload, tuple(what_if), nodes, library)
-    loaded = [load_recipe(recipe, set) for recipe in recipes]
+    loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, trust_remote_code)
     candidates = Candidates(program, sp)
     found, skipped = candidates.of(loaded, tp)
-    points = {c.recipe: _points(predictor, candidates, _named(loaded, c.recipe)) for c in found} if pareto else {}
-    done = predictor.compare(name, found, skipped, points)
-    return replace(done, seconds=time.process_time() - began)
+    said = about_model(program, prompt + generate)
+    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
+    points: dict[str, tuple[Point, ...]] = {}
+    if pareto:
+        by_name = {recipe.name: recipe for recipe in loaded}
+        points = {p.recipe: _points(predictor, candidates, by_name[p.recipe], tp) for p in done.predictions}
+    return replace(done, pareto=points, seconds=time.process_time() - began)
+
+
+def about_model(program: Program, length: int) -> tuple[str, ...]:
+    """What its config leaves open, or asks for and is not simulated, in words. `length`: tokens of a whole sequence."""
+    config, said = program.source.config, []
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
+    if config.get("quantization_config"):
+        dtype = str(model_dtype(program)).removeprefix("torch.")
+        said.append(f"The config's quantization of weights is not simulated: they count as {dtype}.")
+    if length > (most := context_length(config)):
+        said.append(f"{length:,} tokens are more than the {most:,} positions that the config says the model has.")
+    return tuple(said)
 
 
 def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
@@ -72,12 +91,8 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
     return str(model) if isinstance(model, (str, os.PathLike)) else program.source.model_type, program
 
 
-def _named(recipes: Sequence[Recipe], name: str) -> Recipe:
-    return next(recipe for recipe in recipes if recipe.name == name)
-
-
-def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[Point, ...]:
-    """Points of a recipe over TP degrees and batches, on as few nodes as hold the ranks."""
+def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe, tp: int) -> tuple[Point, ...]:
+    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
 
     def program_at(degree: int) -> Program | None:
         try:
@@ -85,7 +100,8 @@ def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tup
         except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
             return None
 
-    return _on_few_nodes(predictor).pareto(program_at, DEGREES, BATCHES)
+    degrees, batches = sorted({*DEGREES, tp}), sorted({*BATCHES, predictor.workload.batch})
+    return _on_few_nodes(predictor).pareto(program_at, degrees, batches)
 
 
 def _on_few_nodes(predictor: Predictor) -> Predictor:

@@ -12,7 +12,7 @@ from rewriter.predict.units import duration, rate
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 460.0, 76.0, 230.0, 16.0, 46.0
 LEGEND = 17.0
-# Outlines around a point, by TP degree in rising order: circle, square, triangle, diamond, triangle down.
+# Outlines around a point, by number of ranks in rising order: circle, square, triangle, diamond, triangle down.
 SHAPES = (
     "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "m-3.5-3.5h7v7h-7z", "m0-4.5l4.5 8h-9z", "m0-5l5 5-5 5-5-5z",
     "m0 4.5l4.5-8h-9z",
@@ -26,7 +26,7 @@ def pareto(name: str, found: Mapping[str, Sequence[Point]]) -> str:
         return ""
     xs, ys = [q.seconds_per_token for q in points], [q.tokens_per_second_per_gpu for q in points]
     place = _Place(min(xs) / 1.15, max(xs) * 1.15, min(ys) / 1.15, max(ys) * 1.15)
-    degrees = sorted({q.tp for q in points})
+    degrees = sorted({q.ranks for q in points})
     height = max(HEIGHT, TOP + 30 + LEGEND * (len(found) + len(degrees) + 3))
     parts = _axes(place)
     for index, line in enumerate(found.values()):
@@ -44,11 +44,11 @@ def pareto(name: str, found: Mapping[str, Sequence[Point]]) -> str:
     for index, degree in enumerate(degrees):
         y = TOP + 12 + LEGEND * (len(found) + 1 + index)
         parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[index % len(SHAPES)]}", "pk"))
-        parts.append(text(x + 28, y, f"tp {degree}", "m"))
+        parts.append(text(x + 28, y, f"{degree} GPU{'s'[: degree > 1]}", "m"))
     y = TOP + 12 + LEGEND * (len(found) + 1 + len(degrees))
     parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[0]}", "pk h"))
     parts.append(text(x + 28, y, "hollow: does not fit", "m"))
-    told = "Seconds per token of one sequence against tokens per second and GPU; the table below has the same points."
+    told = "Seconds of a decode step against tokens per second and GPU; the table below has the same points."
     return drawing(name, WIDTH, height, "Latency against use of a GPU", told, parts)
 
 
@@ -88,7 +88,7 @@ def _axes(place: _Place) -> list[str]:
         parts.append(path(f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}", "g"))
         parts.append(text(LEFT - 8, y + 4, _tick(rate(value)), "m e"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(text(middle, HEIGHT - 8, "seconds per token of one sequence (less is better)", "m c"))
+    parts.append(text(middle, HEIGHT - 8, "time per token of one sequence: a decode step (less is better)", "m c"))
     turned = f'<text transform="translate(16 {number((TOP + HEIGHT - BOTTOM) / 2)}) rotate(-90)" class="m c">'
     parts.append(f"{turned}tokens per second and GPU (more is better)</text>")
     return parts
@@ -102,8 +102,9 @@ def _tick(words: str) -> str:
 
 
 def _point(q: Point, recipe: str, colour: str, place: _Place, degrees: Sequence[int]) -> str:
-    told = f"{recipe}, tp {q.tp}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
+    ranks = f"tp {q.tp}" + (f" × sp {q.sp}" if q.sp > 1 else "")
+    told = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
     told += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
-    shape = SHAPES[degrees.index(q.tp) % len(SHAPES)]
+    shape = SHAPES[degrees.index(q.ranks) % len(SHAPES)]
     look = f"pp {colour}{'' if q.front else ' o'}{'' if q.fits else ' h'}"
     return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(told)}</title></path>'

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from rewriter.analysis.sequence import sequence_plan
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.errors import RewriterError
+from rewriter.predict.forward import model_dtype
 from rewriter.predict.rank import Spec, Variant
 from rewriter.predict.ranks import Seconds, run, slowest
-from rewriter.predict.results import Comparison, Phase, Prediction
+from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds
 from rewriter.report_tables import size
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
 
@@ -83,7 +84,7 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
         write_shards(Checkpoint.open(Path(program.source.path)), plans)
         weights = {str(rank): str(plan.path) for rank, plan in zip(ranks, plans, strict=True)}
     plan = sequence_plan(program)
-    dtype = str(program.source.config.get("dtype") or "float32").removeprefix("torch.")
+    dtype = str(model_dtype(program)).removeprefix("torch.")
     grid = None if plan is None else plan.grid
     return Variant(recipe, str(module), weights, dtype, program.mesh.get("tp", 1), grid)
 
@@ -148,18 +149,14 @@ def with_measured(predicted: Comparison, measured: Mapping[str, Seconds], where:
         assert passes.silent_decode is not None
         prefill = _phase(p.prefill, passes.prefill, passes.silent_prefill)
         decode = _phase(p.decode, passes.decode, passes.silent_decode)
-        steps = p.generate - 1
-        seconds = prefill.seconds + steps * decode.seconds
-        tokens = p.batch * p.generate / seconds
-        exposed = (prefill.exposed_seconds + steps * decode.exposed_seconds) / p.generate
+        tokens = p.batch * p.generate / generation_seconds(prefill, decode, p.generate)
         note = (
             f"Passes are those of one real rank on this machine's {where}; {p.fabric} gives delays only. Computing is "
             "a pass whose collectives take no time; the rest is waiting."
         )
         found.append(
             replace(
-                p, prefill=prefill, decode=decode, seconds_per_token=seconds / p.generate, tokens_per_second=tokens,
-                exposed_communication_seconds_per_token=exposed,
+                p, prefill=prefill, decode=decode, tokens_per_second=tokens,
                 speedup=tokens / found[0].tokens_per_second if found else 1.0, break_even_seconds=None,
                 break_even_note="not measured", break_even_prefill_seconds=None,
                 break_even_prefill_note="not measured", notes=(*p.notes, note), graphed=p.graphed and where == "cuda",

@@ -14,7 +14,7 @@ from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import Scale, label_of, named, scale, shown, timeline
 from rewriter.predict.results import Comparison, Phase, Point, Prediction
 from rewriter.predict.svg import STYLE
-from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, model_name, parts, setting, shared_notes
+from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, degree, model_name, parts, setting, shared_notes
 from rewriter.predict.units import duration, percent, rate, times
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
@@ -103,7 +103,9 @@ def write_page(file: str | os.PathLike[str], text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
-        os.chmod(partial, 0o644)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
         os.replace(partial, path)
     except BaseException:
         Path(partial).unlink(missing_ok=True)
@@ -124,7 +126,7 @@ def headline(predictions: Sequence[Prediction]) -> str:
         return "No recipe could be predicted."
     first, others = predictions[0], [p for p in predictions[1:] if p.kind != "timing only" and p.fits]
     share = percent(first.exposed_communication_seconds_per_token, first.seconds_per_token)
-    waits = f"With {first.recipe}, a rank waits for communication during {share} of a token's time."
+    waits = f"With {first.recipe}, a rank waits for communication during {share} of a decode step."
     if not others:
         return waits
     best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
@@ -201,10 +203,10 @@ def _points(found: Mapping[str, Sequence[Point]]) -> str:
     if not any(found.values()):
         return ""
     rows = [
-        (recipe, [f"{q.tp}", f"{q.batch:,}", duration(q.seconds_per_token), rate(q.tokens_per_second_per_gpu),
+        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), rate(q.tokens_per_second_per_gpu),
                   "best" if q.front else "" if q.fits else "does not fit"])
         for recipe, points in found.items()
-        for q in sorted(points, key=lambda q: (not q.front, q.tp, q.batch))
+        for q in sorted(points, key=lambda q: (not q.front, q.ranks, q.batch))
     ]  # fmt: skip
     columns = ("tp", "batch", "per token", "tokens/s per GPU", "")
     about = (

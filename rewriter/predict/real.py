@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rewriter.apply import load_recipe
+from rewriter.errors import RewriterError
+from rewriter.fabric import load_fabric
 from rewriter.predict import measured
-from rewriter.predict.candidates import Candidates
+from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.compare import compare
 from rewriter.predict.measured import Emulation, Job
 from rewriter.predict.results import Comparison
@@ -31,14 +33,19 @@ def measure(
     what_if: tuple[str, ...],
     nodes: int | None,
     sp: int | None,
-    pareto: bool,
     trust_remote_code: bool,
 ) -> Comparison:
     """See `rewriter.api.measure`."""
+    fewest = -(-job.ranks // load_fabric(fabric).node)
+    if nodes is not None and nodes != fewest:
+        raise RewriterError(
+            f"--nodes {nodes}: with --measure, {job.ranks} ranks fill their nodes one by one, {fewest} of {fabric}. "
+            "Leave out --nodes, or --measure"
+        )
     program = traced(model, trust_remote_code)
     predicted = compare(
         program, recipes, fabric=fabric, tp=job.ranks, sp=sp, nodes=nodes, batch=job.batch, prompt=job.prompt,
-        generate=job.generate, graphed=job.graphed, what_if=what_if, library=library, pareto=pareto, set=None,
+        generate=job.generate, graphed=job.graphed, what_if=what_if, library=library, pareto=False, set=None,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     programs = _programs(program, recipes, job.ranks, sp)
@@ -72,5 +79,6 @@ def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
 
 def _programs(program: Program, recipes: Sequence[str], ranks: int, sp: int | None) -> list[tuple[str, Program]]:
     """The programs of those recipes that can be applied."""
-    found, _ = Candidates(program, sp).of([load_recipe(recipe) for recipe in recipes], ranks)
+    loaded = distinct([load_recipe(recipe) for recipe in recipes])
+    found, _ = Candidates(program, sp).of(loaded, ranks)
     return [(candidate.recipe, candidate.program) for candidate in found]

@@ -7,7 +7,7 @@ stream works, waits for communication, or waits for the host to launch its next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Lane = Literal["compute", "communication"]
@@ -64,6 +64,11 @@ class Phase:
     collectives: int = 0
 
 
+def generation_seconds(prefill: Phase, decode: Phase, generate: int) -> float:
+    """Seconds from the prompt to the last of `generate` tokens: the prefill gives the first one."""
+    return prefill.seconds + (generate - 1) * decode.seconds
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One recipe on one fabric.
@@ -73,17 +78,15 @@ class Prediction:
     one CUDA graph. `modelled`: the fabric's figures are not measured.
 
     `prefill`: the pass over the prompt, which gives the first token. `decode`: one step, which takes as long at any
-    place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows). Seconds of a
-    generation: prefill + (generate - 1) · decode.
-    `seconds_per_token`: those of a generation / `generate`, prefill included. `tokens_per_second`: batch · generate /
-    those of a generation: all sequences of one replica. `exposed_communication_seconds_per_token`: likewise, of
-    `exposed_seconds`. `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
+    place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows).
+    `tokens_per_second`: batch · generate / `generation_seconds`, prefill included: all sequences of one replica.
+    `speedup`: `tokens_per_second` / that of the first recipe named; 1.0 for itself.
 
     `break_even_seconds`: the time of one all-reduce above which the recipe's decode step beats the first recipe's, all
     all-reduces taking as long as each other; `break_even_prefill_seconds` likewise of the prefill. None where it always
     or never beats it, which `break_even_note` and `break_even_prefill_note` then say ("always", "never", "the same
     program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
-    that is less than the device's memory. `kind`: the recipe's ("exact", "approximate", "timing only", …, or None for
+    that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
     an unknown). `notes`: in words, what the reader must know: what was estimated, passes that found nothing, …
     """
 
@@ -98,9 +101,7 @@ class Prediction:
     graphed: bool
     prefill: Phase
     decode: Phase
-    seconds_per_token: float
     tokens_per_second: float
-    exposed_communication_seconds_per_token: float
     speedup: float
     break_even_seconds: float | None
     break_even_note: str | None
@@ -113,16 +114,27 @@ class Prediction:
     break_even_prefill_note: str | None = None
 
     @property
+    def seconds_per_token(self) -> float:
+        """Time per output token (TPOT): of one decode step. The prefill is the time to the first token."""
+        return self.decode.seconds
+
+    @property
+    def exposed_communication_seconds_per_token(self) -> float:
+        """Of `seconds_per_token`, those in which the compute stream stands idle because of communication."""
+        return self.decode.exposed_seconds
+
+    @property
     def generation_seconds(self) -> float:
-        """From the prompt to the last token of every sequence."""
-        return self.seconds_per_token * self.generate
+        """From the prompt to the last token of every sequence: prefill + (generate - 1) · decode."""
+        return generation_seconds(self.prefill, self.decode, self.generate)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One choice of TP degree and batch. `seconds_per_token`: of one sequence, as in `Prediction` (the user's latency).
-    `tokens_per_second_per_gpu`: of all sequences, over the ranks. `fits`: in the device's memory. `front`: no other
-    point that fits is both faster for the user and better used."""
+    """One choice of ranks and batch. `tp`: ranks that share heads and channels, `sp`: those that share tokens.
+    `seconds_per_token`: of a decode step, as in `Prediction` (the user's latency). `tokens_per_second_per_gpu`: of all
+    sequences and whole generations, over the ranks. `fits`: in the device's memory. `front`: no other point that fits
+    is both faster for the user and better used."""
 
     tp: int
     batch: int
@@ -130,6 +142,11 @@ class Point:
     tokens_per_second_per_gpu: float
     fits: bool
     front: bool = False
+    sp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.sp
 
 
 @dataclass(frozen=True)
@@ -162,12 +179,13 @@ class Comparison:
 
 
 def to_json(comparison: Comparison) -> list[dict[str, Any]]:
-    """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`."""
+    """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
+    asked for, "pareto" lists the recipe's, as in `Point`."""
     return [_object(p, comparison) for p in comparison.predictions]
 
 
 def _object(prediction: Prediction, comparison: Comparison) -> dict[str, Any]:
-    p = prediction
+    p, points = prediction, comparison.pareto.get(prediction.recipe)
     return {
         "recipe": p.recipe,
         "prefill_seconds": p.prefill.seconds,
@@ -197,6 +215,7 @@ def _object(prediction: Prediction, comparison: Comparison) -> dict[str, Any]:
         "prefill": _phase(p.prefill),
         "decode": _phase(p.decode),
         "notes": list(p.notes),
+        **({} if points is None else {"pareto": [asdict(point) for point in points]}),
     }
 
 

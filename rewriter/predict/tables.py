@@ -22,8 +22,8 @@ DROPPED = ("memory", "prefill", "exposed")  # first where the terminal is too na
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 LEGEND = (
-    "Per token: a whole generation, prefill included, over the tokens that it gives each sequence. Exposed: of it, "
-    "waiting for communication. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
+    "Per token: one decode step (TPOT). Exposed: of it, waiting for communication. Tokens/s: of a whole generation, "
+    "prefill included. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
 )
 
 
@@ -178,11 +178,16 @@ def _pareto(found: Mapping[str, Sequence[Point]]) -> Table:
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
             speed = rate(q.tokens_per_second_per_gpu)
-            table.add_row(name, f"{q.tp}", f"{q.batch:,}", duration(q.seconds_per_token), speed)
+            table.add_row(name, degree(q), f"{q.batch:,}", duration(q.seconds_per_token), speed)
             name = ""
         if name:
             table.add_row(name, *("–" for _ in columns))
     return table
+
+
+def degree(q: Point) -> str:
+    """The ranks of a point: "8", and "4 × sp 2" where some share tokens."""
+    return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
 def _said(found: Comparison) -> Iterable[str]:
