@@ -1,13 +1,18 @@
 """A fabric measured where it runs: collectives by size between this job's ranks, and what a rank computes with.
 
 A collective's duration is from the last rank's arrival to the last rank's completion. Ranks arrive as in a program:
-after a computation of their own, not in a loop of collectives. On the CPU a second figure is what the collective takes
-of the rank's core: how much more CPU time the process spends on a fixed computation beside it than alone, which is that
-of the library's threads, of the kernel's work for the network, and of lost caches; an emulation spends as much.
+after a computation of their own, not in a loop of collectives: a link's buckets are full again, threads sleep. The
+figure is the mean of repetitions without the longest tenth: a step has many collectives, and what counts is their sum,
+also where durations lie around two values (a library's thread that is woken at once, or by the scheduler's next turn).
+
+On the CPU a second figure is what the collective takes of the rank's core: how much longer a fixed computation takes
+beside it than alone. That is the time of the library's threads, of the kernel's work for the network, and of lost
+caches; an emulation spends as much.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import statistics
@@ -34,7 +39,7 @@ SMALLEST, LARGEST = 1 << 10, 64 << 20
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BETWEEN = 2e-4  # seconds of the computation before each repetition
+_BETWEEN = 3e-3  # seconds of the computation before each repetition
 _LONGEST = 6.0  # seconds for one size of one collective, after which fewer repetitions must do
 _FEWEST = 5
 
@@ -73,11 +78,11 @@ def measure(
                     raise
                 break
             seconds = _durations(run, repetitions, device, halves=kind == "send")
-            median = statistics.median(seconds)
+            median, typical = statistics.median(seconds), trimmed_mean(seconds)
             low, _, high = statistics.quantiles(seconds, n=4)
-            cpu = 0.0 if device.type == "cuda" or kind == "send" else _lost(run, median, repetitions)
+            cpu = 0.0 if device.type == "cuda" or kind == "send" else _lost(run, typical, repetitions)
             yield Measurement(
-                kind, dist.get_world_size(), Point(nbytes, median, min(cpu, median)), (high - low) / median
+                kind, dist.get_world_size(), Point(nbytes, typical, min(cpu, typical)), (high - low) / median
             )
 
 
@@ -196,25 +201,29 @@ def _durations(run: Callable[[], Any], repetitions: int, device: torch.device, h
 
 
 def _lost(run: Callable[[], Any], seconds: float, repetitions: int) -> float:
-    """CPU seconds of this process for a computation somewhat longer than the collective, beside it less alone: the
-    median, of which the mean over ranks. CPU time, not time: other processes take none of it."""
+    """Seconds of a computation somewhat longer than the collective, beside it less alone: the mean over ranks."""
     length = max(2e-3, 1.5 * seconds)
     units = _compute(length)
     count = _affordable(2 * length + seconds, max(_FEWEST, repetitions // 3))
     lost = []
     for _ in range(count):
         dist.barrier()
-        begun = time.process_time()
+        begun = time.monotonic()
         _work(units)
-        alone = time.process_time() - begun
+        alone = time.monotonic() - begun
         dist.barrier()
-        begun = time.process_time()
+        begun = time.monotonic()
         work = run()
         _work(units)
+        lost.append(time.monotonic() - begun - alone)
         work.wait()
-        lost.append(time.process_time() - begun - alone)
-    mine = torch.tensor([max(0.0, statistics.median(lost))], dtype=torch.float64)
+    mine = torch.tensor([max(0.0, trimmed_mean(lost))], dtype=torch.float64)
     return float(_gathered(mine).mean())
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Of all but the longest tenth, which something else has disturbed."""
+    return statistics.fmean(sorted(values)[: max(1, math.ceil(0.9 * len(values)))])
 
 
 def _affordable(each: float, wanted: int) -> int:

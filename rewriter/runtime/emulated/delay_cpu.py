@@ -24,7 +24,9 @@ from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
 _INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
 _TICK = 3e-4  # seconds between two shares of CPU time
 _SHARE = 0.9  # of the delay, in which the CPU time is spent: what is late ends before the deadline
-_PIECE = 1 << 20  # bytes copied at a time where CPU time is spent: a fraction of a millisecond
+_PIECE = 1 << 18  # bytes copied at a time where CPU time is spent: some 30 µs
+# CPU seconds that the caller spends at once: a thread that shares its core would be woken, and done, too late
+_BRIEF = 1e-3
 _SPIN = 1.2e-4  # seconds before a deadline from which on it is watched
 
 
@@ -70,10 +72,13 @@ class DelayEngine:
                 now = max(now, self._ends.get(operation.group, now))
             work.start, work.end, self._links = self._links.occupy(now, delay)
             self._ends[operation.group] = work.end
-        if delay.cpu_seconds == 0 and operation.output_bytes <= _INLINE:
+        if delay.cpu_seconds <= _BRIEF and operation.output_bytes <= _INLINE:
             if not operation.receives:  # else what it gets may not have been sent yet: see `wait`
                 work.fill()
             work.ready(work.end)
+            if delay.cpu_seconds:
+                # what the call itself takes is part of what was measured
+                spend(delay.cpu_seconds - (time.monotonic() - operation.called))
             if work.awaited_as_future:
                 self._timer.add(work)
         else:
