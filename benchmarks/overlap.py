@@ -116,12 +116,7 @@ class Bench:
         expected = {"input_ids": ids}
         for variant, recipe in RECIPES.items():
             sharded = rw.rewrite(program, recipe, tp=2)
-            (self.directory / f"{variant}.py").write_text(emit_runtime_module(sharded))
-            simulator = Simulator(sharded, full)
-            lanes = {name: simulator.parameter(name) for name in sharded.parameters}
-            for rank in range(2):
-                shard = {name: lane[rank].contiguous() for name, lane in lanes.items()}
-                save_file(shard, self.directory / f"{variant}-{rank}.safetensors")
+            write_module(self.directory, variant, sharded, full)
             if variant in CHECKED:
                 with torch.inference_mode():
                     expected[variant] = rw.simulate(sharded, ids, weights=full).contiguous()
@@ -199,6 +194,16 @@ class Bench:
                 break
             rate *= ratio
         return rate
+
+
+def write_module(directory: Path, variant: str, sharded: Program, full: Mapping[str, torch.Tensor]) -> None:
+    """`VARIANT.py`, the emitted module, and `VARIANT-RANK.safetensors`, its weights, for every rank."""
+    (directory / f"{variant}.py").write_text(emit_runtime_module(sharded))
+    simulator = Simulator(sharded, full)
+    lanes = {name: simulator.parameter(name) for name in sharded.parameters}
+    for rank in range(sharded.mesh["tp"]):
+        shard = {name: lane[rank].contiguous() for name, lane in lanes.items()}
+        save_file(shard, directory / f"{variant}-{rank}.safetensors")
 
 
 def config(size: Size) -> LlamaConfig:
