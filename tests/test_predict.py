@@ -520,6 +520,24 @@ def test_a_duration_without_end_is_refused(small: Program) -> None:
         api.predict(small, ["tensor-parallel"], what_if=["all_reduce=x1e99"] * 4)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("5", "not an object"),
+        ("{", "not valid JSON"),
+        ("{}", "no model_type"),
+        ('{"model_type": "llama", "hidden_size": "x"}', "hidden_size"),
+        ('{"model_type": "llama", "dtype": "nonsense"}', "nonsense"),
+    ],
+    ids=["number", "broken", "empty", "type", "dtype"],
+)
+def test_a_config_that_cannot_be_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(RewriterError, match=why):
+        api.predict(file, ["tensor-parallel"], tp=2)
+
+
 def test_scores_that_no_kernel_fuses_take_memory() -> None:
     sizes: dict[str, Any] = dict(
         vocab_size=512, hidden_size=128, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, head_dim=16,

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -55,7 +56,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
     try:
         if path.is_file():
-            data = json.loads(path.read_text())
+            data = _json_object(path, source)
             refuse_lanes(source, data)
             if "auto_map" in data and not trust_remote_code:
                 raise RewriterError(_remote_code(source))
@@ -63,7 +64,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
                 raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
             return AutoConfig.for_model(**data)
         if path.is_dir():
-            data = json.loads((path / "config.json").read_text())
+            data = _json_object(path / "config.json", source)
             refuse_lanes(source, data)
             if not trust_remote_code and "auto_map" in data:
                 raise RewriterError(_remote_code(source))
@@ -74,9 +75,16 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         raise
     except json.JSONDecodeError as error:
         raise RewriterError(f"{source}: config.json is not valid JSON ({error}).") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
-        raise RewriterError(f"{what}. {str(error).splitlines()[0]}") from error
+        raise RewriterError(f"{what}. {' '.join(str(error).split()):.300}") from error
+
+
+def _json_object(path: Path, source: Any) -> dict[str, Any]:
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise RewriterError(f"{source}: config.json holds a {type(data).__name__}, not an object: it is no config.")
+    return data
 
 
 def refuse_lanes(source: Any, config: Any) -> None:
