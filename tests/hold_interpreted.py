@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from rewriter.errors import RewriterError
-from rewriter.fabric import Call, Delay
+from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.kernels import hold_triton
 from rewriter.kernels.hold_triton import LINKS, ROW, STATE, TILE, arrive_kernel, hold_kernel
 from rewriter.runtime.emulated import delay_cuda
@@ -149,6 +149,11 @@ def engine():
             run("", "broadcast", [x], [x], root=0)
         except RewriterError as error:
             found["captured"] = str(error)
+        capturing[0] = False
+        made.change(load_fabric("h100-2x8-ib").delay_model())
+        made._row(Operation(Call("all_reduce", 20, range(16)), "world", 1, 0, (x,), (x,), 9.0))
+        rows = made._table[: len(made._rows)].tolist()
+        found["links"] = [sum(link >= 0 for link in row[3 : 3 + LINKS]) for row in rows]
         made.close()
         found["held"] = len(made._held)
     return found

@@ -19,10 +19,11 @@ from emulated import Constant, job
 from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.errors import RewriterError
-from rewriter.fabric import Call
+from rewriter.fabric import Call, WhatIf, load_fabric
 from rewriter.runtime.emulated import EmulationConfig
 from rewriter.runtime.emulated.delay_cpu import DelayEngine
 from rewriter.runtime.emulated.meetings import Meetings
+from rewriter.runtime.emulated.messages import Source
 from rewriter.runtime.emulated.operation import Operation
 from rewriter.runtime.emulated.several import slowest
 from rewriter.runtime.emulated.work import CollectiveAborted, CollectiveTimeout
@@ -262,6 +263,16 @@ def test_groups_that_share_a_link_wait_for_each_other():
             work.wait()
 
 
+def test_a_rank_waits_for_its_own_link_wherever_its_groups_begin():
+    slow = WhatIf.parse(load_fabric("ethernet-10g").delay_model(), ["bandwidth=x0.01"])
+    with job(32, slow, rank=9):
+        pairs = [dist.new_group([1, 9]), dist.new_group([9, 17])]
+        first, second = (dist.all_reduce(torch.ones(1 << 18), group=pair, async_op=True) for pair in pairs)
+        assert first.delay.links == ("rank9.network<", "rank9.network>")
+        assert second.start == pytest.approx(first.start + first.delay.transfer)
+        [work.wait() for work in (first, second)]
+
+
 def test_a_groups_collectives_follow_each_other_on_gpus():
     with job(4, Constant(0.1, transfer=0.0, blocks=8)):
         works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
@@ -275,6 +286,10 @@ def test_cpu_time_of_the_real_exchange_is_spent():
         dist.all_reduce(torch.ones(1000))
         spent = time.process_time() - before
     assert 0.049 < spent < 0.08
+    with job(4, Constant(0.01, cpu_seconds=0.4)):  # a change made it shorter than what it takes of the core
+        before = time.process_time()
+        dist.all_reduce(torch.ones(1000))
+        assert time.process_time() - before < 0.2
 
 
 def test_timeouts_name_the_operation():
@@ -376,6 +391,39 @@ def test_a_collective_begins_when_its_last_real_rank_has_come():
     sent = [begin(r, "broadcast", x, 3, root=2) for r, x in ((2, given), (0, found), (5, torch.zeros(3)))]
     [work.wait() for work in sent]
     assert torch.equal(found, given)
+    [engine.close() for engine in engines.values()]
+
+
+def test_a_message_comes_while_its_receiver_waits():
+    engines, _ = _ranks((0, 5))
+    call, given, found = Call("send", 12, (5, 0)), torch.arange(3.0), torch.zeros(3)
+    receive = Operation(call, "world", 1, 1, (), (found,), 20.0, asynchronous=True, root=5, source=Source())
+    send = Operation(call, "world", 1, 0, (given,), (), 20.0, asynchronous=True, root=5)
+    receiving = engines[0].submit(receive)
+    sender = threading.Timer(0.1, engines[5].submit, [send])
+    sender.start()
+    receiving.wait()
+    assert torch.equal(found, given)
+    sender.join()
+    [engine.close() for engine in engines.values()]
+
+
+def test_large_objects_of_two_groups_do_not_mix():
+    """Threads of one rank tell the same peer: what one says is not cut by the other."""
+    engines, begin = _ranks((0, 5))
+    given = [torch.full((1 << 20,), i) for i in range(4)]
+
+    def one(rank, i):
+        x = given[i] if rank == 0 else torch.zeros_like(given[i])
+        begin(rank, "broadcast", x, i + 1, root=0).wait()
+        assert torch.equal(x, given[i])
+        done.append((rank, i))
+
+    done: list[tuple[int, int]] = []
+    threads = [threading.Thread(target=one, args=(rank, i)) for rank in (0, 5) for i in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(done) == 8
     [engine.close() for engine in engines.values()]
 
 

@@ -68,6 +68,7 @@ def test_the_engine_launches_them_as_it_should():
     assert found["asynchronous"] == "waited for its event"
     assert "Run what is captured once eagerly first" in found["captured"]
     assert found["held"] == 0
+    assert found["links"] == [2, 2, 1, 2, 4]  # its own, in two directions, of 8 or 16 ranks' in a shipped fabric
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,26 @@ def test_a_rank_that_leaves_is_told_to_the_others() -> None:
         first.close()
 
 
+class Broken:
+    def delay(self, call: Call) -> Delay:
+        raise RewriterError("no answer") if call.kind == "all_reduce" else ZeroDivisionError("of nothing")
+
+
+def test_a_model_that_fails_fails_its_operation_on_all_real_ranks_and_no_other_job() -> None:
+    with environment(Broken()) as address:
+        for kind, said in (("all_reduce", "no answer"), ("broadcast", "ZeroDivisionError: of nothing")):
+            engines = [WireEngine(address, rank, (0, 1)) for rank in (0, 1)]
+            works = []
+            for rank, made in enumerate(engines):
+                works.append(made.submit(operation(kind, 64, range(8), 1, rank)))
+                time.sleep(0.1)
+            for work, why in zip(works, ("rank 1 has left the job", said), strict=True):
+                with pytest.raises(CollectiveAborted, match=why):
+                    work.wait()
+            for made in engines:
+                made.close()
+
+
 def greeted(address: str) -> socket.socket:
     host, port = address.split(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
@@ -277,6 +297,7 @@ def reported(connection: socket.socket) -> str:
 
 
 ANNOUNCED = Announced(0, 4, None, 0, 1024, 0, 0, "float32").pack()
+ENDLESS = Announced(0, 4, None, 0, 1 << 60, 0, 0, "float32").pack()
 
 
 @pytest.mark.parametrize(
@@ -290,8 +311,9 @@ ANNOUNCED = Announced(0, 4, None, 0, 1024, 0, 0, "float32").pack()
         ([Header(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, Header(0, DATA, 0, 255, 0).pack()], "256 bytes at 0"),
         ([Header(0, 1, 0, 4, 0).pack() + b"what"], "cannot be read"),
         ([Header(0, 1, 0, 1 << 31, 0).pack()], "less than a hundred"),
+        ([Header(0, 1, 0, len(ENDLESS), 0).pack() + ENDLESS], "cannot be read"),
     ],
-    ids=["unannounced", "order", "length", "garbled", "endless"],
+    ids=["unannounced", "order", "length", "garbled", "endless", "without end"],
 )
 def test_a_wrong_message_is_reported_to_the_rank(messages: list[bytes], said: str) -> None:
     with environment() as address:

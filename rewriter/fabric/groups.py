@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rewriter.errors import RewriterError
@@ -39,7 +40,8 @@ def place(ranks: Sequence[int], node: int) -> Placement:
     home = ranks[0] // node
     if isinstance(ranks, range):
         inside = range(home * node, (home + 1) * node)
-        first = tuple(rank for rank in inside if rank in ranks)
+        fewer, others = (inside, ranks) if node < len(ranks) else (ranks, inside)
+        first = tuple(rank for rank in fewer if rank in others)
         low, high = min(ranks[0], ranks[-1]), max(ranks[0], ranks[-1])
         nodes = len(ranks) if abs(ranks.step) >= node else high // node - low // node + 1
     else:
@@ -61,6 +63,15 @@ def occupied(placement: Placement, node: int, inside: Link, between: Link | None
     if placement.nodes > 1 and between is not None:
         names += [f"{home}.network"] if between.shared else [f"rank{rank}.network" for rank in placement.first]
     return tuple(names)
+
+
+_OF_A_RANK = re.compile(r"rank\d+(?=$|\.network$)")
+
+
+def links_of(rank: int, links: Iterable[str]) -> tuple[str, ...]:
+    """What `rank` itself can wait for, of `links` of exchanges that it takes part in: each of them passes its own link,
+    and that of other members is left out. At most two for a model's answer, however many ranks share a node."""
+    return tuple(dict.fromkeys(_OF_A_RANK.sub(f"rank{rank}", link) for link in links))
 
 
 def received_bytes(call: Call) -> float:

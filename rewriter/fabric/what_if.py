@@ -16,6 +16,7 @@ from rewriter.suggestions import did_you_mean
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
 _CHANGE = re.compile(rf"(?:x{_NUMBER}|(?P<sign>[-+]?){_NUMBER.replace('number', 'seconds')}(?P<unit>ns|us|µs|μs|ms|s))")
+_LARGEST = 1e6  # seconds or times; more would not be finite for long
 _WRITTEN = "write +5us, -5us, x1.5 or 20us (units: ns, us, ms, s)"
 
 Target = Kind | Literal["latency", "bandwidth"]
@@ -53,12 +54,16 @@ class Change:
         target = cast(Target, name)
         if found["number"] is not None:
             scale = float(found["number"])
-            if not (0 if name != "bandwidth" else 1e-9) <= scale < math.inf:
+            if name == "bandwidth" and scale < 1 / _LARGEST:
                 raise RewriterError(f"--what-if {text!r:.60}: a bandwidth of nothing; take a factor above 0.")
+            if scale > _LARGEST:
+                raise RewriterError(f"--what-if {text!r:.60}: more than {_LARGEST:.0f} times.")
             return cls(target, scale=scale)
         if name == "bandwidth":
             raise RewriterError(f"--what-if {text!r:.60}: a bandwidth changes by a factor: bandwidth=x0.5.")
         seconds = float(found["seconds"]) * _UNITS[found["unit"]]
+        if seconds > _LARGEST:
+            raise RewriterError(f"--what-if {text!r:.60}: more than {_LARGEST:.0f} seconds.")
         if found["sign"]:
             return cls(target, add=math.copysign(seconds, -1 if found["sign"] == "-" else 1))
         return cls(target, value=seconds)

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from rewriter.fabric.writing import short
 
 _MATRIX, _BYTES = 1024, 128 << 20
+_LARGER = 8  # times, on CUDA
 _ATTENTION = (1, 8, 1024, 64)  # batch, heads, tokens, head size
+_ATTENTION_CUDA = (4, 32, 4096, 128)
 
 
 def device_section(device: torch.device, source: str) -> dict[str, Any]:
@@ -33,11 +35,11 @@ def device_section(device: torch.device, source: str) -> dict[str, Any]:
     return {
         "name": _name(device),
         "flops": {
-            name: figure(_product(device, dtype), f"products of {_MATRIX} × {_MATRIX} matrices")
+            name: figure(_product(device, dtype), f"products of {_matrix(device)} × {_matrix(device)} matrices")
             for name, dtype in dtypes.items()
         },
         "efficiency": figure(1.0, reached),
-        "attention_flops": figure(_attention(device), f"attention of {_ATTENTION} float32, forward"),
+        "attention_flops": figure(_attention(device), "attention of {} {}, forward".format(*_attended(device))),
         "memory_bytes": figure(_memory(device), "of the device" if device.type == "cuda" else "of the host"),
         "memory_bandwidth": figure(_copy(device), f"a copy of {_BYTES >> 20} MiB, reads and writes"),
         "memory_efficiency": figure(1.0, reached),
@@ -64,15 +66,25 @@ def _seconds(run: Callable[[], object], device: torch.device, repetitions: int =
     return statistics.median(times[2:])
 
 
+def _matrix(device: torch.device) -> int:
+    return _MATRIX * (_LARGER if device.type == "cuda" else 1)
+
+
 def _product(device: torch.device, dtype: torch.dtype) -> float:
-    size = _MATRIX * (8 if device.type == "cuda" else 1)
+    size = _matrix(device)
     a = torch.ones(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _seconds(lambda: a @ a, device)
 
 
+def _attended(device: torch.device) -> tuple[tuple[int, int, int, int], str]:
+    """Shape and dtype: what models on such devices have."""
+    return (_ATTENTION_CUDA, "bfloat16") if device.type == "cuda" else (_ATTENTION, "float32")
+
+
 def _attention(device: torch.device) -> float:
-    q = torch.ones(_ATTENTION, device=device)
-    batch, heads, tokens, size = _ATTENTION
+    shape, dtype = _attended(device)
+    q = torch.ones(shape, device=device, dtype=getattr(torch, dtype))
+    batch, heads, tokens, size = shape
     return 4 * batch * heads * tokens**2 * size / _seconds(lambda: F.scaled_dot_product_attention(q, q, q), device)
 
 
@@ -84,6 +96,7 @@ def _copy(device: torch.device) -> float:
 
 def _launch(device: torch.device) -> float:
     one, count = torch.ones(1, device=device), 500
+    one.add_(1)  # the first one loads the kernel
     begun = time.monotonic()
     for _ in range(count):
         one.add_(1)

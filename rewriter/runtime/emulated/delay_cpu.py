@@ -45,7 +45,7 @@ class DelayEngine:
         now = operation.called
         call, delay = operation.call, Delay(0.0, 0.0, ())
         if call.size > 1:
-            delay = directed(self.model.delay(call), call, operation.receives)
+            delay = directed(self.model.delay(call), call, operation.own, operation.receives)
         work = DelayedWork(operation, delay, self._timer)
         if self._meetings is not None and self._meetings.shared(operation):
             self._meetings.last(operation, now, partial(self._met, work))
@@ -94,6 +94,7 @@ class DelayedWork(EmulatedWork):
     def __init__(self, operation: Operation, delay: Delay, timer: Timer) -> None:
         super().__init__(operation)
         self.delay = delay
+        self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when it is told to
         self.start = self.end = 0.0
         self.filled = False
         self.values: bytes | None = None  # of a real rank that has them, instead of those of uniform ranks
@@ -114,7 +115,9 @@ class DelayedWork(EmulatedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._ready.is_set() and self._error is None:
             self.fill()
-        return super().wait(timeout)
+        over = super().wait(timeout)
+        self.fill()  # a message whose sender came while this rank was waiting
+        return over
 
     def is_completed(self) -> bool:
         over = super().is_completed()
@@ -134,7 +137,7 @@ class DelayedWork(EmulatedWork):
 
     def owed(self, now: float) -> float:
         """CPU seconds that should have been spent by `now`, and were not."""
-        whole = self.delay.cpu_seconds
+        whole = self.cpu_seconds
         span = _SHARE * self.delay.seconds
         passed = min(1.0, max(0.0, (now - self.start) / span)) if span > 0 else 1.0
         return whole * passed - self.spent
@@ -181,7 +184,7 @@ class Timer:
             with self._changed:
                 self._works = [work for work in self._works if not work.finished]
                 if len(self._works) == len(works) and not self._closed:
-                    self._changed.wait(max(0.0, wake - time.monotonic()))
+                    self._changed.wait(min(max(0.0, wake - time.monotonic()), threading.TIMEOUT_MAX))
         for work in self._works:
             work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
 
@@ -203,7 +206,7 @@ class Timer:
         if owed > 0:
             work.spent += spend(min(owed, 2 * _TICK))
             now = time.monotonic()
-        if work.spent < work.delay.cpu_seconds or not work.filled:
+        if work.spent < work.cpu_seconds or not work.filled:
             return now + (_TICK if work.owed(now) < _TICK else 0.0)
         work.ready(work.end)
         if work.awaited_as_future and 0 < work.end - now <= _SPIN:

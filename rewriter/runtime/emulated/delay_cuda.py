@@ -53,7 +53,7 @@ class CudaDelayEngine:
         self._kernels = hold_triton
         self.model, self.device = model, device
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._rows: dict[tuple[Call, bool], int] = {}
+        self._rows: dict[tuple[Call, int, bool], int] = {}
         self._blocks: dict[int, int] = {}
         self._link_numbers: dict[str, int] = {}
         self._launched = self._captured = 0
@@ -86,8 +86,8 @@ class CudaDelayEngine:
     def change(self, model: DelayModel) -> None:
         """From now on, and in graphs that were captured, collectives take what `model` says."""
         self.model = model
-        for (call, receives), row in self._rows.items():
-            self._write(row, self._directed(call, receives))
+        for what, row in self._rows.items():
+            self._write(row, self._directed(*what))
 
     def close(self) -> None:
         """Let go of tensors; kernels under way come to their ends."""
@@ -97,7 +97,7 @@ class CudaDelayEngine:
 
     def _row(self, operation: Operation) -> int:
         call = operation.call
-        key = call, operation.receives
+        key = call, operation.own, operation.receives
         if key in self._rows:
             return self._rows[key]
         if torch.cuda.is_current_stream_capturing():
@@ -107,13 +107,13 @@ class CudaDelayEngine:
             )
         if len(self._rows) == _ROWS:
             raise RewriterError(f"{operation.title}: more than {_ROWS} different calls of collectives in one job")
-        delay = self._directed(call, operation.receives)
+        delay = self._directed(*key)
         row = self._rows[key] = len(self._rows)
         self._write(row, delay)
         return row
 
-    def _directed(self, call: Call, receives: bool) -> Delay:
-        return Delay(0.0, 0.0, ()) if call.size < 2 else directed(self.model.delay(call), call, receives)
+    def _directed(self, call: Call, rank: int, receives: bool) -> Delay:
+        return Delay(0.0, 0.0, ()) if call.size < 2 else directed(self.model.delay(call), call, rank, receives)
 
     def _write(self, row: int, delay: Delay) -> None:
         if len(delay.links) > self._kernels.LINKS:

@@ -102,6 +102,9 @@ class Environment:
             self._leave(peer)
         except OSError:
             self._leave(peer)
+        except Exception as error:  # whatever one rank says, the others' jobs go on
+            peer.report(f"environment: {type(error).__name__}: {error}")
+            self._leave(peer)
 
     def _leave(self, peer: Peer) -> None:
         """A connection has ended. Who waits for that rank waits in vain."""
@@ -155,7 +158,8 @@ class Environment:
         elif absent:
             reason = f"rank {absent[0]} has left the job"
         elif len(gate) == members:
-            self._start(self._gates.pop((hello.group, *sequence)))
+            self._start(gate)  # where that fails, the others at the gate are told
+            del self._gates[(hello.group, *sequence)]
             return
         else:
             return
@@ -169,7 +173,7 @@ class Environment:
         for played in gate:
             begin = end = now
             if self._model is not None:
-                delay = directed(self._model.delay(played.call), played.call, played.receives)
+                delay = directed(self._model.delay(played.call), played.call, played.rank, played.receives)
                 links = self._links.get(played.rank, Links())
                 begin, end, self._links[played.rank] = links.occupy(now, delay)
             played.start(begin, end)

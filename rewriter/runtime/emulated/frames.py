@@ -24,6 +24,7 @@ FRAME = 256 << 10
 MAGIC = b"REWRITER-WIRE-1\n"
 ANNOUNCED_LIMIT = 1 << 12
 HELLO_LIMIT = 64 << 20  # a group of some million ranks that is no range
+BYTES_LIMIT = 1 << 38  # of an operation: its plan has messages for each MiB
 DATA, ANNOUNCE, ERROR = range(3)
 
 _HEADER = struct.Struct("<IBxxxIIQQ")
@@ -117,8 +118,8 @@ class Announced:
         try:
             kind, itemsize, letters, root, rank, nbytes, sequence, tag = _ANNOUNCED.unpack_from(body)
             dtype = body[_ANNOUNCED.size :].decode()
-            if len(dtype) != letters or kind >= len(KINDS) or itemsize == 0:
-                raise ValueError(f"kind {kind}, items of {itemsize} bytes")
+            if len(dtype) != letters or kind >= len(KINDS) or itemsize == 0 or nbytes > BYTES_LIMIT:
+                raise ValueError(f"kind {kind}, {nbytes} bytes in items of {itemsize}")
         except (struct.error, ValueError) as error:
             raise RewriterError(f"environment: an operation that cannot be read: {error}") from None
         return cls(kind, itemsize, None if root < 0 else root, rank, nbytes, sequence, tag, dtype)

@@ -192,6 +192,7 @@ class EmulatedGroup(Identity):
         begun, self._coalesced = self._coalesced or [], None
         for deferred in begun:
             deferred.work = self.engine.submit(deferred.operation)
+            self._under_way.add(deferred.work)
         return Together([deferred.work for deferred in begun])
 
     start_coalescing = _start_coalescing
@@ -270,7 +271,10 @@ def refuse_objects(root: int) -> None:
     frame = sys._getframe(2)
     for _ in range(_WITHIN):
         if frame.f_code.co_name in _OBJECTS:
-            raise RewriterError(f"{frame.f_code.co_name}: rank {root} is emulated and has no objects. Make it real")
+            raise RewriterError(
+                f"{frame.f_code.co_name}: rank {root} is emulated and has no objects. Make it real"
+                " (in delay mode: wire mode carries no values)"
+            )
         if frame.f_back is None:
             return
         frame = frame.f_back

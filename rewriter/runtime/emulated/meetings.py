@@ -47,6 +47,7 @@ class _Peer:
     connection: socket.socket
     near: bool  # its clock is ours
     received: bytearray = field(default_factory=bytearray)
+    sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in threads of their own
 
 
 class Meetings:
@@ -90,8 +91,9 @@ class Meetings:
         text = json.dumps(line).encode()
         message = _HEAD.pack(len(text), len(values)) + text + values
         for rank in ranks:
-            with contextlib.suppress(OSError):  # who is gone is noticed by the thread
-                self._peers[rank].connection.sendall(message)
+            peer = self._peers[rank]
+            with contextlib.suppress(OSError), peer.sending:  # who is gone is noticed by the thread
+                peer.connection.sendall(message)
 
     def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
         with self._lock:
@@ -207,9 +209,9 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
     """A connection to each other real rank: the higher rank connects to the lower."""
     here = f"{socket.gethostname()} {_boot()}"
     peers = []
-    with socket.create_server(("", 0)) as server:
+    address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
+    with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
         server.settimeout(timeout)
-        address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
         store.set(f"rewriter/meet/{own}", json.dumps([address, server.getsockname()[1], here]))
         for rank in (r for r in real if r < own):
             host, port, there = json.loads(store.get(f"rewriter/meet/{rank}"))

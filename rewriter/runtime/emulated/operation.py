@@ -60,6 +60,11 @@ class Operation:
         return self.call.kind == "send" and self.rank == 1
 
     @property
+    def own(self) -> int:
+        """This process's global rank."""
+        return self.call.ranks[self.rank]
+
+    @property
     def output_bytes(self) -> int:
         """Bytes that `fill` writes."""
         return sum(t.nbytes for t in self.outputs)
