@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from rewriter import RewriterError
 from rewriter.runtime import Context, load
 from rewriter.runtime.launch import launch
-from rewriter.runtime.load import _device
+from rewriter.runtime.load import rank_device
 
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8]]
 
@@ -255,7 +255,7 @@ def gpus(monkeypatch):
 )
 def test_a_rank_takes_its_gpu_and_makes_it_current(gpus, count, local_rank, visible, device, expected):
     current = gpus(count, local_rank, visible)
-    assert str(_device(device)) == (expected or "cpu")
+    assert str(rank_device(device)) == (expected or "cpu")
     assert current == ([expected] if expected else [])
 
 
@@ -271,7 +271,7 @@ def test_a_rank_takes_its_gpu_and_makes_it_current(gpus, count, local_rank, visi
 def test_a_gpu_that_is_not_there_is_refused(gpus, count, local_rank, visible, device, message):
     current = gpus(count, local_rank, visible)
     with pytest.raises(RewriterError, match=message):
-        _device(device)
+        rank_device(device)
     assert current == []
 
 
