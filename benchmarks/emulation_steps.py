@@ -49,7 +49,7 @@ from rewriter.errors import RewriterError
 HERE = Path(__file__).resolve().parent
 RATE = 100e6  # bytes per second, in each direction: the steps below communicate about as long as they compute
 WITHIN = 0.03
-SECONDS = 420.0
+SECONDS = 600.0
 KINDS = ("real", "delay", "wire")
 ADDED = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 2e-2)  # seconds
 PORT = 29600

@@ -207,11 +207,12 @@ class Known:
 
 
 def calibrated_here(group: object) -> tuple[str, list[tuple[str, int, float, float]], list[list[float]]]:
-    from rewriter.predict.calibration import _durations, calibrated, measure
+    from rewriter.predict.calibration import calibrated, measure
+    from rewriter.predict.timing import durations
 
     large = measure(("all_reduce", "all_gather"), (1 << 22,), 3)
     found = [(m.kind, m.point.nbytes, m.point.seconds, m.point.cpu_seconds) for m in large]
-    known = [_durations(Known, 4, torch.device("cpu"), halves) for halves in (False, True)]
+    known = [durations(Known, 4, torch.device("cpu"), halves).seconds for halves in (False, True)]
     return calibrated(Path("here.yaml"), 2048, 3)[0], found, known
 
 

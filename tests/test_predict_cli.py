@@ -153,9 +153,9 @@ def test_errors_are_shares_of_what_was_measured() -> None:
 
 
 def test_a_busy_machine_is_told() -> None:
-    assert not any("busy" in words for words in replace(VALIDATION, noise=0.1).said())
-    assert any("differ by 60 %" in words for words in replace(VALIDATION, noise=0.6).said())
-    assert replace(VALIDATION, noise=0.6).of("ladder")["noise"] == 0.6
+    assert not any("busy" in words for words in replace(VALIDATION, busy=0.05).said())
+    assert any("for 60 % of the time" in words for words in replace(VALIDATION, busy=0.6).said())
+    assert replace(VALIDATION, busy=0.6).of("ladder")["busy"] == 0.6
 
 
 def test_the_page_shows_a_validation() -> None:

@@ -82,7 +82,7 @@ def calibrate(
     ] = 64 << 20,
     repetitions: Annotated[
         int, typer.Option("--repetitions", min=3, max=1000, metavar="N", help="Times that each is measured, at most.")
-    ] = 30,
+    ] = 200,
 ) -> None:
     """Measure this machine: collectives by size, its arithmetic and its memory."""
     from rewriter.cli.launching import is_first, is_rank, start_ranks
@@ -94,15 +94,15 @@ def calibrate(
         return
     from rewriter.predict.calibration import calibrated
 
-    text, spread = calibrated(out, largest, repetitions)
+    text, taken = calibrated(out, largest, repetitions)
     if is_first():
         write(text, out)
         typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
         from rewriter.predict.validation import BUSY
 
-        if spread > BUSY:
+        if taken > BUSY:
             typer.echo(
-                f"warning: repetitions differ by {100 * spread:.0f} % (middle half, median over sizes): this machine "
-                "is busy. Calibrate again when nothing else runs.",
+                f"warning: something else had the ranks' cores for {100 * taken:.0f} % of the time: this machine is "
+                "busy. Calibrate again when nothing else runs.",
                 err=True,
             )

@@ -44,5 +44,6 @@ class Composed:
             transfer,
             occupied(placement, self.formula.node, self.formula.inside, self.formula.between),
             cpu_seconds=there.cpu_seconds,
+            hindrance=there.hindrance,
             note=f"{call.kind} across {placement.nodes} nodes: the network by formula (α-β), not measured",
         )

@@ -15,11 +15,18 @@ from rewriter.errors import RewriterError
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: `nbytes` as in `Call`, `seconds`, and the CPU time it took of a rank's own core."""
+    """One measurement: `nbytes` as in `Call`, `seconds`, the CPU time it took of a rank's own core, and the seconds
+    that it takes where that core computes meanwhile, 0 standing for as long."""
 
     nbytes: int
     seconds: float
     cpu_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+    @property
+    def hindrance(self) -> float:
+        """How much longer it takes beside computation."""
+        return max(0.0, self.busy_seconds - self.seconds)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,8 @@ class Curve:
         if not self.points:
             raise RewriterError("a curve without measurements: give at least one size.")
         for point in self.points:
-            if point.nbytes <= 0 or not (0 < point.seconds < math.inf) or not (0 <= point.cpu_seconds < math.inf):
+            others = (point.cpu_seconds, point.busy_seconds)
+            if point.nbytes <= 0 or not (0 < point.seconds < math.inf) or not all(0 <= s < math.inf for s in others):
                 raise RewriterError(f"{point}: sizes and durations must be positive and finite.")
         if any(a.nbytes >= b.nbytes for a, b in pairwise(self.points)):
             raise RewriterError("a curve's sizes must rise, each once.")
@@ -54,7 +62,12 @@ class Curve:
         median = statistics.median
         return cls(
             tuple(
-                Point(nbytes, median(p.seconds for p in same), median(p.cpu_seconds for p in same))
+                Point(
+                    nbytes,
+                    median(p.seconds for p in same),
+                    median(p.cpu_seconds for p in same),
+                    median(p.busy_seconds for p in same),
+                )
                 for nbytes, same in sorted(sizes.items())
             )
         )
@@ -74,16 +87,23 @@ class Curve:
         return math.exp(self._spline(math.log(max(nbytes, self.points[0].nbytes))))
 
     def cpu_seconds(self, nbytes: float) -> float:
-        """CPU seconds for `nbytes`, linear between sizes: they may be 0, where no logarithm is."""
+        """CPU seconds for `nbytes`."""
+        return self._linear(nbytes, [point.cpu_seconds for point in self.points])
+
+    def hindrance(self, nbytes: float) -> float:
+        """How many seconds longer `nbytes` take beside computation."""
+        return self._linear(nbytes, [point.hindrance for point in self.points])
+
+    def _linear(self, nbytes: float, values: Sequence[float]) -> float:
+        """Linear between sizes: the values of points may be 0, where no logarithm is. Beyond them as the seconds."""
         points = self.points
         index = bisect_right([point.nbytes for point in points], nbytes)
         if index == 0:
-            return points[0].cpu_seconds
+            return values[0]
         if index == len(points):
-            return points[-1].cpu_seconds * (self.seconds(nbytes) / points[-1].seconds)
-        low, high = points[index - 1], points[index]
-        share = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
-        return low.cpu_seconds + share * (high.cpu_seconds - low.cpu_seconds)
+            return values[-1] * (self.seconds(nbytes) / points[-1].seconds)
+        low, high = points[index - 1].nbytes, points[index].nbytes
+        return values[index - 1] + (nbytes - low) / (high - low) * (values[index] - values[index - 1])
 
     def errors(self) -> tuple[float, ...]:
         """Of each size between the first and the last: |predicted / measured - 1|, predicted by all the others."""

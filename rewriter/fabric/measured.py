@@ -60,7 +60,8 @@ class Measured:
         seconds = curve.seconds(like.nbytes) * ratio
         transfer = max(0.0, seconds - curve.latency * ratio)
         links = occupied(placement, formula.node, formula.inside, formula.between)
-        return Delay(seconds, transfer, links, curve.cpu_seconds(like.nbytes) * ratio, note=note)
+        taken, hindrance = curve.cpu_seconds(like.nbytes) * ratio, curve.hindrance(like.nbytes) * ratio
+        return Delay(seconds, transfer, links, taken, hindrance=hindrance, note=note)
 
     def covers(self, call: Call) -> bool:
         """Whether such a group was measured across nodes: it is too large for one."""

@@ -102,6 +102,7 @@ class PointFile(_Strict):
     bytes: Bytes
     seconds: Positive
     cpu_seconds: Seconds = 0.0
+    busy_seconds: Seconds = 0.0
 
 
 class MeasurementsFile(_Strict):
@@ -114,7 +115,8 @@ class MeasurementsFile(_Strict):
     def table(self, system: str) -> Table:
         curves: dict[tuple[Kind, int], list[Point]] = defaultdict(list)
         for point in self.points:
-            curves[point.kind, point.ranks].append(Point(point.bytes, point.seconds, point.cpu_seconds))
+            measured = Point(point.bytes, point.seconds, point.cpu_seconds, point.busy_seconds)
+            curves[point.kind, point.ranks].append(measured)
         key = TableKey(system, self.library, self.version, self.library, True, self.dtype)
         return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
 

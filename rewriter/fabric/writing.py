@@ -26,8 +26,9 @@ def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str,
     rows = []
     for kind, ranks, point in points:
         row: dict[str, Any] = {"kind": kind, "ranks": ranks, "bytes": point.nbytes, "seconds": short(point.seconds)}
-        if point.cpu_seconds:
-            row["cpu_seconds"] = short(point.cpu_seconds)
+        for name in ("cpu_seconds", "busy_seconds"):
+            if value := getattr(point, name):
+                row[name] = short(value)
         rows.append(row)
     return rows
 

@@ -114,8 +114,8 @@ def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
 
     _join(spec, 0, rank, device, silent=False)
     try:
-        text, spread = calibrated(Path("this-machine.yaml"), spec.largest)
-        return {"fabric": text, "spread": spread}
+        text, taken = calibrated(Path("this-machine.yaml"), spec.largest)
+        return {"fabric": text, "taken": taken}
     finally:
         dist.destroy_process_group()
 

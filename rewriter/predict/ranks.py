@@ -41,10 +41,10 @@ def run(spec: Spec, ranks: Sequence[int], timeout: float) -> dict[str, Seconds]:
 
 
 def calibrate(spec: Spec, timeout: float) -> tuple[str, float]:
-    """The YAML of a fabric that all ranks of `spec.world` measure, and by how much repetitions differed (see
-    `calibration.calibrated`). Raises RewriterError as `run` does."""
+    """The YAML of a fabric that all ranks of `spec.world` measure, and for which share of the time something
+    else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
     found = _results(spec, range(spec.world), timeout)[0]
-    return found["fabric"], found["spread"]
+    return found["fabric"], found["taken"]
 
 
 def slowest(found: Sequence[Seconds]) -> Seconds:

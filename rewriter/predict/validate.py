@@ -67,7 +67,7 @@ def validate(
     told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
-        delays, noise = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
+        delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
             variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
@@ -94,17 +94,17 @@ def validate(
         for kind in PASSES
     ]
     fabric = named.fabric if where == "cuda" else "a fabric calibrated on this machine"
-    return Validation(words, fabric, tuple(rows), noise=noise)
+    return Validation(words, fabric, tuple(rows), busy=busy)
 
 
 def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Path) -> tuple[Emulation, float]:
-    """A fabric of this machine's CPU, of messages as large as the job's, and by how much repetitions differed."""
+    """A fabric of this machine's CPU, of messages as large as the job's, and how busy it is (`Validation.busy`)."""
     from rewriter.analysis.communication import collectives
 
     per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
     largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
     asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest)
     file = directory / "this-machine.yaml"
-    text, noise = calibrate(asked, TIMEOUT)
+    text, busy = calibrate(asked, TIMEOUT)
     file.write_text(text, encoding="utf-8")
-    return Emulation(str(file)), noise
+    return Emulation(str(file)), busy

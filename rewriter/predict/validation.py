@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 WITHIN = 0.03  # error that is allowed where real launches agree better than half of it
-BUSY = 0.3  # repetitions of one collective on an idle machine differ by less
+BUSY = 0.1  # on an idle machine the ranks of a calibration lack their cores for a smaller share of the time
 PASSES = ("prefill", "decode")
 COLUMNS = ("pass", "predicted", "measured", "error", "spread", "holds")
 
@@ -45,14 +45,14 @@ class Row:
 @dataclass(frozen=True)
 class Validation:
     """What was compared, and where. `real`: how the real ranks ran; `fabric`: whose delays the emulated ones had.
-    `reason`: why nothing was compared, None where it was. `noise`: by how much repetitions of a calibrated collective
-    differed, as a share."""
+    `reason`: why nothing was compared, None where it was. `busy`: the share of the calibration's time in which
+    something else had the ranks' cores."""
 
     real: str
     fabric: str
     rows: tuple[Row, ...]
     reason: str | None = None
-    noise: float | None = None
+    busy: float | None = None
 
     @property
     def misordered(self) -> list[tuple[str, str, str]]:
@@ -86,7 +86,7 @@ class Validation:
             for row in self.rows
             if row.recipe == recipe
         }
-        return {"real": self.real, "fabric": self.fabric, "noise": self.noise, **rows}
+        return {"real": self.real, "fabric": self.fabric, "busy": self.busy, **rows}
 
     def cells(self) -> list[tuple[str, list[str]]]:
         """By recipe what stands in each of COLUMNS."""
@@ -109,7 +109,7 @@ class Validation:
             f"Predicted: one real rank, its peers emulated ({self.fabric}). Measured: {self.real}.",
             f"Medians of {len(self.rows[0].measured)} launches of each, in turns. Spread: between the real launches. "
             f"It holds if the error is within {100 * WITHIN:g} % or twice the spread.",
-            *([] if self.noise is None or self.noise <= BUSY else [_busy(self.noise)]),
+            *([] if self.busy is None or self.busy <= BUSY else [_busy(self.busy)]),
             *(f"Ranked the wrong way in {kind}: {a} and {b}." for a, b, kind in self.misordered),
         ]
 
@@ -133,8 +133,9 @@ class Validation:
         return Group(table, words)
 
 
-def _busy(noise: float) -> str:
+def _busy(share: float) -> str:
     return (
-        f"This machine is busy: repetitions of one collective differ by {100 * noise:.0f} %, so that the calibrated "
+        f"This machine is busy: something else had the ranks' cores for {100 * share:.0f} % of the time, so that the "
+        "calibrated "
         "fabric is too slow, and errors are no measure of the prediction. Repeat it on an idle machine."
     )

@@ -96,6 +96,7 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
                 "emulated backend: mode wire, but no environment process. Start the script with "
                 "`python -m rewriter.runtime.emulated --mode wire`"
             )
-        return _Job(WireEngine(config.environment, rank, real), (rank,))  # no other rank's objects travel
+        pace = config.pace() if model is None else model
+        return _Job(WireEngine(config.environment, rank, real, pace), (rank,))  # no other rank's objects travel
     meetings = Meetings(options.store, real, rank, seconds) if len(real) > 1 else None
     return _Job(DelayEngines(config.delay_model() if model is None else model, meetings), real)

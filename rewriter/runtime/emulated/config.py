@@ -70,6 +70,10 @@ class EmulationConfig(BaseModel):
         model = load_fabric(self.fabric).delay_model(self.library, self.graphed)
         return WhatIf.parse(model, self.what_if) if self.what_if else model
 
+    def pace(self) -> DelayModel | None:
+        """`delay_model`, or None where the wire alone sets the time."""
+        return None if self.fabric == UNPACED else self.delay_model()
+
     def to_environment(self) -> str:
         """The value of REWRITER_EMULATE."""
         return self.model_dump_json(exclude_defaults=True)

@@ -1,13 +1,15 @@
 """Operations that take as long as a model of delays says, timed on the CPU.
 
-An operation begins when this rank, the last real one to arrive, calls it, and its links are free; it ends at a deadline
-on `time.monotonic`. Who waits watches the clock (see `EmulatedWork`). A thread writes large results, spends the CPU
-time that the real exchange takes from this rank's core, spread over the delay, and sets futures.
+An operation begins when this rank, the last real one to arrive, calls it, and its links are free; when it ends depends
+on how much of the time the rank computes (see `Progress`). Who waits watches the clock (see `EmulatedWork`). A thread
+writes large results, spends the CPU time that the real exchange takes from this rank's core, spread over the delay, and
+sets futures.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,14 +17,15 @@ from datetime import timedelta
 from functools import partial
 
 from rewriter.errors import RewriterError
-from rewriter.fabric import Delay, DelayModel, Links
+from rewriter.fabric import Delay, DelayModel
 from rewriter.runtime.emulated.directions import directed
 from rewriter.runtime.emulated.meetings import Meetings, write
 from rewriter.runtime.emulated.operation import Operation
+from rewriter.runtime.emulated.progress import Progress, Underway
 from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
 
 _INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
-_TICK = 3e-4  # seconds between two shares of CPU time
+_TICK = 1e-3  # seconds between two shares of CPU time: to wake a thread takes some, too
 _SHARE = 0.9  # of the delay, in which the CPU time is spent: what is late ends before the deadline
 _PIECE = 1 << 18  # bytes copied at a time where CPU time is spent: some 30 µs
 # CPU seconds that the caller spends at once: a thread that shares its core would be woken, and done, too late
@@ -36,21 +39,20 @@ class DelayEngine:
     def __init__(self, model: DelayModel, meetings: Meetings | None = None) -> None:
         self.model = model
         self._meetings = meetings
-        self._links = Links()
-        self._ends: dict[str, float] = {}  # of each group's last collective, on fabrics of GPUs
-        self._lock = threading.Lock()
+        self._progress = Progress()
         self._timer = Timer()
 
     def submit(self, operation: Operation) -> DelayedWork:
-        now = operation.called
+        begun, now = time.thread_time(), operation.called
         call, delay = operation.call, Delay(0.0, 0.0, ())
         if call.size > 1:
             delay = directed(self.model.delay(call), call, operation.own, operation.receives)
-        work = DelayedWork(operation, delay, self._timer)
+        work = DelayedWork(operation, delay, self._progress, self._timer)
         if self._meetings is not None and self._meetings.shared(operation):
             self._meetings.last(operation, now, partial(self._met, work))
         else:
             self._arrived(work, now)
+        self._progress.spent(time.thread_time() - begun)
         return work
 
     def _met(self, work: DelayedWork, now: float, values: bytes | None, error: BaseException | None) -> None:
@@ -66,16 +68,13 @@ class DelayEngine:
 
     def _arrived(self, work: DelayedWork, now: float) -> None:
         operation, delay = work.operation, work.delay
-        with self._lock:
-            if delay.blocks and operation.call.kind != "send":
-                # a group's kernels are on one stream
-                now = max(now, self._ends.get(operation.group, now))
-            work.start, work.end, self._links = self._links.occupy(now, delay)
-            self._ends[operation.group] = work.end
+        # on fabrics of GPUs a group's kernels are on one stream
+        stream = operation.group if delay.blocks and operation.call.kind != "send" else None
+        work.underway = self._progress.begin(now, delay, stream)
         if delay.cpu_seconds <= _BRIEF and operation.output_bytes <= _INLINE:
             if not operation.receives:  # else what it gets may not have been sent yet: see `wait`
                 work.fill()
-            work.ready(work.end)
+            work.ready()
             if delay.cpu_seconds:
                 # what the call itself takes is part of what was measured
                 spend(delay.cpu_seconds - (time.monotonic() - operation.called))
@@ -91,16 +90,35 @@ class DelayEngine:
 
 
 class DelayedWork(EmulatedWork):
-    def __init__(self, operation: Operation, delay: Delay, timer: Timer) -> None:
+    def __init__(self, operation: Operation, delay: Delay, progress: Progress, timer: Timer) -> None:
         super().__init__(operation)
         self.delay = delay
         self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when it is told to
-        self.start = self.end = 0.0
+        self.underway: Underway | None = None  # until all real ranks have come
+        self._progress = progress
         self.filled = False
         self.values: bytes | None = None  # of a real rank that has them, instead of those of uniform ranks
         self._filling = threading.Lock()
         self.spent = 0.0  # seconds of CPU time
         self._timer = timer
+
+    @property
+    def start(self) -> float:
+        """When it starts: now, as far as nothing has told yet."""
+        return time.monotonic() if self.underway is None else self._progress.start(self.underway)
+
+    @property
+    def end(self) -> float:
+        """When it ends, if this rank does not compute from now on."""
+        return math.inf if self.underway is None else self._progress.end(self.underway)
+
+    @property
+    def share(self) -> float:
+        """How much of it is over."""
+        return 0.0 if self.underway is None else self._progress.share(self.underway)
+
+    def deadline(self) -> float:
+        return self.end
 
     def fill(self) -> None:
         """Write the outputs, once."""
@@ -115,7 +133,8 @@ class DelayedWork(EmulatedWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._ready.is_set() and self._error is None:
             self.fill()
-        over = super().wait(timeout)
+        with self._progress.waiting():
+            over = super().wait(timeout)
         self.fill()  # a message whose sender came while this rank was waiting
         return over
 
@@ -132,15 +151,12 @@ class DelayedWork(EmulatedWork):
     @property
     def fillable(self) -> bool:
         """Whether what is to be written is known, or is not waited for any longer."""
-        source, halfway = self.operation.source, (self.start + self.end) / 2
-        return source is None or source.tensor is not None or bool(self.values) or time.monotonic() >= halfway
+        source = self.operation.source
+        return source is None or source.tensor is not None or bool(self.values) or self.share >= 0.5
 
-    def owed(self, now: float) -> float:
-        """CPU seconds that should have been spent by `now`, and were not."""
-        whole = self.cpu_seconds
-        span = _SHARE * self.delay.seconds
-        passed = min(1.0, max(0.0, (now - self.start) / span)) if span > 0 else 1.0
-        return whole * passed - self.spent
+    def owed(self) -> float:
+        """CPU seconds that should have been spent by now, and were not."""
+        return self.cpu_seconds * min(1.0, self.share / _SHARE) - self.spent
 
 
 @dataclass
@@ -189,34 +205,36 @@ class Timer:
             work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
 
     def _advance(self, work: DelayedWork) -> float:
-        """Do what is due of `work`; the time at which it has to be looked at again."""
+        """Do what is due of `work`; the time at which it has to be looked at again. What this takes of the CPU is spent
+        in its place."""
+        begun = time.thread_time()
         try:
-            return self._due(work)
+            return self._due(work, begun)
         except BaseException as error:
             work.finish(error)
             return time.monotonic()
-
-    def _due(self, work: DelayedWork) -> float:
-        if not work.filled and work.fillable:
-            begun = time.thread_time()
-            work.fill()
+        finally:
             work.spent += time.thread_time() - begun
-        now = time.monotonic()
-        owed = work.owed(now)
+
+    def _due(self, work: DelayedWork, begun: float) -> float:
+        if not work.filled and work.fillable:
+            work.fill()
+        owed = work.owed() - (time.thread_time() - begun)
+        late = owed > 2 * _TICK  # more than what is spent now
         if owed > 0:
-            work.spent += spend(min(owed, 2 * _TICK))
-            now = time.monotonic()
-        if work.spent < work.cpu_seconds or not work.filled:
-            return now + (_TICK if work.owed(now) < _TICK else 0.0)
-        work.ready(work.end)
-        if work.awaited_as_future and 0 < work.end - now <= _SPIN:
-            while time.monotonic() < work.end:
+            spend(min(owed, 2 * _TICK))
+        if work.spent + time.thread_time() - begun < work.cpu_seconds or not work.filled:
+            return time.monotonic() + (0.0 if late else _TICK)
+        work.ready()
+        end = work.end
+        if work.awaited_as_future and end - time.monotonic() <= _SPIN:
+            while time.monotonic() < end:
                 pass
-            now = work.end
-        if now >= work.end:
+            end = work.end  # later, if the program computed meanwhile
+        if time.monotonic() >= end:
             work.finish()
-            return now
-        return max(now, work.end - _SPIN) if work.awaited_as_future else work.end
+            return end
+        return max(time.monotonic(), end - _SPIN) if work.awaited_as_future else end
 
 
 _scratch = ctypes.create_string_buffer(2 * _PIECE)

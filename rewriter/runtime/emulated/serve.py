@@ -8,7 +8,7 @@ import socket
 import sys
 
 from rewriter.errors import RewriterError
-from rewriter.runtime.emulated.config import UNPACED, EmulationConfig
+from rewriter.runtime.emulated.config import EmulationConfig
 from rewriter.runtime.emulated.environment import Environment
 from rewriter.runtime.emulated.rank import end_with_launcher
 from rewriter.runtime.emulated.wire import endpoint
@@ -16,7 +16,7 @@ from rewriter.runtime.emulated.wire import endpoint
 
 def serve(listener: socket.socket, config: EmulationConfig) -> None:
     """Play all ranks that are not real until SIGTERM or SIGINT."""
-    environment = Environment(listener, None if config.fabric == UNPACED else config.delay_model())
+    environment = Environment(listener, config.pace())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: environment.stop())
     environment.run()

@@ -4,6 +4,9 @@ The rank does what gloo does in its place: it sends its segments, receives other
 brings, two of them under way at a time (see `plan`). What the environment sends has no meaning, so the values of the
 outputs are written once, by `Operation.fill`; that takes the place of copying out of the socket what is not summed up,
 which Linux then skips. So a rank's CPU is as busy as in the real job.
+
+The environment process knows when messages may pass, but not whether this rank computes meanwhile, which keeps the real
+library's threads waiting (`Delay.hindrance`): with the environment's model the rank adds that by itself.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from rewriter.errors import RewriterError
+from rewriter.fabric import DelayModel
 from rewriter.runtime.emulated.channel import Channel
 from rewriter.runtime.emulated.deadlines import Deadlines
+from rewriter.runtime.emulated.directions import directed
 from rewriter.runtime.emulated.frames import Hello
 from rewriter.runtime.emulated.operation import Operation
+from rewriter.runtime.emulated.progress import Progress, Underway
 from rewriter.runtime.emulated.work import EmulatedWork
 
 CONNECT_SECONDS = 60.0  # an environment process that starts at the same time may be as late as this
@@ -27,15 +34,17 @@ CONNECT_SECONDS = 60.0  # an environment process that starts at the same time ma
 class WireEngine:
     """Operations of this process, exchanged with the environment process at `address` ("host:port").
 
-    `rank`: this process's global rank; `real`: all that are real. Each process group gets a connection of its own at
-    its first operation. Tensors are on the CPU. Raises RewriterError where the environment cannot be reached; an
-    operation whose environment goes away, or reports a message that it did not expect, fails in `wait` with
-    CollectiveAborted.
+    `rank`: this process's global rank; `real`: all that are real; `model`: the environment's. Each process group gets a
+    connection of its own at its first operation. Tensors are on the CPU. Raises RewriterError where the environment
+    cannot be reached; an operation whose environment goes away, or reports a message that it did not expect, fails in
+    `wait` with CollectiveAborted.
     """
 
-    def __init__(self, address: str, rank: int, real: Sequence[int] = ()) -> None:
+    def __init__(self, address: str, rank: int, real: Sequence[int] = (), model: DelayModel | None = None) -> None:
         self.address, self.rank, self.real = address, rank, tuple(real) or (rank,)
         self.endpoint = endpoint(address)
+        self._model = model
+        self._progress = Progress()
         self._channels: dict[tuple[str, object], Channel] = {}
         self._lock = threading.Lock()
         self._deadlines = Deadlines()
@@ -49,11 +58,16 @@ class WireEngine:
                     f"{operation.title}: a tensor on {tensor.device}. The wire mode exchanges tensors on the CPU; use "
                     "--mode delay for devices"
                 )
-        work = WireWork(operation, self._deadlines)
-        if operation.call.size == 1:
+        work = WireWork(operation, self._progress, self._deadlines)
+        call = operation.call
+        if call.size == 1:
             operation.fill()
             work.finish()
             return work
+        if self._model is not None:
+            delay = directed(self._model.delay(call), call, operation.own, operation.receives)
+            if delay.hindrance:
+                work.underway = self._progress.begin(operation.called, delay)
         self._channel(operation).begin(operation, work)
         return work
 
@@ -101,24 +115,40 @@ class WireEngine:
 class WireWork(EmulatedWork):
     """An operation whose messages have all arrived may still have to last: `arrive` is told until when."""
 
-    def __init__(self, operation: Operation, deadlines: Deadlines) -> None:
+    def __init__(self, operation: Operation, progress: Progress, deadlines: Deadlines) -> None:
         super().__init__(operation)
-        self._deadlines = deadlines
+        self.underway: Underway | None = None
+        self._progress, self._deadlines = progress, deadlines
         self._due: float | None = None
 
     def arrive(self, due: float) -> None:
-        """All messages are through; it ends at `due`, seconds of `time.monotonic`, or now."""
-        if due <= time.monotonic():
+        """All messages are through; it ends at `due`, seconds of `time.monotonic`, or later, or now."""
+        self._due = due
+        if self.deadline() <= time.monotonic():
             self.finish()
             return
-        self._due = due
-        self.ready(due)
+        self.ready()
         if self.awaited_as_future:
-            self._deadlines.at(due, self.finish)
+            self.on_future()
+
+    def deadline(self) -> float:
+        due = 0.0 if self._due is None else self._due
+        return due if self.underway is None else max(due, self._progress.end(self.underway))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with self._progress.waiting():
+            return super().wait(timeout)
 
     def on_future(self) -> None:
         if self._due is not None:
-            self._deadlines.at(self._due, self.finish)
+            self._deadlines.at(self.deadline(), self._perhaps)
+
+    def _perhaps(self) -> None:
+        """Finish, unless the program has computed meanwhile."""
+        if self.deadline() <= time.monotonic():
+            self.finish()
+        else:
+            self.on_future()
 
 
 def endpoint(address: str) -> tuple[str, int]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from rewriter.errors import RewriterError
 from rewriter.runtime.emulated.operation import Operation
 
-_SPIN = 1.2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
+_SPIN = 2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
+_RETURN = 4e-5  # seconds from the end of watching to the caller's next instruction
 
 
 class CollectiveTimeout(RewriterError, dist.DistError):
@@ -29,15 +30,14 @@ class CollectiveAborted(RewriterError, dist.DistError):
 class EmulatedWork(dist.Work):
     """An operation between its start and its end on the CPU, as `torch.distributed.Work`.
 
-    An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, with
-    a deadline on `time.monotonic`): who waits watches the clock, so that no thread has to be woken at the moment.
+    An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, until
+    `deadline`): who waits watches the clock, so that no thread has to be woken at the moment.
     """
 
     def __init__(self, operation: Operation) -> None:
         super().__init__()
         self.operation = operation
         self.begun = operation.called
-        self._deadline: float | None = None
         self._ready = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -46,10 +46,14 @@ class EmulatedWork(dist.Work):
 
     # --- for engines ---
 
-    def ready(self, deadline: float) -> None:
-        """The outputs are written; the operation ends at `deadline`, seconds of `time.monotonic`."""
-        self._deadline = deadline
+    def ready(self) -> None:
+        """The outputs are written; the operation ends at `deadline`."""
         self._ready.set()
+
+    def deadline(self) -> float:
+        """When an operation that is ready ends, if the rank waits for it: seconds of `time.monotonic`. It may be later
+        when it is asked again. For engines that call `ready` to define."""
+        raise NotImplementedError
 
     def finish(self, error: BaseException | None = None) -> None:
         """It is over now. What is waiting goes on, or raises `error`; only the first call counts."""
@@ -102,17 +106,15 @@ class EmulatedWork(dist.Work):
         return True
 
     def _until(self, limit: float, seconds: float) -> None:
-        deadline = self._deadline
-        if deadline is None or self._done.is_set():
-            return
-        end = min(deadline, limit)
-        remaining = end - time.monotonic()
-        if remaining > _SPIN:
-            self._done.wait(remaining - _SPIN)
-        while time.monotonic() < end and not self._done.is_set():
-            pass
-        if limit < deadline and not self._done.is_set():
-            self._late(seconds)
+        while not self._done.is_set() and (deadline := self.deadline()) - _RETURN > time.monotonic():
+            end = min(deadline, limit)
+            remaining = end - time.monotonic()
+            if remaining > _SPIN:
+                self._done.wait(remaining - _SPIN)
+            while time.monotonic() < end - _RETURN and not self._done.is_set():
+                pass
+            if limit < deadline and not self._done.is_set():
+                self._late(seconds)
 
     def _late(self, seconds: float) -> None:
         raise CollectiveTimeout(
@@ -121,8 +123,8 @@ class EmulatedWork(dist.Work):
         )
 
     def is_completed(self) -> bool:
-        if not self._done.is_set() and self._ready.is_set() and self._deadline is not None:
-            return time.monotonic() >= self._deadline
+        if not self._done.is_set() and self._ready.is_set():
+            return time.monotonic() >= self.deadline()
         return self._done.is_set()
 
     def is_success(self) -> bool:

@@ -1,0 +1,207 @@
+"""Collectives timed between this job's ranks, as programs meet them: after computation, and beside it.
+
+Ranks compute between repetitions for about as long as the collective takes, each time somewhat longer or shorter:
+programs for which a collective matters are like that, and it matters that they are. A link's token buckets are full
+again after a pause. On a CPU, the library's threads sleep, and whether they are woken at once depends on what their
+core does: gloo's loop thread, when it takes the core from a thread that holds its lock, spins until the kernel's next
+tick. So a small message takes .3 ms or 2 to 4, and how often which depends on the rhythm of the program.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PAUSES = (1e-3, 15e-3)  # seconds: the shortest and longest computations between repetitions, on average
+_LONGEST = 1.0  # seconds for one size of one collective, after which fewer repetitions must do
+_FEWEST = 3
+
+Run = Callable[[], Any]  # starts a collective once and returns its handle
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of each repetition, the same on every rank. `taken`: the share of the ranks' computations between
+    repetitions in which they did not have their core: something else runs there."""
+
+    seconds: tuple[float, ...]
+    taken: float
+
+
+def durations(
+    run: Run, repetitions: int, device: torch.device, halves: bool = False, together: bool = False
+) -> Durations:
+    """Repetitions of a collective whose ranks wait for it, each from the arrival of the last rank's call at the library
+    to the last rank's completion.
+
+    `halves`: of a round trip between ranks 0 and 1, one way. `together`: let all ranks meet before each repetition, for
+    collectives in which not every rank waits for every other one.
+    """
+    warm = max(2, min(10, repetitions // 10))
+    starts: list[float] = []
+    ends: list[float] = []
+    calls: list[float] = []  # CPU seconds until the library has it, which an emulated program takes as well
+
+    def repeat(times: int, pause: float) -> _Pauses:
+        pauses = _Pauses(pause)
+        for _ in range(times):
+            if together:
+                dist.barrier()
+            pauses.compute()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            starts.append(time.monotonic())
+            busy = time.thread_time()
+            work = run()
+            calls.append(time.thread_time() - busy)
+            work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.monotonic())
+        return pauses
+
+    repeat(warm, _PAUSES[0])
+    typical = agreed(statistics.median(end - start for start, end in zip(starts, ends, strict=True)))
+    pause = _pause(typical)
+    begun = len(starts)
+    pauses = repeat(_affordable(pause + typical, repetitions), pause)
+    found = _spans(starts[begun:], ends[begun:], halves)
+    if halves:  # a round trip is over when its call returns
+        return Durations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
+    call = agreed(statistics.median(calls[begun:]))
+    return Durations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
+
+
+def beside_computation(run: Run, typical: float, repetitions: int) -> tuple[float, float]:
+    """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
+    where they wait.
+
+    Ranks compute for `typical` seconds and then wait for the rest r: the collective has gone on at the rate that is
+    asked for, then at the one that is known, so 1 / seconds = (1 - r / typical) / typical. CPU seconds are those in
+    which a rank's thread that computes does not have its core: it belongs to the library's threads, or to the kernel
+    that serves the network. Means over repetitions and ranks.
+    """
+    pauses = _Pauses(_pause(typical))
+    starts, ends, lost = [], [], []
+    for _ in range(_affordable(_pause(typical) + 1.5 * typical, repetitions)):
+        pauses.compute()
+        begin, busy = time.monotonic(), time.thread_time()
+        work = run()
+        while time.monotonic() - begin < typical:
+            _work(1)
+        lost.append(max(0.0, time.monotonic() - begin - (time.thread_time() - busy)))
+        work.wait()
+        starts.append(begin)
+        ends.append(time.monotonic())
+    rest = max(0.0, mean(_spans(starts, ends, False)) - typical)
+    slower = 1 / max(0.1, 1 - rest / typical)
+    taken = float(_gathered(torch.tensor([mean(lost)], dtype=torch.float64)).mean())
+    return taken * slower, typical * slower
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of all but the longest fiftieth, which something else has disturbed: a step has many collectives, and what counts
+    is their sum, also where durations lie around two values."""
+    return statistics.fmean(sorted(values)[: len(values) - len(values) // 50])
+
+
+def agreed(value: float) -> float:
+    """The largest of all ranks' values."""
+    return float(_gathered(torch.tensor([value], dtype=torch.float64)).amax())
+
+
+def own_device() -> torch.device:
+    """What the default group's collectives work on."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _spans(starts: Sequence[float], ends: Sequence[float], pair: bool) -> list[float]:
+    """From the last rank's start to the last rank's end. `pair`: ranks 0 and 1 alone take part."""
+    every = _gathered(torch.tensor([starts, ends], dtype=torch.float64))
+    if len(set(_hosts())) > 1:  # clocks of several hosts cannot be compared
+        waits = every[:, 1] - every[:, 0]
+        spans = (waits[:2] if pair else waits).amin(0)  # the last to arrive waits least; of a message, its ends
+    else:
+        spans = every[:, 1].amax(0) - every[:, 0].amax(0)
+    return [float(value) for value in spans]
+
+
+def _affordable(each: float, wanted: int) -> int:
+    return int(max(_FEWEST, min(wanted, _LONGEST / agreed(max(each, 1e-9)))))
+
+
+def _gathered(mine: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors, stacked, on the CPU."""
+    device = own_device()
+    every = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine.to(device))
+    return torch.stack(every).cpu()
+
+
+def _hosts() -> list[str]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _boot())
+    return found
+
+
+def _boot() -> str:
+    """What tells one running system from another: names may be equal, and differ between namespaces of one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return socket.gethostname()
+
+
+# --- computing ---
+
+_MATRIX = torch.ones(96, 96)
+
+
+def _work(units: int) -> None:
+    for _ in range(units):
+        torch.mm(_MATRIX, _MATRIX)
+
+
+def _pause(typical: float) -> float:
+    return min(max(typical, _PAUSES[0]), _PAUSES[1])
+
+
+class _Pauses:
+    """Computations of half to one and a half times `seconds`, as many units of work on every rank."""
+
+    def __init__(self, seconds: float) -> None:
+        self._draws = random.Random(0)
+        self._passed = self._computed = 0.0
+        begun = time.thread_time()
+        _work(20)
+        self._units = seconds / agreed((time.thread_time() - begun) / 20)
+
+    def compute(self) -> None:
+        begun, busy = time.monotonic(), time.thread_time()
+        _work(max(1, math.ceil(self._units * self._draws.uniform(0.5, 1.5))))
+        self._passed += time.monotonic() - begun
+        self._computed += time.thread_time() - busy
+
+    @property
+    def taken(self) -> float:
+        """The share of these computations in which the thread did not have its core."""
+        return max(0.0, 1 - self._computed / self._passed) if self._passed else 0.0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
