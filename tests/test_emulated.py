@@ -449,18 +449,26 @@ def test_a_step_is_as_long_as_that_of_its_slowest_class():
         slowest({0: [1.0], 4: []})
 
 
+def test_a_job_writes_how_long_it_took(tmp_path):
+    file = tmp_path / "seconds"
+    config = EmulationConfig.of(world_size=8, seconds_file=str(file))
+    with job(8, (config, Constant(0.02))):
+        dist.all_reduce(torch.ones(1))
+        assert not file.exists()
+    assert 0.02 <= float(file.read_text()) < 5
+
+
 # --- configuration ---
 
 
 def test_configurations_are_checked_and_travel_in_the_environment():
-    config = EmulationConfig.of(world_size=8, real=(4, 0), classes={1: 0, 6: 4}, what_if=("all_reduce=+5us",))
+    config = EmulationConfig.of(world_size=8, real=(4, 0), what_if=("all_reduce=+5us",))
     assert EmulationConfig.from_environment({"REWRITER_EMULATE": config.to_environment()}) == config
-    assert [config.representative(rank) for rank in range(8)] == [0, 0, 0, 0, 4, 4, 4, 4]
+    assert config.real == (0, 4)
     assert EmulationConfig.from_environment({}) is None
     for wrong, message in (
         ({"real": (8,)}, "real: rank 8, expected 0 to 7"),
         ({"real": ()}, "expected at least one"),
-        ({"classes": {1: 2}}, "rank 2 represents others, but is not real"),
         ({"modes": "delay"}, "modes: Extra inputs are not permitted"),
     ):
         with pytest.raises(RewriterError, match=message):

@@ -89,6 +89,36 @@ def test_a_stock_ddp_script_runs_unmodified(mode: str, tmp_path: Path) -> None:
     assert sorted(line for line in out.splitlines() if line.startswith("OUT")) == expected
 
 
+UNEQUAL = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+time.sleep(0.5 * (dist.get_rank() == 4))
+dist.all_reduce(torch.ones(1))
+print("OUT", dist.get_rank(), flush=True)
+if len(sys.argv) < 2:
+    dist.destroy_process_group()
+else:
+    import os
+    os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_classes_of_ranks_run_in_turn_and_the_slowest_is_named(tmp_path: Path) -> None:
+    options = ("--world-size", "8", "--real", "0", "--real", "4", "--in-turn")
+    code, out, err = ended(UNEQUAL, tmp_path, options)
+    assert code == 0, err
+    assert [line for line in out.splitlines() if line.startswith("OUT")] == ["OUT 0", "OUT 4"]
+    first, second, job = (float(found) for found in re.findall(r"^(?:rank \d|the job): (\S+) s", err, re.MULTILINE))
+    assert job == second > first + 0.4
+    assert "as long as rank 4" in err
+    assert ended(UNEQUAL, tmp_path, options, "3")[0] == 3
+    code, _, err = ended(UNEQUAL, tmp_path, options, "0")
+    assert code != 0
+    assert "destroy_process_group" in err
+
+
 STUCK = """
 import os, sys, time
 import torch, torch.distributed as dist

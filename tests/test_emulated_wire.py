@@ -28,11 +28,11 @@ KINDS += ["scatter", "barrier"]
 class Constant:
     """A model in which everything takes as long, and holds one link meanwhile."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, hindrance: float = 0.0) -> None:
+        self.seconds, self.hindrance = seconds, hindrance
 
     def delay(self, call: Call) -> Delay:
-        return Delay(self.seconds, self.seconds, ("link",))
+        return Delay(self.seconds, self.seconds, ("link",), hindrance=self.hindrance)
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def environment(model: Any = None) -> Iterator[str]:
 @contextmanager
 def engine(model: Any = None, rank: int = 0, real: tuple[int, ...] = (0,)) -> Iterator[WireEngine]:
     with environment(model) as address:
-        made = WireEngine(address, rank, real)
+        made = WireEngine(address, rank, real, model)
         try:
             yield made
         finally:
@@ -221,6 +221,21 @@ def test_a_collective_lasts_as_long_as_the_model_says_and_links_are_shared() -> 
     assert first >= 0.03
     assert second >= 0.045
     assert third >= 0.075
+
+
+@pytest.mark.parametrize("as_future", [False, True])
+def test_a_rank_that_computes_hinders_its_operations(as_future: bool) -> None:
+    """0.05 s alone, 0.8 s beside computation: after 0.2 s of it three quarters are left, which take 0.0375 s."""
+    with engine(Constant(0.05, hindrance=0.75)) as made:
+        work = made.submit(operation("all_reduce", 3 * FRAME, range(4)))
+        future = work.get_future() if as_future else None
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        begin = time.monotonic()
+        assert not work.is_completed()
+        future.wait() if future is not None else work.wait()
+        assert 0.001 < time.monotonic() - begin < 0.1
 
 
 def test_real_ranks_wait_for_the_last_of_them_and_must_agree() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 import re
 import statistics
@@ -26,6 +27,7 @@ from rewriter.fabric.measured import table_errors
 from rewriter.fabric.protocols import nccl
 from rewriter.fabric.schema import parse
 from rewriter.fabric.tables import CSV, find, shipped
+from rewriter.fabric.writing import measured_points
 
 US = 1e-6
 NAMES = (
@@ -100,7 +102,37 @@ def test_a_power_law_is_exact() -> None:
     assert curve.seconds(1000) == pytest.approx(1e-6 * 1000**0.7, rel=1e-9)
 
 
-@pytest.mark.parametrize("points", [[], [Point(0, 1.0)], [Point(1, 0.0)], [Point(1, math.inf)], [Point(1, 1.0, -1.0)]])
+def test_what_a_collective_takes_of_a_core_and_how_it_is_hindered() -> None:
+    curve = Curve.of([Point(1000, 10 * US, 4 * US, 30 * US), Point(2000, 20 * US, 0.0, 0.0), Point(4000, 40 * US, US)])
+    assert curve.hindrance(10) == curve.hindrance(1000) == pytest.approx(20 * US)
+    assert curve.hindrance(1500) == pytest.approx(10 * US)
+    assert (curve.cpu_seconds(1250), curve.hindrance(3000)) == (pytest.approx(3 * US), 0.0)
+    assert curve.cpu_seconds(8000) == pytest.approx(2 * US)  # in proportion to the seconds
+    assert Point(1, 1.0, 0.0, 0.5).hindrance == 0.0
+
+
+def test_a_file_says_what_a_collective_takes_where_ranks_compute() -> None:
+    text = (LIBRARY / "h100-nvlink.yaml").read_text()
+    rows = measured_points([("all_reduce", 2, Point(1024, 1e-3, 2e-4, 3e-3)), ("all_reduce", 2, Point(2048, 2e-3))])
+    assert rows[1] == {"kind": "all_reduce", "ranks": 2, "bytes": 2048, "seconds": 2e-3}
+    given = {"library": "gloo", "version": "2", "source": "here", "points": rows}
+    model = parse(f"{text[: text.index('tables:')]}measurements: {json.dumps(given)}\n", "mine").delay_model()
+    call = Call("all_reduce", 1024, range(2))
+    delay = model.delay(call)
+    assert (delay.seconds, delay.cpu_seconds) == (pytest.approx(1e-3), pytest.approx(2e-4))
+    assert delay.hindrance == pytest.approx(2e-3)
+    # as many times as long, hindered in proportion; what is added is not
+    for change, hindrance in (("all_reduce=x3", 6e-3), ("all_reduce=+5ms", 2e-3)):
+        assert WhatIf.parse(model, [change]).delay(call).hindrance == pytest.approx(hindrance)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [], [Point(0, 1.0)], [Point(1, 0.0)], [Point(1, math.inf)], [Point(1, 1.0, -1.0)],
+        [Point(1, 1.0, 0.0, math.nan)],
+    ],
+)  # fmt: skip
 def test_curves_of_nonsense_are_refused(points: list[Point]) -> None:
     with pytest.raises(RewriterError):
         Curve.of(points)

@@ -14,6 +14,7 @@ from ranks import run_ranks
 
 from rewriter.cli import main
 from rewriter.fabric import Call, fabrics, load_fabric
+from rewriter.fabric.curves import Point
 
 HEADER = """\
 # nThread 1 nGpus {gpus} minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 graph: 0
@@ -67,8 +68,9 @@ def test_the_list_names_every_fabric_and_marks_what_is_modelled(
         assert ("modelled" in lines[name]) is load_fabric(name).modelled
 
 
-def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fabrics", "list", "--json"]) == 0
+@pytest.mark.parametrize("words", [["list"], []], ids=["list", "alone"])
+def test_the_list_as_json(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fabrics", *words, "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(fabrics())
 
 
@@ -206,12 +208,12 @@ class Known:
             pass
 
 
-def calibrated_here(group: object) -> tuple[str, list[tuple[str, int, float, float]], list[list[float]]]:
+def calibrated_here(group: object) -> tuple[str, list[tuple[str, Point]], list[tuple[float, ...]]]:
     from rewriter.predict.calibration import calibrated, measure
     from rewriter.predict.timing import durations
 
     large = measure(("all_reduce", "all_gather"), (1 << 22,), 3)
-    found = [(m.kind, m.point.nbytes, m.point.seconds, m.point.cpu_seconds) for m in large]
+    found = [(m.kind, m.point) for m in large]
     known = [durations(Known, 4, torch.device("cpu"), halves).seconds for halves in (False, True)]
     return calibrated(Path("here.yaml"), 2048, 3)[0], found, known
 
@@ -223,11 +225,12 @@ def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     # 20 ms from the last arrival to the last completion; half of it for one way of a round trip
     assert min(known[0]) == pytest.approx(0.02, rel=0.4)
     assert min(known[1]) == pytest.approx(0.01, rel=0.4)
-    for _, nbytes, seconds, cpu_seconds in found:
+    for _, point in found:
         # not faster than memory, nor than a system call
-        assert seconds > max(2e-6, nbytes / 200e9)
-        assert 0 <= cpu_seconds <= seconds
-    assert any(cpu_seconds > 0 for *_, cpu_seconds in found)  # 4 MB are copied by this process's threads
+        assert point.seconds > max(2e-6, point.nbytes / 200e9)
+        assert 0 <= point.cpu_seconds <= point.seconds
+        assert point.busy_seconds == 0 or point.seconds < point.busy_seconds <= 10.01 * point.seconds
+    assert any(point.cpu_seconds > 0 for _, point in found)  # 4 MB are copied by this process's threads
     out = tmp_path / "here.yaml"
     out.write_text(text)
     fabric = load_fabric(out)

@@ -12,17 +12,20 @@ app = typer.Typer(help="List the fabrics that ship, show one, or measure one of 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The fabric's file, ending in .yaml.")]
 
 
+JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
+
+
 @app.callback(invoke_without_command=True)
-def default(context: typer.Context) -> None:
+def default(context: typer.Context, as_json: JsonList = False) -> None:
     """List the fabrics that ship, show one, or measure one of your own."""
     if context.invoked_subcommand is None:
-        listing()
+        listing(as_json)
+    elif as_json:
+        raise typer.BadParameter(f"--json stands after {context.invoked_subcommand}, where that has it")
 
 
 @app.command("list")
-def listing(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
-) -> None:
+def listing(as_json: JsonList = False) -> None:
     """List the fabrics that ship."""
     from rewriter.cli.fabric_tables import print_fabrics
     from rewriter.fabric import fabrics, load_fabric

@@ -89,6 +89,10 @@ def predict(
         found = api.measure(model, recipe, nodes=nodes, what_if=changes, **job)
     else:
         found = api.predict(model, recipe, nodes=nodes, what_if=changes, pareto=pareto, **job)
+    if validate and (changes or nodes is not None):
+        typer.echo(
+            "note: --validate leaves out --nodes and --what-if: real ranks run on this machine as it is", err=True
+        )
     validation = api.validate(model, recipe, **job) if validate else None
     if html is not None:
         from rewriter.cli.fabric_tables import figures_of

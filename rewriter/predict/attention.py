@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rewriter.ops import MaskSpec, SequencePlan
     from rewriter.predict.modules import Pass
 
-# of `runtime.attention.cached` behind a prompt: where the new tokens stand, and which stored keys each of them sees
+# of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
 _MASK_KERNELS = 12
 
 
@@ -36,9 +36,13 @@ def attention_items(
         return items + _behind_prompt(shape, q.shape[2], options, given, plan, ranks)
     if plan is not None and plan.ranks > 1:
         return items + _over_ranks(shape, plan, given.tokens, ranks[1])
-    tokens = q.shape[2]
-    pairs = float(visible_pairs(shape, tokens) if options.get("bias") is None else tokens * tokens)
-    return items + _kernels(shape, pairs, tokens, tokens, options, q.nbytes + k.nbytes + v.nbytes)
+    tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
+    if options.get("bias") is None and (mask.size is None or mask.size >= tokens):
+        return items + _kernels(shape, float(visible_pairs(shape, tokens)), tokens, tokens, options, read)
+    # a kernel that is given a mask computes what it hides, too
+    every = float(tokens * tokens)
+    masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
+    return items + masks + _kernels(shape, every, tokens, tokens, options, read + every)
 
 
 def _kernels(

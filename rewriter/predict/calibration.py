@@ -25,7 +25,8 @@ from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
 from rewriter.predict.timing import Run, beside_computation, durations, local_rank, local_ranks, mean, own_device
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS: tuple[Kind, ...] = (*COLLECTIVES, "broadcast", "send")
 SMALLEST, LARGEST = 1 << 10, 64 << 20
 REPETITIONS = 200  # at most; the time of large messages allows for fewer
 
@@ -99,7 +100,9 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
     return Measurement(kind, dist.get_world_size(), point, timed.taken)
 
 
-def calibrated(out: Path, largest: int = LARGEST, repetitions: int = REPETITIONS) -> tuple[str, float]:
+def calibrated(
+    out: Path, largest: int = LARGEST, repetitions: int = REPETITIONS, kinds: Sequence[Kind] = KINDS
+) -> tuple[str, float]:
     """The YAML of a fabric of this job's ranks, and the share of time in which something else had their cores (the
     median over sizes, see `Measurement`). Every rank calls it. Starts the default process group where there is none
     (NCCL with one GPU per rank, else gloo, each rank on its share of the host's cores), and ends it then.
@@ -117,7 +120,7 @@ def calibrated(out: Path, largest: int = LARGEST, repetitions: int = REPETITIONS
     try:
         if dist.get_world_size() < 2:
             raise RewriterError("calibrate: one rank has no collectives. Start at least two (--ranks 2).")
-        found = measure(KINDS, sizes(largest), repetitions)
+        found = measure(kinds, sizes(largest), repetitions)
         device = device_section(own_device(), _source())
         return to_yaml(_file(out, found, device)), statistics.median(one.taken for one in found)
     finally:

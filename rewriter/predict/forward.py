@@ -26,6 +26,10 @@ _GROUPED = (
     "experts: as grouped products with a uniform router. The emitted module computes them one by one, outside of a "
     "graph, since how many tokens each gets is known at run time only: see --eager"
 )
+_CACHELESS = (
+    "decode: as a cache would give it. The emitted module has a position bias in its attention, for which it refuses a "
+    "key/value cache yet, and generates without one"
+)
 _UNKNOWN = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
@@ -166,7 +170,8 @@ class _Run:
             run = ModuleRun(self.given, self.dtype, self.mesh)
             try:
                 value = run.module(module, str(node.target), inputs)
-                return _described(value), run.items(value), None
+                note = _CACHELESS if run.biased and self.given.is_decode else None
+                return _described(value), run.items(value), note
             except _UNKNOWN as error:
                 reason = f"it does not run without data ({str(error).splitlines()[0][:120]})"
         else:

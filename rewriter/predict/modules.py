@@ -60,6 +60,7 @@ class ModuleRun:
         self.given, self.dtype, self.mesh = given, dtype, mesh
         self.operations: list[Operation] = []
         self.weights: set[Hashable] = set()
+        self.biased = False  # whether attention had a position bias
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
 
     def items(self, value: Any) -> tuple[Item, ...]:
@@ -194,6 +195,7 @@ class ModuleRun:
 
     def _attention(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         q, k, v = args[:3]
+        self.biased = self.biased or kwargs.get("bias") is not None
         out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
         ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
         items = attention_items(q, k, v, kwargs, self.given, ranks)

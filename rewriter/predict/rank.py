@@ -53,7 +53,8 @@ class Spec:
     the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
     `silent`: each module is measured once more with emulated collectives that take no time. `cores`: the CPU core of
     each rank, none for free choice. `repetitions`: of each pass at least, after two that warm up. `largest`: where it
-    is not 0, collectives of up to so many bytes are measured instead, and the result is a fabric's YAML.
+    is not 0, collectives of up to so many bytes are measured instead, and with `messages` messages between ranks; the
+    result is a fabric's YAML.
     """
 
     variants: tuple[Variant, ...]
@@ -70,6 +71,7 @@ class Spec:
     cores: tuple[int, ...]
     repetitions: int
     largest: int = 0
+    messages: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -110,11 +112,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
-    from rewriter.predict.calibration import calibrated
+    from rewriter.predict.calibration import COLLECTIVES, KINDS, calibrated
 
     _join(spec, 0, rank, device, silent=False)
     try:
-        text, taken = calibrated(Path("this-machine.yaml"), spec.largest)
+        kinds = KINDS if spec.messages else COLLECTIVES
+        text, taken = calibrated(Path("this-machine.yaml"), spec.largest, kinds=kinds)
         return {"fabric": text, "taken": taken}
     finally:
         dist.destroy_process_group()

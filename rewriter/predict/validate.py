@@ -103,7 +103,8 @@ def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Pa
 
     per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
     largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
-    asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest)
+    messages = any(program.mesh.get("sp", 1) > 1 for _, program in programs)  # ranks that share tokens send some
+    asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest, messages=messages)
     file = directory / "this-machine.yaml"
     text, busy = calibrate(asked, TIMEOUT)
     file.write_text(text, encoding="utf-8")

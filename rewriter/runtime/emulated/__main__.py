@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from rewriter.errors import RewriterError
 from rewriter.runtime.emulated.config import UNPACED, EmulationConfig
@@ -30,10 +28,9 @@ def run(
     graphed: Annotated[bool, typer.Option("--graphed", help="Collectives are replayed from CUDA graphs.")] = False,
     mode: Annotated[str, typer.Option(help="delay: time passes; wire: real messages over TCP, for CPUs.")] = "delay",
     what_if: Annotated[list[str] | None, typer.Option(help="A change, as all_reduce=+5us; may be repeated.")] = None,
-    classes: Annotated[
-        Path | None,
-        typer.Option(help="YAML: {rank: the real rank that stands for it}.", exists=True, show_default=False),
-    ] = None,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="Real ranks run one after another, each with all others emulated.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds, where a script names none.")] = 1800.0,
     environment: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Wire mode: an environment process started elsewhere.")
@@ -48,8 +45,6 @@ def run(
         "real": real or [0], "fabric": fabric, "graphed": graphed, "mode": "wire" if serve else mode,
         "what_if": what_if or [], "timeout": timeout, "environment": environment, "library": library,
     }  # fmt: skip
-    if classes is not None:
-        values["classes"] = _classes(classes)
     if serve is not None:
         if script:
             raise RewriterError(f"--serve runs no script, and was given {script[0]}. Start the script without --serve")
@@ -62,11 +57,11 @@ def run(
     if environment is not None and mode != "wire":
         raise RewriterError(f"--environment {environment}: only --mode wire has an environment process")
     config = EmulationConfig.of(world_size=world_size, **values)
-    from rewriter.runtime.emulated.launcher import launch
+    from rewriter.runtime.emulated.launcher import launch, launch_in_turn
 
     if config.fabric != UNPACED or config.mode == "delay" or config.what_if:
         config.delay_model()  # a fabric that cannot be loaded is told once, not by every rank
-    raise typer.Exit(launch(config, script, as_module=module))
+    raise typer.Exit((launch_in_turn if in_turn else launch)(config, script, as_module=module))
 
 
 def _serve(address: str, config: EmulationConfig) -> None:
@@ -75,13 +70,6 @@ def _serve(address: str, config: EmulationConfig) -> None:
     listener = listen(address)
     typer.echo(f"environment process at {address}, fabric {config.fabric}", err=True)
     serve(listener, config)
-
-
-def _classes(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RewriterError(f"--classes {path}: {error}") from None
 
 
 def main() -> int:

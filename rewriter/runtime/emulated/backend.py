@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from rewriter.runtime.emulated.wire import WireEngine
 class _Job:
     engine: Engine
     real: tuple[int, ...]
+    seconds_file: str | None = None
+    begun: float = field(default_factory=time.monotonic)
 
 
 _job: _Job | None = None  # from its default group on: its other groups share the engine
@@ -60,6 +64,8 @@ def _close() -> None:
     global _job
     if _job is not None:
         _job.engine.close()
+        if _job.seconds_file is not None:
+            Path(_job.seconds_file).write_text(f"{time.monotonic() - _job.begun}", encoding="ascii")
         _job = None
 
 
@@ -97,6 +103,8 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
                 "`python -m rewriter.runtime.emulated --mode wire`"
             )
         pace = config.pace() if model is None else model
-        return _Job(WireEngine(config.environment, rank, real, pace), (rank,))  # no other rank's objects travel
+        # no other rank's objects travel
+        return _Job(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
     meetings = Meetings(options.store, real, rank, seconds) if len(real) > 1 else None
-    return _Job(DelayEngines(config.delay_model() if model is None else model, meetings), real)
+    engines = DelayEngines(config.delay_model() if model is None else model, meetings)
+    return _Job(engines, real, config.seconds_file)

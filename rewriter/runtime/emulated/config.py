@@ -18,19 +18,17 @@ UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but tho
 class EmulationConfig(BaseModel):
     """An emulated job.
 
-    `world_size`: ranks of the job. `real`: those that run as processes; all others are emulated. `classes`: {rank:
-    representative} for ranks whose modules are alike, representatives being real; ranks that are not named are like the
-    nearest lower real rank's. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
+    `world_size`: ranks of the job. `real`: those that run as processes, one of each class of ranks whose modules are
+    alike; all others are emulated. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
     fabric's first if None). `graphed`:
     delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as `all_reduce=+5us`. `timeout`:
-    seconds, where a program names none.
+    seconds, where a program names none. `seconds_file`: where a rank writes how long its job took.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     world_size: Annotated[int, Field(ge=1)]
     real: tuple[int, ...] = (0,)
-    classes: Mapping[int, int] = {}
     fabric: str = "h100-nvlink"
     library: str | None = None
     graphed: bool = False
@@ -38,6 +36,7 @@ class EmulationConfig(BaseModel):
     what_if: tuple[str, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 1800.0
     environment: str | None = None  # host:port of the environment process, in wire mode
+    seconds_file: str | None = None
 
     @field_validator("real")
     @classmethod
@@ -48,22 +47,10 @@ class EmulationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _inside(self) -> EmulationConfig:
-        for what, ranks in (("real", self.real), ("classes", [*self.classes, *self.classes.values()])):
-            outside = [rank for rank in ranks if not 0 <= rank < self.world_size]
-            if outside:
-                raise ValueError(f"{what}: rank {outside[0]}, expected 0 to {self.world_size - 1}")
-        absent = sorted(set(self.classes.values()) - set(self.real))
-        if absent:
-            raise ValueError(f"classes: rank {absent[0]} represents others, but is not real. Add it to the real ranks")
+        outside = [rank for rank in self.real if not 0 <= rank < self.world_size]
+        if outside:
+            raise ValueError(f"real: rank {outside[0]}, expected 0 to {self.world_size - 1}")
         return self
-
-    def representative(self, rank: int) -> int:
-        """The real rank that stands for `rank`."""
-        if rank in self.real:
-            return rank
-        if rank in self.classes:
-            return self.classes[rank]
-        return max((r for r in self.real if r < rank), default=self.real[0])
 
     def delay_model(self) -> DelayModel:
         """How long collectives take. Raises RewriterError where the fabric or a change is not known."""

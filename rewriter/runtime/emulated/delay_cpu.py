@@ -25,8 +25,8 @@ from rewriter.runtime.emulated.progress import Progress, Underway
 from rewriter.runtime.emulated.work import CollectiveAborted, EmulatedWork
 
 _INLINE = 1 << 16  # bytes that are written sooner than a thread is woken
-_TICK = 1e-3  # seconds between two shares of CPU time: to wake a thread takes some, too
-_SHARE = 0.9  # of the delay, in which the CPU time is spent: what is late ends before the deadline
+_TICK = 1e-3  # seconds between two shares of CPU time at most: to wake a thread takes some, too
+_TICKS = 8  # as many in a short operation
 _PIECE = 1 << 18  # bytes copied at a time where CPU time is spent: some 30 µs
 # CPU seconds that the caller spends at once: a thread that shares its core would be woken, and done, too late
 _BRIEF = 1e-3
@@ -43,6 +43,7 @@ class DelayEngine:
         self._timer = Timer()
 
     def submit(self, operation: Operation) -> DelayedWork:
+        self._progress.called()
         begun, now = time.thread_time(), operation.called
         call, delay = operation.call, Delay(0.0, 0.0, ())
         if call.size > 1:
@@ -156,7 +157,22 @@ class DelayedWork(EmulatedWork):
 
     def owed(self) -> float:
         """CPU seconds that should have been spent by now, and were not."""
-        return self.cpu_seconds * min(1.0, self.share / _SHARE) - self.spent
+        left = self.cpu_seconds - self.spent
+        return left if time.monotonic() >= self._latest(left) else left - self.cpu_seconds * (1 - self.share)
+
+    def _latest(self, left: float) -> float:
+        """When the last of it has to be begun, to end in time."""
+        return self.end - left - _SPIN
+
+    @property
+    def tick(self) -> float:
+        """Seconds from one share of its CPU time to the next."""
+        return min(_TICK, self.delay.seconds / _TICKS)
+
+    def next_share(self) -> float:
+        """When to look again: a tick later, or when the last has to be begun."""
+        now = time.monotonic()
+        return min(now + self.tick, max(now, self._latest(self.cpu_seconds - self.spent)))
 
 
 @dataclass
@@ -167,6 +183,7 @@ class Timer:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _closed: bool = False
+    _accounted: float = 0.0  # of the thread's CPU time
 
     def add(self, work: DelayedWork) -> None:
         with self._changed:
@@ -207,24 +224,24 @@ class Timer:
     def _advance(self, work: DelayedWork) -> float:
         """Do what is due of `work`; the time at which it has to be looked at again. What this takes of the CPU is spent
         in its place."""
-        begun = time.thread_time()
+        begun = self._accounted  # with what came since, as waking
         try:
             return self._due(work, begun)
         except BaseException as error:
             work.finish(error)
             return time.monotonic()
         finally:
-            work.spent += time.thread_time() - begun
+            self._accounted = time.thread_time()
+            work.spent += self._accounted - begun
 
     def _due(self, work: DelayedWork, begun: float) -> float:
         if not work.filled and work.fillable:
             work.fill()
         owed = work.owed() - (time.thread_time() - begun)
-        late = owed > 2 * _TICK  # more than what is spent now
         if owed > 0:
-            spend(min(owed, 2 * _TICK))
+            spend(min(owed, 2 * work.tick))
         if work.spent + time.thread_time() - begun < work.cpu_seconds or not work.filled:
-            return time.monotonic() + (0.0 if late else _TICK)
+            return work.next_share()
         work.ready()
         end = work.end
         if work.awaited_as_future and end - time.monotonic() <= _SPIN:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import FrameType
 import rewriter
 from rewriter.errors import RewriterError
 from rewriter.runtime.emulated.config import VARIABLE, EmulationConfig
+from rewriter.runtime.emulated.several import slowest
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -61,6 +63,34 @@ def launch(config: EmulationConfig, script: Sequence[str], *, as_module: bool = 
         _stop(list(processes.values()))
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module: bool = False) -> int:
+    """Run `script` on one real rank after another, each with all others emulated; then say on stderr how long the job
+    took on each, and on which longest: so long it takes where classes of ranks differ (NeuronaBox, arXiv 2405.02969,
+    section 2.3). For devices that hold one rank at a time. The exit code of the first that fails, else 0.
+
+    A job is from the start of its default process group to its end.
+    """
+    found: dict[int, float] = {}
+    with tempfile.TemporaryDirectory(prefix="emulated-") as directory:
+        for rank in config.real:
+            file = Path(directory, str(rank))
+            alone = config.model_copy(update={"real": (rank,), "seconds_file": str(file)})
+            code = launch(alone, script, as_module=as_module)
+            if code:
+                return code
+            if not file.exists():
+                raise RewriterError(
+                    f"rank {rank}: its process ended, but not its process group, so that it is not known how long it "
+                    "took. Let the script call torch.distributed.destroy_process_group()"
+                )
+            found[rank] = float(file.read_text(encoding="ascii"))
+    for rank, seconds in found.items():
+        sys.stderr.write(f"rank {rank}: {seconds:.6g} s\n")
+    (job,) = slowest({rank: [seconds] for rank, seconds in found.items()})
+    sys.stderr.write(f"the job: {job.seconds:.6g} s, as long as rank {job.rank}\n")
+    return 0
 
 
 def _end(number: int, _: FrameType | None) -> None:

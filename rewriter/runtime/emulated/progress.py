@@ -60,11 +60,15 @@ class Progress:
         self._callers = _Callers()
         self._lock = threading.Lock()
 
+    def called(self) -> None:
+        """The calling thread is one of the program's: what it computes hinders operations."""
+        with self._lock:
+            self._callers.add()
+
     def begin(self, arrived: float, delay: Delay, stream: str | None = None) -> Underway:
         """An operation of `delay` whose last rank arrived at `arrived`."""
         one = Underway(arrived, delay, stream)
         with self._lock:
-            self._callers.add()
             self._advance(min(arrived, time.monotonic()))
             self._underway.append(one)
             course = self._courses(self._at, 0.0)[one]

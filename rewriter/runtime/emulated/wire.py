@@ -67,6 +67,7 @@ class WireEngine:
         if self._model is not None:
             delay = directed(self._model.delay(call), call, operation.own, operation.receives)
             if delay.hindrance:
+                self._progress.called()
                 work.underway = self._progress.begin(operation.called, delay)
         self._channel(operation).begin(operation, work)
         return work
