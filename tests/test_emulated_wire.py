@@ -240,7 +240,7 @@ def test_a_rank_that_computes_hinders_its_operations(as_future: bool, monkeypatc
             assert 0.2 < time.monotonic() - begun < 0.7
         else:  # nobody tells that the program waits for it
             future.wait()
-            assert time.monotonic() - begun > 0.79
+            assert time.monotonic() - begun > 0.5
 
 
 def test_real_ranks_wait_for_the_last_of_them_and_must_agree() -> None:
