@@ -10,6 +10,7 @@ models of transformers under DistributedDataParallel as it comes with torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -80,53 +81,63 @@ ALL_REDUCE = dist.all_reduce
 
 
 class Later:
-    """Ends operations some time after they have ended: the longer network of the added-delay experiment, on real ranks.
+    """Ends all-reduces some time after they have ended: on real ranks, the longer network of the added delays.
 
-    What `torch.distributed.all_reduce(async_op=True)` returns is wrapped, and DDP gets a communication hook.
+    It must not take the core from what computes meanwhile, so whoever waits sleeps the time that is left. Only DDP,
+    which waits in C++ for what a communication hook returns, has a thread for each of its few buckets.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def future(self, work: Any) -> torch.futures.Future[Any]:
-        """The value of `work`, `seconds` after it was there."""
-        late: torch.futures.Future[Any] = torch.futures.Future()
-
-        def ended(done: Any) -> None:
-            until, value = time.monotonic() + self.seconds, done.value()
-
-            def release() -> None:
-                sleep_until(until)
-                late.set_result(value)
-
-            threading.Thread(target=release, daemon=True).start()
-
-        work.get_future().then(ended)
-        return late
-
-    def of_bucket(self, bucket: Any) -> torch.futures.Future[Any]:
-        """DDP's own all-reduce of a bucket, later."""
-        buffer = bucket.buffer().div_(dist.get_world_size())
-        late = self.future(ALL_REDUCE(buffer, async_op=True))
-        return late.then(lambda done: done.value()[0])
-
     def install(self) -> None:
         """From now on all-reduces of this process end later."""
 
-        def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            late = self.future(ALL_REDUCE(tensor, *args, async_op=True, **kwargs))
+        def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> LateWork | None:
             if async_op:
-                return late
-            return late.wait()
+                return LateWork(ALL_REDUCE(tensor, *args, async_op=True, **kwargs), self.seconds)
+            ALL_REDUCE(tensor, *args, **kwargs)
+            sleep_until(time.monotonic() + self.seconds)
+            return None
 
         dist.all_reduce = all_reduce
 
+    def of_bucket(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """DDP's own all-reduce of a bucket, later."""
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def release(until: float) -> None:
+            sleep_until(until)
+            late.set_result(buffer)
+
+        def ended(done: Any) -> None:
+            threading.Thread(target=release, args=(time.monotonic() + self.seconds,), daemon=True).start()
+
+        ALL_REDUCE(buffer, async_op=True).get_future().then(ended)
+        return late
+
+
+class LateWork:
+    """The handle of an operation: `wait` returns `seconds` after it has ended."""
+
+    def __init__(self, work: Any, seconds: float) -> None:
+        self._work, self._seconds, self._ended = work, seconds, math.inf
+        work.get_future().add_done_callback(self._note)
+
+    def _note(self, done: Any) -> None:
+        self._ended = time.monotonic()
+
+    def wait(self) -> bool:
+        self._work.wait()
+        sleep_until(min(self._ended, time.monotonic()) + self._seconds)
+        return True
+
 
 def sleep_until(moment: float) -> None:
-    """Return at `moment` of time.monotonic, to a few microseconds."""
+    """Return at `moment` of time.monotonic, to some ten microseconds."""
     while (left := moment - time.monotonic()) > 0:
-        if left > 2e-4:
-            time.sleep(left - 1e-4)
+        time.sleep(left)
 
 
 def inference(spec: dict[str, Any], mesh: DeviceMesh) -> Iterator[tuple[str, Callable[[], None]]]:

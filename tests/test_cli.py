@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_in import installed
 
 import rewriter
 from rewriter.cli import main
@@ -68,11 +69,7 @@ class Api(ModuleType):
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
-    stand_in = Api()
-    monkeypatch.setitem(sys.modules, "rewriter.api", stand_in)
-    monkeypatch.setattr(rewriter, "api", stand_in, raising=False)
-    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
-    return stand_in
+    return installed(Api(), monkeypatch)
 
 
 def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

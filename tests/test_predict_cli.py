@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 from predictions import comparison
+from stand_in import installed
 
-import rewriter
 from rewriter.cli import main
 from rewriter.errors import RewriterError
 from rewriter.predict.page import page
@@ -58,11 +57,7 @@ class Api(ModuleType):
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Api:
-    stand_in = Api()
-    monkeypatch.setitem(sys.modules, "rewriter.api", stand_in)
-    monkeypatch.setattr(rewriter, "api", stand_in, raising=False)
-    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
-    return stand_in
+    return installed(Api(), monkeypatch)
 
 
 def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from rewriter.fabric import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
-from rewriter.predict.timing import Run, beside_computation, durations, local_rank, local_ranks, mean, own_device
+from rewriter.predict.timing import Run, beside_computation, durations, mean, own_device
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KINDS: tuple[Kind, ...] = (*COLLECTIVES, "broadcast", "send")
@@ -111,9 +111,9 @@ def calibrated(
     """
     started = not dist.is_initialized()
     if started:
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks()
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _local_ranks()
         if cuda:
-            torch.cuda.set_device(local_rank())
+            torch.cuda.set_device(_local_rank())
         else:
             _keep_to_own_cores()
         dist.init_process_group("nccl" if cuda else "gloo")
@@ -191,10 +191,18 @@ def _keep_to_own_cores() -> None:
     """Ranks of one host share its cores out, if it has one for each: what a collective takes, it takes of its rank."""
     if not hasattr(os, "sched_setaffinity"):
         return
-    cores, ranks = sorted(os.sched_getaffinity(0)), local_ranks()
+    cores, ranks = sorted(os.sched_getaffinity(0)), _local_ranks()
     each = len(cores) // ranks
     if ranks > 1 and each:
-        os.sched_setaffinity(0, cores[local_rank() * each :][:each])
+        os.sched_setaffinity(0, cores[_local_rank() * each :][:each])
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def _source() -> str:

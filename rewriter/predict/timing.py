@@ -10,7 +10,6 @@ tick. So a small message takes .3 ms or 2 to 4, and how often which depends on t
 from __future__ import annotations
 
 import math
-import os
 import random
 import socket
 import statistics
@@ -197,11 +196,3 @@ class _Pauses:
     def taken(self) -> float:
         """The share of these computations in which the thread did not have its core."""
         return max(0.0, 1 - self._computed / self._passed) if self._passed else 0.0
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))

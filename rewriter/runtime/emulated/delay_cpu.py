@@ -257,10 +257,9 @@ class Timer:
 _scratch = ctypes.create_string_buffer(2 * _PIECE)
 
 
-def spend(seconds: float) -> float:
-    """Take CPU time from this core, without the GIL, by copying memory as a transfer does; the seconds spent."""
+def spend(seconds: float) -> None:
+    """Take CPU time from this core, without the GIL, by copying memory as a transfer does."""
     begun = time.thread_time()
     place = ctypes.addressof(_scratch)
-    while (spent := time.thread_time() - begun) < seconds:
+    while time.thread_time() - begun < seconds:
         ctypes.memmove(place + _PIECE, place, _PIECE)
-    return spent

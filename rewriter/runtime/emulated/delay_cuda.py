@@ -17,14 +17,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rewriter.errors import RewriterError
 from rewriter.fabric import Call, Delay, DelayModel
 from rewriter.runtime.emulated.directions import directed
 from rewriter.runtime.emulated.operation import Operation
-from rewriter.runtime.emulated.work import CollectiveTimeout
+from rewriter.runtime.emulated.work import CollectiveTimeout, OperationWork
 
 _ROWS = 1 << 14  # different calls
 _EAGER = 1 << 12  # launches under way at a time, outside of graphs
@@ -222,7 +221,7 @@ def _fused(operation: Operation, blocks: int) -> float | None:
     return float(operation.call.size)
 
 
-class CudaWork(dist.Work):
+class CudaWork(OperationWork):
     """An operation on a stream: `wait` makes the current stream wait. Only that of a barrier waits itself."""
 
     def __init__(
@@ -233,8 +232,7 @@ class CudaWork(dist.Work):
         device: torch.device,
         held: dict[torch.cuda.Event, Operation],
     ) -> None:
-        super().__init__()
-        self.operation = operation
+        super().__init__(operation)
         self.title, self.timeout = operation.title, operation.timeout
         self._done, self._outside, self._device = done, outside, device
         self._held = held
@@ -277,20 +275,6 @@ class CudaWork(dist.Work):
 
     def exception(self) -> None:
         return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return list(self.operation.outputs)
-
-    def source_rank(self) -> int:
-        return -1 if self.operation.root is None else self.operation.root
-
-    _source_rank = source_rank
 
     def get_future(self) -> Any:
         """Done at once, for streams: who asks for its value makes its own stream wait."""

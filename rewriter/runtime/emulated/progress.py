@@ -42,7 +42,6 @@ class Underway:
 
 
 class _Course(NamedTuple):
-    one: Underway
     start: float
     released: float
     end: float
@@ -153,7 +152,7 @@ class Progress:
                 released = begin + max(0.0, transfer - one.done) * lasts
             for name, until in self._held(one, released, end):
                 free[name] = max(until, free.get(name, until))
-            found[one] = _Course(one, start, released, end)
+            found[one] = _Course(start, released, end)
         return found
 
     @staticmethod

@@ -27,7 +27,30 @@ class CollectiveAborted(RewriterError, dist.DistError):
     """A collective whose process group was aborted, or whose peer is gone."""
 
 
-class EmulatedWork(dist.Work):
+class OperationWork(dist.Work):
+    """What handles of an operation have in common, wherever it takes place."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return list(self.operation.outputs)
+
+    def source_rank(self) -> int:
+        """Of a message: its sender's rank in the group."""
+        return -1 if self.operation.root is None else self.operation.root
+
+    _source_rank = source_rank
+
+
+class EmulatedWork(OperationWork):
     """An operation between its start and its end on the CPU, as `torch.distributed.Work`.
 
     An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, until
@@ -35,8 +58,7 @@ class EmulatedWork(dist.Work):
     """
 
     def __init__(self, operation: Operation) -> None:
-        super().__init__()
-        self.operation = operation
+        super().__init__(operation)
         self.begun = operation.called
         self._ready = threading.Event()
         self._done = threading.Event()
@@ -132,21 +154,6 @@ class EmulatedWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return list(self.operation.outputs)
-
-    def source_rank(self) -> int:
-        """Of a message: its sender's rank in the group."""
-        return -1 if self.operation.root is None else self.operation.root
-
-    _source_rank = source_rank
 
     def get_future(self) -> Any:
         with self._lock:
