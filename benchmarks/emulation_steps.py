@@ -5,17 +5,19 @@
 Each rank has one core and a namespace of its own; a rate-limited pair of interfaces joins them. The delays of the
 emulation are those that `rewrite fabrics calibrate` measures between the two namespaces, of collectives alone: no step
 is calibrated on. `--fabric` keeps them in a file, and takes them from it where it exists: seven minutes less. Then
-launches take turns: both ranks real; one real, its delays emulated in its own process (delay); one real, which
-exchanges messages with an environment process in the other namespace (wire). The programs (emulation_workloads.py) are
-the same, unmodified, and believe to run over gloo.
+three jobs are started together and take turns at every step (emulation_jobs.py): both ranks real; one real, its delays
+emulated in its own process (delay); one real, which exchanges messages with an environment process in the other
+namespace (wire). The programs (emulation_workloads.py) are the same, unmodified, and believe to run over gloo. The two
+cores share a cache and the memory, which the real ranks fill both; so the other rank does the emulated steps too, at
+the same time on the other core, by itself: an emulation of its own, with which nothing is exchanged.
 
 *recipes*: prefill and decode of two language models by four recipes, and training steps of two language models and a
 convolutional network under DistributedDataParallel. An emulated step is to come within 3 % of the real one, or within
 twice the real launches' own spread (their standard deviation), whichever is larger; and recipes in the right order
 wherever they differ by more than the spread.
 
-*added*: the same with all-reduces that end 0.1 to 20 ms later (NeuronaBox, Fig. 4), on real ranks by a timer behind
-gloo's, emulated by `--what-if`.
+*added*: the same with all-reduces that end 0.1 to 20 ms later (NeuronaBox, Fig. 4), on real ranks behind gloo's,
+emulated by `--what-if`. Steps are to grow by as much, within 3 % of the step or twice the spread.
 
 Exit code: 0 where all that holds, 1 where it does not, 2 where it cannot be measured.
 """
@@ -27,20 +29,22 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
+from emulation_jobs import HERE, Job
 from emulation_workloads import INFERENCE, RECIPES, TRAINING
-from namespaces import INTERFACE, Link, LinkError
+from namespaces import Link, LinkError
 from overlap import weights, write_module
 from rich.console import Console
 from rich.table import Table
@@ -48,11 +52,10 @@ from rich.table import Table
 import rewriter as rw
 from rewriter.errors import RewriterError
 
-HERE = Path(__file__).resolve().parent
 RATE = 100e6  # bytes per second, in each direction: the steps below communicate about as long as they compute
 WITHIN = 0.03
-SECONDS = 600.0
 KINDS = ("real", "delay", "wire")
+BESIDE = "beside"  # the other rank, by itself
 ADDED = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 2e-2)  # seconds
 PORT = 29600
 
@@ -95,7 +98,6 @@ class Bench:
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         if len(self.cores) < 2:
             raise RewriterError("emulation: it needs two cores, one for each rank; this process may use one")
-        self.launched = 0
 
     def prepare(self, families: Sequence[str], recipes: Sequence[str]) -> None:
         """Emit the modules, write their weights, and measure collectives between the namespaces."""
@@ -111,87 +113,82 @@ class Bench:
         """Write the fabric that `rewrite fabrics calibrate` finds between the two namespaces."""
         command = ["-m", "rewriter.cli", "fabrics", "calibrate", "--out", str(self.fabric)]
         command += ["--largest", str(1 << 20), "--repetitions", "5"] if quick else ["--largest", str(32 << 20)]
-        self._run([command] * 2, "calibration", real=2)
-
-    def launch(self, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """One start of everything: what rank 0 measured."""
-        with tempfile.TemporaryDirectory(dir=self.directory) as name:
-            given, found = Path(name, "spec.json"), Path(name, "result.json")
-            given.write_text(json.dumps({**spec, "directory": str(self.directory)}), encoding="utf-8")
-            script = [str(HERE / "emulation_workloads.py"), str(given), str(found)]
-            if kind == "real":
-                self._run([script, script], kind, real=2)
-            else:
-                emulated = ["-m", "rewriter.runtime.emulated", "--world-size", "2", "--real", "0"]
-                emulated += ["--fabric", str(self.fabric), "--mode", kind]
-                if spec["added"]:
-                    emulated += ["--what-if", f"all_reduce=+{spec['added'] * 1e6:g}us"]
-                if kind == "delay":
-                    self._run([[*emulated, *script]], kind, real=1)
-                else:
-                    place = f"10.0.0.2:{PORT + self.launched % 100}"
-                    served = [*emulated, "--serve", place]
-                    self._run([[*emulated, "--environment", place, *script], served], kind, real=1)
-            result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
-        return result
-
-    def _run(self, commands: Sequence[Sequence[str]], what: str, real: int) -> None:
-        """Run a Python command at each end, on a core of its own, until the first `real` of them have ended."""
-        self.launched += 1
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "10.0.0.1",
-            "MASTER_PORT": str(PORT + 100 + self.launched % 100),
-            "WORLD_SIZE": str(real),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-        }
-        processes, logs = [], [self.directory / f"log-{end}" for end in range(len(commands))]
-        for end, command in enumerate(commands):
-            # taskset before Python: gloo's own threads, and torch's, inherit it
-            words = [*self.link.inside(end), "taskset", "-c", str(self.cores[end]), sys.executable, *command]
-            own = {"RANK": str(end), "LOCAL_RANK": "0"} if real > 1 else {}
-            with logs[end].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        words, env={**environment, **own}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                    )
-                )
-        deadline = time.monotonic() + SECONDS
+        job = self._start([command] * 2, "calibration", real=2)
         try:
-            while any(process.poll() is None for process in processes[:real]):
-                if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            status = [process.poll() for process in processes[:real]]
+            job.wait()
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                try:
-                    process.wait(10)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-        if any(code != 0 for code in status):
-            said = "\n".join(
-                f"end {end}: {log.read_text(errors='replace').strip()[-2500:]}" for end, log in enumerate(logs)
-            )
-            raise RewriterError(f"emulation: {what} ended with {status}:\n{said}")
+            job.stop()
+
+    def launch(self, spec: Mapping[str, Any], steps: dict[str, Step], first: int) -> None:
+        """One start of all jobs together, and what their ranks 0 measured, into `steps`. Kinds take turns at every
+        step; the one that begins is another each time, as it is for another `first`.
+        """
+        with ExitStack() as stack:
+            jobs = {kind: self._job(kind, spec, stack) for kind in (*KINDS, BESIDE)}
+            found: dict[str, dict[str, list[float]]] = {}
+            names, *_ = [job.connected(server) for job, server in jobs.values()]  # each of them has to come
+            beside = jobs[BESIDE][0]
+            for repetition in range(-spec["warm_up"], spec["repetitions"]):
+                for number, name in enumerate(names):
+                    begin = (first + repetition + number) % len(KINDS)
+                    for kind in (*KINDS[begin:], *KINDS[:begin]):
+                        active = [jobs[kind][0]] if kind == "real" else [jobs[kind][0], beside]
+                        for job in active:
+                            job.go()
+                        told, *_ = [job.told() for job in active]
+                        if repetition >= 0:
+                            for what, values in told.items():
+                                found.setdefault(f"{name}/{kind}", {}).setdefault(what, []).extend(values)
+            for job, _ in jobs.values():
+                job.wait()
+        for name in names:
+            step = steps.setdefault(name, Step(name))
+            for kind in KINDS:
+                step.seconds[kind].append(statistics.median(found[f"{name}/{kind}"]["seconds"]))
+                step.busy[kind].append(statistics.median(found[f"{name}/{kind}"]["busy"]))
+
+    def _job(self, kind: str, spec: Mapping[str, Any], stack: ExitStack) -> tuple[Job, socket.socket]:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.directory)))
+        place = str(directory / "turns")
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        server.bind(place)
+        server.listen()
+        own = {
+            "added": spec["added"] if kind == "real" else 0.0,  # of an emulation, its model adds it
+            "turns": place,
+            "reporter": int(kind == BESIDE),
+            "repetitions": spec["warm_up"] + spec["repetitions"],
+            "each": len(KINDS) - 1 if kind == BESIDE else 1,  # beside every emulation
+            "directory": str(self.directory),
+        }
+        given = directory / "spec.json"
+        given.write_text(json.dumps({**spec, **own}), encoding="utf-8")
+        script = [str(HERE / "emulation_workloads.py"), str(given)]
+        emulated = ["-m", "rewriter.runtime.emulated", "--world-size", "2", "--real", str(own["reporter"])]
+        emulated += ["--fabric", str(self.fabric), "--mode", "wire" if kind == "wire" else "delay"]
+        if spec["added"]:
+            emulated += ["--what-if", f"all_reduce=+{spec['added'] * 1e6:g}us"]
+        match kind:
+            case "real":
+                job = self._start([script, script], kind, real=2)
+            case "wire":
+                served = f"10.0.0.2:{PORT + Job.number % 100}"
+                commands = [[*emulated, "--environment", served, *script], [*emulated, "--serve", served]]
+                job = self._start(commands, kind, real=1)
+            case _:
+                job = self._start([[*emulated, *script]], kind, real=1, end=int(kind == BESIDE))
+        stack.callback(job.stop)
+        return job, server
+
+    def _start(self, commands: Sequence[Sequence[str]], what: str, real: int, end: int = 0) -> Job:
+        return Job(self.link, self.cores, commands, what, real, self.directory, end)
 
 
-def compared(bench: Bench, spec: Mapping[str, Any], launches: int, kinds: Sequence[str]) -> list[Step]:
-    """Launches of all kinds in turns."""
+def compared(bench: Bench, spec: Mapping[str, Any], launches: int) -> list[Step]:
+    """Launches of all kinds together."""
     steps: dict[str, Step] = {}
     for number in range(launches):
-        turned = list(kinds[number % len(kinds) :]) + list(kinds[: number % len(kinds)])
-        for kind in turned:
-            result = bench.launch(kind, spec)
-            for name, seconds in result["seconds"].items():
-                step = steps.setdefault(name, Step(name))
-                step.seconds[kind].append(seconds)
-                step.busy[kind].append(result["busy"][name])
+        bench.launch(spec, steps, number)
         bench.console.print(f"launch {number + 1} of {launches}: {time.strftime('%H:%M:%S')}")
     return list(steps.values())
 
@@ -254,18 +251,33 @@ def recipes_part(bench: Bench, options: argparse.Namespace, found: dict[str, Any
 
 
 def added_part(bench: Bench, options: argparse.Namespace, found: dict[str, Any]) -> bool:
-    """Steps with all-reduces that end later."""
-    good, curves = True, {}
-    for added in (ADDED[0], ADDED[3], ADDED[5]) if options.quick else ADDED:
+    """Steps with all-reduces that end later: by how much they are longer than without, real and emulated."""
+    curves: dict[float, list[Step]] = {}
+    for added in (ADDED[0], ADDED[5]) if options.quick else ADDED:
         spec = {
             "inference": ["llama/standard", "llama/ladder"], "phases": ["prefill"], "training": ["llama"],
             "added": added, "warm_up": 2, "repetitions": 2 if options.quick else 7, "decodes": 1,
         }  # fmt: skip
-        steps = compared(bench, spec, 1 if options.quick else max(2, options.launches // 2), KINDS)
-        curves[f"{added:g}"] = [asdict(step) | {"spread": step.spread} for step in steps]
-        bench.console.print(table(f"all-reduces end {added * 1e3:g} ms later", steps, KINDS[1:]))
-        good = good and all(step.holds(kind) for step in steps for kind in KINDS[1:])
-    found["added"] = curves
+        curves[added] = compared(bench, spec, 1 if options.quick else max(2, options.launches // 2))
+    found["added"] = {
+        f"{added:g}": [asdict(step) | {"spread": step.spread} for step in steps] for added, steps in curves.items()
+    }
+    shown = Table(title="steps longer by what is added to every all-reduce, ms")
+    for column in ("step", "added", "real", "real, longer by", *(f"{kind}, longer by" for kind in KINDS[1:])):
+        shown.add_column(column, justify="left" if column == "step" else "right")
+    good = True
+    for number, before in enumerate(curves[0.0]):
+        for added, steps in curves.items():
+            step = steps[number]
+            longer = {kind: step.median(kind) - before.median(kind) for kind in KINDS}
+            # of the step that is longer, as for its own duration
+            off = {kind: abs(longer[kind] - longer["real"]) / step.median("real") for kind in KINDS}
+            limit = max(WITHIN, 2 * step.spread, 2 * before.spread)
+            cells = [f"{longer[kind] * 1e3:+.1f}{' !' if off[kind] > limit else ''}" for kind in KINDS]
+            shown.add_row(step.name, f"{added * 1e3:g}", f"{step.median('real') * 1e3:.1f} ± {step.spread:.1%}", *cells)
+            good = good and max(off.values()) <= limit
+        shown.add_section()
+    bench.console.print(shown)
     return good
 
 

@@ -1,10 +1,10 @@
 """What benchmarks/emulation_steps.py runs: models, and how one step of each is timed. The programs know no emulation.
 
-    python emulation_workloads.py SPEC.json RESULT.json
+    python emulation_workloads.py SPEC.json
 
 joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, over gloo as it believes, and times every
-workload that SPEC names, in turns. Inference: modules emitted for two ranks, as they lie in SPEC's directory. Training:
-models of transformers under DistributedDataParallel as it comes with torch.
+workload that SPEC names when it is this job's turn. Inference: modules emitted for two ranks, as they lie in SPEC's
+directory. Training: models of transformers under DistributedDataParallel as it comes with torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from emulation_jobs import Turns
 from overlap_rank import build
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -188,34 +188,23 @@ def training(spec: dict[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"{name} step", step
 
 
-def timed(steps: list[tuple[str, Callable[[], None]]], spec: dict[str, Any]) -> dict[str, Any]:
-    """Per step: its median seconds, and the share of them that this process computed."""
-    taken: dict[str, list[float]] = {name: [] for name, _ in steps}
-    busy: dict[str, list[float]] = {name: [] for name, _ in steps}
-    gradients = {name: name.endswith(" step") for name, _ in steps}
-    for repetition in range(-spec["warm_up"], spec["repetitions"]):
-        for name, step in steps:
-            with torch.set_grad_enabled(gradients[name]):
-                for _ in range(1 if "decode" not in name else spec["decodes"]):
-                    dist.barrier()
-                    begin, worked = time.perf_counter(), time.process_time()
-                    step()
-                    seconds, used = time.perf_counter() - begin, time.process_time() - worked
-                    if repetition >= 0:
-                        taken[name].append(seconds)
-                        busy[name].append(used / seconds)
-    return {
-        "seconds": {name: statistics.median(values) for name, values in taken.items()},
-        "busy": {name: statistics.median(values) for name, values in busy.items()},
-    }
+def timed(step: Callable[[], None], times: int) -> dict[str, list[float]]:
+    """`times` steps from a barrier on: the seconds of each, and the share of them that this process computed."""
+    taken, busy = [], []
+    for _ in range(times):
+        dist.barrier()
+        begin, worked = time.perf_counter(), time.process_time()
+        step()
+        seconds, used = time.perf_counter() - begin, time.process_time() - worked
+        taken.append(seconds)
+        busy.append(used / seconds)
+    return {"seconds": taken, "busy": busy}
 
 
 def main() -> None:
-    spec_path, result_path = sys.argv[1:]
-    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     steps = []
     if spec["inference"]:
         if spec["added"]:
@@ -223,9 +212,17 @@ def main() -> None:
         with torch.no_grad():
             steps += list(inference(spec, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))))
     steps += list(training(spec))
-    result = timed(steps, spec)
-    if rank == 0:
-        Path(result_path).write_text(json.dumps(result), encoding="utf-8")
+    turns = Turns(spec["turns"]) if dist.get_rank() == spec["reporter"] else None
+    if turns is not None:
+        turns.tell([name for name, _ in steps])
+    for _ in range(spec["repetitions"]):
+        for name, step in (one for one in steps for _ in range(spec["each"])):
+            if turns is not None:
+                turns.wait()  # other ranks wait in the barrier
+            with torch.set_grad_enabled(name.endswith(" step")):
+                found = timed(step, spec["decodes"] if "decode" in name else 1)
+            if turns is not None:
+                turns.tell(found)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # threads of added delays do not matter any more

@@ -222,7 +222,7 @@ def test_calibration_measures_every_collective(tmp_path: Path) -> None:
     """On two real ranks: all ranks agree, durations are real, and the file is a fabric that answers with them."""
     (text, found, known), (_, *others) = run_ranks(calibrated_here, 2, timeout=300.0)
     assert [found, known] == others
-    # 20 ms from the last arrival to the last completion; half of it for one way of a round trip
+    # 20 ms from arrival to completion; half of it for one way of a round trip
     assert min(known[0]) == pytest.approx(0.02, rel=0.4)
     assert min(known[1]) == pytest.approx(0.01, rel=0.4)
     for _, point in found:

@@ -12,12 +12,13 @@ from rewriter.fabric.calls import Call
 class Delay:
     """How long one collective takes and what it occupies.
 
-    `seconds`: from the last rank's arrival to completion, with nothing else on the link. `transfer`: the part of it
-    during which it has the links in `links` for itself; other groups' transfers on the same link wait (see `Links`).
-    `cpu_seconds`: CPU time taken from the rank's own core (fabrics on CPUs; measured). `hindrance`: how many seconds
-    longer it takes if that core computes all the while, so that the library's threads wait for it. `blocks`: CUDA
-    blocks that it holds (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes
-    together. `note`: how `seconds` was found, where that is no measurement of such a call; empty where it is.
+    `seconds`: from the last rank's arrival to completion, with nothing else on the link; measured ones hold what ranks
+    wait for each other on average (nccl-tests, `rewrite fabrics calibrate`). `transfer`: the part of it during which it
+    has the links in `links` for itself; other groups' transfers on the same link wait (see `Links`). `cpu_seconds`: CPU
+    time taken from the rank's own core (fabrics on CPUs; measured). `hindrance`: how many seconds longer it takes if
+    that core computes all the while, so that the library's threads wait for it. `blocks`: CUDA blocks that it holds
+    (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together. `note`: how
+    `seconds` was found, where that is no measurement of such a call; empty where it is.
     """
 
     seconds: float

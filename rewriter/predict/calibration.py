@@ -91,7 +91,7 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
         if "not support" not in str(error).lower() and "not implement" not in str(error).lower():
             raise
         return None
-    timed = durations(run, repetitions, device, halves=kind == "send", together=kind in _ROOTED)
+    timed = durations(run, repetitions, device, halves=kind == "send", rooted=kind in _ROOTED)
     typical = mean(timed.seconds)
     cpu = busy = 0.0
     if device.type != "cuda" and kind != "send":

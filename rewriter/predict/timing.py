@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import math
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,13 +37,14 @@ class Durations:
 
 
 def durations(
-    run: Run, repetitions: int, device: torch.device, halves: bool = False, together: bool = False
+    run: Run, repetitions: int, device: torch.device, halves: bool = False, rooted: bool = False
 ) -> Durations:
-    """Repetitions of a collective whose ranks wait for it, each from the arrival of the last rank's call at the library
-    to the last rank's completion.
+    """Repetitions of a collective whose ranks wait for it, each from the moment at which a rank's call has reached the
+    library to that rank's completion, on average over ranks. So a rank's wait for others, whose computations took
+    longer, is part of it, as in nccl-tests' averages: a program has it as well.
 
-    `halves`: of a round trip between ranks 0 and 1, one way. `together`: let all ranks meet before each repetition, for
-    collectives in which not every rank waits for every other one.
+    `halves`: of a round trip between ranks 0 and 1, one way. `rooted`: not every rank waits for every other one, as in
+    a broadcast; all meet before each repetition, and the longest wait counts.
     """
     warm = max(2, min(10, repetitions // 10))
     starts: list[float] = []
@@ -55,7 +54,7 @@ def durations(
     def repeat(times: int, pause: float) -> _Pauses:
         pauses = _Pauses(pause)
         for _ in range(times):
-            if together:
+            if rooted:
                 dist.barrier()
             pauses.compute()
             if device.type == "cuda":
@@ -75,7 +74,8 @@ def durations(
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    found = _spans(starts[begun:], ends[begun:], halves)
+    waits = _waits(starts[begun:], ends[begun:])
+    found = (waits[:2].mean(0) if halves else waits.amax(0) if rooted else waits.mean(0)).tolist()
     if halves:  # a round trip is over when its call returns
         return Durations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
     call = agreed(statistics.median(calls[begun:]))
@@ -103,7 +103,7 @@ def beside_computation(run: Run, typical: float, repetitions: int) -> tuple[floa
         work.wait()
         starts.append(begin)
         ends.append(time.monotonic())
-    rest = max(0.0, mean(_spans(starts, ends, False)) - typical)
+    rest = max(0.0, mean(_waits(starts, ends).mean(0).tolist()) - typical)
     slower = 1 / max(0.1, 1 - rest / typical)
     taken = float(_gathered(torch.tensor([mean(lost)], dtype=torch.float64)).mean())
     return taken * slower, typical * slower
@@ -125,15 +125,9 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _spans(starts: Sequence[float], ends: Sequence[float], pair: bool) -> list[float]:
-    """From the last rank's start to the last rank's end. `pair`: ranks 0 and 1 alone take part."""
-    every = _gathered(torch.tensor([starts, ends], dtype=torch.float64))
-    if len(set(_hosts())) > 1:  # clocks of several hosts cannot be compared
-        waits = every[:, 1] - every[:, 0]
-        spans = (waits[:2] if pair else waits).amin(0)  # the last to arrive waits least; of a message, its ends
-    else:
-        spans = every[:, 1].amax(0) - every[:, 0].amax(0)
-    return [float(value) for value in spans]
+def _waits(starts: Sequence[float], ends: Sequence[float]) -> torch.Tensor:
+    """Seconds of all ranks' repetitions, as (ranks, repetitions). Clocks of several hosts are not compared."""
+    return _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))
 
 
 def _affordable(each: float, wanted: int) -> int:
@@ -146,20 +140,6 @@ def _gathered(mine: torch.Tensor) -> torch.Tensor:
     every = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine.to(device))
     return torch.stack(every).cpu()
-
-
-def _hosts() -> list[str]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _boot())
-    return found
-
-
-def _boot() -> str:
-    """What tells one running system from another: names may be equal, and differ between namespaces of one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        return socket.gethostname()
 
 
 # --- computing ---
