@@ -18,10 +18,8 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 import yaml
+from emulation_jobs import HERE, Job
 from namespaces import INTERFACE, Link, LinkError
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +40,6 @@ CALIBRATED, SCORED = SIZES[::2], SIZES[1::2]
 MODES = ("delay", "wire")
 LARGE = 8 << 20
 LIMIT, MEDIAN_LIMIT = 0.04, 0.015
-LAUNCH_SECONDS = 400.0
 PORT = 29600
 
 Cell = tuple[str, int]  # kind, bytes
@@ -80,75 +78,43 @@ class Bench:
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         if len(self.cores) < 2:
             raise RewriterError("emulation: it needs two cores, one for each rank; this process may use one")
-        self.root = Path(__file__).resolve().parent
 
     def real(self) -> dict[Cell, dict[str, float]]:
         """Both ranks real: rank 0's times."""
-        with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
-            commands = []
-            for rank in range(2):
-                script = self._script(Path(scratch), rank)
-                variables = ["env", f"RANK={rank}", "WORLD_SIZE=2", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
-                commands.append([*self.link.inside(rank), *variables, sys.executable, *script])
-            return self._run(Path(scratch), commands, 2)
+        with tempfile.TemporaryDirectory(dir=self.directory) as name:
+            return self._run(Path(name), [self._script(Path(name), rank) for rank in range(2)], 2)
 
     def emulated(self, mode: str, fabric: Path) -> dict[Cell, dict[str, float]]:
         """Rank 0 real, in the same place as before; its environment, if it has one, in the other rank's."""
-        with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
-            launcher = [sys.executable, "-m", "rewriter.runtime.emulated"]
-            options = ["--world-size", "2", "--fabric", str(fabric), "--mode", mode]
-            commands = []
+        with tempfile.TemporaryDirectory(dir=self.directory) as name:
+            launcher = ["-m", "rewriter.runtime.emulated", "--world-size", "2", "--fabric", str(fabric), "--mode", mode]
+            script, commands = self._script(Path(name), 0), []
             if mode == "wire":
                 address = f"10.0.0.2:{PORT}"
-                options += ["--environment", address]
-                serve = ["taskset", "-c", str(self.cores[1]), *launcher, "--serve", address, "--fabric", str(fabric)]
-                commands.append([*self.link.inside(1), *serve])
-            commands.insert(0, [*self.link.inside(0), *launcher, *options, *self._script(Path(scratch), 0)])
-            return self._run(Path(scratch), commands, 1)
+                commands.append([*launcher, "--serve", address])
+                launcher += ["--environment", address]
+            return self._run(Path(name), [[*launcher, *script], *commands], 1)
 
     def _script(self, scratch: Path, rank: int) -> list[str]:
         spec = {
             "store": f"{scratch}/store",
-            "cores": self.cores,
             "kinds": KINDS,
             "sizes": self.sizes,
             "block_seconds": self.block_seconds,
             "interface": INTERFACE,
         }
         (scratch / "spec.json").write_text(json.dumps(spec))
-        name = str(self.root / "emulation_collectives_rank.py")
+        name = str(HERE / "emulation_collectives_rank.py")
         return [name, str(scratch / "spec.json"), str(scratch / f"result-{rank}.json")]
 
     def _run(self, scratch: Path, commands: Sequence[Sequence[str]], ranks: int) -> dict[Cell, dict[str, float]]:
         """Start all; the first `ranks` of them are waited for."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(self.root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-        }
-        logs = [scratch / f"log-{number}" for number in range(len(commands))]
-        processes = []
-        for command, path in zip(commands, logs, strict=True):
-            with path.open("wb") as log:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-        deadline = time.monotonic() + LAUNCH_SECONDS
+        job = Job(self.link, self.cores, commands, "a launch", ranks, scratch)
         try:
-            while any(p.poll() is None for p in processes[:ranks]) and time.monotonic() < deadline:
-                if any(p.poll() for p in processes):
-                    break
-                time.sleep(0.1)
+            job.wait()
         finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
-        result = scratch / "result-0.json"
-        if not result.is_file():
-            tails = "\n".join(path.read_text(errors="replace").strip()[-1500:] for path in logs)
-            raise RewriterError(f"emulation: a launch gave no result:\n{tails}")
-        return {(one["kind"], one["nbytes"]): one for one in json.loads(result.read_text())}
+            job.stop()
+        return {(one["kind"], one["nbytes"]): one for one in json.loads((scratch / "result-0.json").read_text())}
 
     def fabric(self, launches: Sequence[dict[Cell, dict[str, float]]], calibrated: Sequence[int]) -> Path:
         """A fabric file of medians at the calibrated sizes alone."""

@@ -22,7 +22,6 @@ import torch.distributed as dist
 def main() -> None:
     spec_path, result_path = sys.argv[1:]
     spec, rank = json.loads(Path(spec_path).read_text()), int(os.environ["RANK"])
-    os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: all of them inherit it
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{spec['store']}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])

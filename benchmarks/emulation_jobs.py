@@ -1,8 +1,8 @@
-"""Jobs of benchmarks/emulation_steps.py: processes at the ends of a link, which live together and take turns.
+"""Processes at the ends of a link, a core each: what the benchmarks of emulation start.
 
-On a machine that others share, the same step takes up to a tenth longer a minute later. So a real job and its
-emulations are started together, and each step is done by one after another while the others wait: what is compared is
-seconds apart. `Turns` is what one rank of a job waits for.
+On a machine that others share, the same step takes up to a tenth longer a minute later. So jobs that are compared can
+be started together, and each step is done by one after another while the others wait: what is compared is seconds
+apart. `Turns` is what one rank of such a job waits for.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def recipes_part(bench: Bench, options: argparse.Namespace, found: dict[str, Any
         "training": ["resnet"] if options.quick else list(TRAINING),
         "added": 0.0, "warm_up": 2, "repetitions": 2 if options.quick else 7, "decodes": 5,
     }  # fmt: skip
-    steps = compared(bench, spec, 1 if options.quick else options.launches, KINDS)
+    steps = compared(bench, spec, 1 if options.quick else options.launches)
     bench.console.print(table("steps on 2 ranks, real and emulated", steps, KINDS[1:]))
     found["recipes"] = [asdict(step) | {"spread": step.spread} for step in steps]
     good = True
