@@ -105,14 +105,17 @@ class Job:
 
     def go(self) -> None:
         """Let it do its next step."""
-        self._lines.write("\n")
-        self._lines.flush()
+        try:
+            self._lines.write("\n")
+            self._lines.flush()
+        except OSError:
+            raise self._failed() from None
 
     def told(self) -> Any:
         """What it tells next."""
         try:
             line = self._lines.readline()
-        except TimeoutError:
+        except OSError:  # it takes too long, or is gone
             line = ""
         if not line:
             raise self._failed()

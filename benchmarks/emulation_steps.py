@@ -100,7 +100,7 @@ class Bench:
             raise RewriterError("emulation: it needs two cores, one for each rank; this process may use one")
 
     def prepare(self, families: Sequence[str], recipes: Sequence[str]) -> None:
-        """Emit the modules, write their weights, and measure collectives between the namespaces."""
+        """Emit the modules and write their weights; limit the link."""
         for family in families:
             program = rw.trace(INFERENCE[family])
             full = weights(program)
