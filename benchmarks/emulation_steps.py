@@ -4,7 +4,7 @@
 
 Each rank has one core and a namespace of its own; a rate-limited pair of interfaces joins them. The delays of the
 emulation are those that `rewrite fabrics calibrate` measures between the two namespaces, of collectives alone: no step
-is calibrated on. `--fabric` keeps them in a file, and takes them from it where it exists: seven minutes less. Then
+is calibrated on. `--fabric` keeps them in a file, and takes them from it where it exists: six minutes less. Then
 three jobs are started together and take turns at every step (emulation_jobs.py): both ranks real; one real, its delays
 emulated in its own process (delay); one real, which exchanges messages with an environment process in the other
 namespace (wire). The programs (emulation_workloads.py) are the same, unmodified, and believe to run over gloo. The two

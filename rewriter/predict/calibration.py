@@ -95,7 +95,7 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
     typical = mean(timed.seconds)
     cpu = busy = 0.0
     if device.type != "cuda" and kind != "send":
-        cpu, busy = beside_computation(run, typical, repetitions)
+        cpu, busy = beside_computation(run, typical, repetitions, rooted=kind in _ROOTED)
     point = Point(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
     return Measurement(kind, dist.get_world_size(), point, timed.taken)
 

@@ -74,17 +74,16 @@ def durations(
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    waits = _waits(starts[begun:], ends[begun:])
-    found = (waits[:2].mean(0) if halves else waits.amax(0) if rooted else waits.mean(0)).tolist()
+    found = _waits(starts[begun:], ends[begun:], 2 if halves else dist.get_world_size(), rooted and not halves)
     if halves:  # a round trip is over when its call returns
         return Durations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
     call = agreed(statistics.median(calls[begun:]))
     return Durations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
 
 
-def beside_computation(run: Run, typical: float, repetitions: int) -> tuple[float, float]:
+def beside_computation(run: Run, typical: float, repetitions: int, rooted: bool = False) -> tuple[float, float]:
     """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
-    where they wait.
+    where they wait, with the same `rooted`.
 
     Ranks compute for `typical` seconds and then wait for the rest r: the collective has gone on at the rate that is
     asked for, then at the one that is known, so 1 / seconds = (1 - r / typical) / typical. CPU seconds are those in
@@ -103,7 +102,7 @@ def beside_computation(run: Run, typical: float, repetitions: int) -> tuple[floa
         work.wait()
         starts.append(begin)
         ends.append(time.monotonic())
-    rest = max(0.0, mean(_waits(starts, ends).mean(0).tolist()) - typical)
+    rest = max(0.0, mean(_waits(starts, ends, dist.get_world_size(), rooted)) - typical)
     slower = 1 / max(0.1, 1 - rest / typical)
     taken = float(_gathered(torch.tensor([mean(lost)], dtype=torch.float64)).mean())
     return taken * slower, typical * slower
@@ -125,9 +124,12 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _waits(starts: Sequence[float], ends: Sequence[float]) -> torch.Tensor:
-    """Seconds of all ranks' repetitions, as (ranks, repetitions). Clocks of several hosts are not compared."""
-    return _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))
+def _waits(starts: Sequence[float], ends: Sequence[float], ranks: int, longest: bool) -> list[float]:
+    """Of each repetition, the mean of the first `ranks` ranks' own seconds, or the longest of them. Clocks of several
+    hosts are not compared."""
+    every = _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))[:ranks]
+    found: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
+    return found
 
 
 def _affordable(each: float, wanted: int) -> int:
