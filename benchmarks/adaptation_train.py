@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import rewriter
-from rewriter.adapt.progress import read_metrics
+from rewriter.adapt.run_log import read_metrics
 from rewriter.api import adapt
 
 POINTS = 50  # of the training curve

@@ -40,7 +40,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import SequencePlan
 
 DOMINANCE = 8.0

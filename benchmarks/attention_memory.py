@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention.grid import Grid
+from rewriter.runtime.attention.mesh import Grid
 from rewriter.runtime.attention.sequence_op import register, sequence_attention
 
 

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 GOAL = 0.75
 HEADERS = 0.08  # of the bytes counted: TCP, IP and Ethernet headers, acknowledgements, barriers

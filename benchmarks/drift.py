@@ -21,13 +21,13 @@ import torch
 
 from rewriter.analysis.communication import collectives
 from rewriter.api import rewrite
+from rewriter.ir import Program
 from rewriter.kernels import parse_format
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, is_quantized
-from rewriter.program import Program
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer, other_weights
 from rewriter.verify.sensitivity import sensitivity
 from rewriter.verify.simulate import load_weights, simulate

@@ -85,7 +85,7 @@ def sent_bytes() -> int:
 def measure(bridge: Bridge, ranks: int, directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """By rank, real and emulated."""
     script = [str(Path(__file__).resolve()), "--rank-of"]
-    launcher = [sys.executable, "-m", "rewriter.runtime.emulated"]
+    launcher = [sys.executable, "-m", "rewriter.emulation"]
 
     def result(what: str, rank: int) -> str:
         return str(directory / f"{what}-{rank}.json")

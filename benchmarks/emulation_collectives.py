@@ -4,7 +4,7 @@
 
 Ground truth: two gloo ranks in network namespaces joined by a veth pair, one core each. Their times at every other size
 from 1 KB to 64 MB become a fabric file; at the sizes between, 1 real and 1 emulated rank run the same script under
-`python -m rewriter.runtime.emulated`, in delay mode, and in wire mode with the environment process in the other
+`python -m rewriter.emulation`, in delay mode, and in wire mode with the environment process in the other
 namespace. Launches take turns; each emulated one uses the real launches before it. Reported per size: the median over
 launches, the error against the real one, and how far real launches lie from their own median. Exit code: 0 where all
 errors from 8 MB up are within 4 % (median 1.5 %), and those below within 4 % or the real launches' own spread,
@@ -32,7 +32,7 @@ from namespaces import INTERFACE, Link, LinkError
 from rich.console import Console
 from rich.table import Table
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 KINDS = ("all_reduce", "all_gather")
 SIZES = tuple(1 << power for power in range(10, 27))
@@ -87,7 +87,7 @@ class Bench:
     def emulated(self, mode: str, fabric: Path) -> dict[Cell, dict[str, float]]:
         """Rank 0 real, in the same place as before; its environment, if it has one, in the other rank's."""
         with tempfile.TemporaryDirectory(dir=self.directory) as name:
-            launcher = ["-m", "rewriter.runtime.emulated", "--world-size", "2", "--fabric", str(fabric), "--mode", mode]
+            launcher = ["-m", "rewriter.emulation", "--world-size", "2", "--fabric", str(fabric), "--mode", mode]
             script, commands = self._script(Path(name), 0), []
             if mode == "wire":
                 address = f"10.0.0.2:{PORT}"

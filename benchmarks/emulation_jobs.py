@@ -19,7 +19,7 @@ from typing import Any
 
 from namespaces import INTERFACE, Link
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 600.0  # that a start, a turn or an end may take

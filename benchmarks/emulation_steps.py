@@ -50,7 +50,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rewriter as rw
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 RATE = 100e6  # bytes per second, in each direction: the steps below communicate about as long as they compute
 WITHIN = 0.03
@@ -164,7 +164,7 @@ class Bench:
         given = directory / "spec.json"
         given.write_text(json.dumps({**spec, **own}), encoding="utf-8")
         script = [str(HERE / "emulation_workloads.py"), str(given)]
-        emulated = ["-m", "rewriter.runtime.emulated", "--world-size", "2", "--real", str(own["reporter"])]
+        emulated = ["-m", "rewriter.emulation", "--world-size", "2", "--real", str(own["reporter"])]
         emulated += ["--fabric", str(self.fabric), "--mode", "wire" if kind == "wire" else "delay"]
         if spec["added"]:
             emulated += ["--what-if", f"all_reduce=+{spec['added'] * 1e6:g}us"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rewriter.runtime import record_events
-from rewriter.runtime.expert_parallel import ExpertParallel, expert_mesh, expert_parallel, traffic
+from rewriter.training.expert_parallel import ExpertParallel, expert_mesh, expert_parallel, traffic
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a LoRA step needs where the frozen base is kept quantized (`rewriter.runtime.training.quantize_frozen`).
+"""What a LoRA step needs where the frozen base is kept quantized (`rewriter.training.quantize_frozen`).
 
     python benchmarks/frozen.py [--ranks 4] [--hidden 512] [--layers 2] [--tokens 64] [--json]
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rewriter.runtime.training import quantize_frozen
+from rewriter.training import quantize_frozen
 
 FORMATS = (None, "int8", "int4-hadamard", "int2-hadamard")
 

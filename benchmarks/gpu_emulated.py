@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from gpu_report import Row, Scale, Table
 
-import rewriter.runtime.emulated  # the backend is registered
+import rewriter.emulation  # the backend is registered
+from rewriter.emulation.delay import DelayEngines
 from rewriter.fabric import Call, Delay
-from rewriter.runtime.emulated.delay import DelayEngines
 
-_ = rewriter.runtime.emulated
+_ = rewriter.emulation
 RANKS = 8
 OPERATIONS = 50
 DELAYS = (5e-6, 20e-6, 100e-6, 1e-3, 10e-3)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import sequence_mesh, wire
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.layout import join_tokens, take_tokens
+from rewriter.runtime import exchange, sequence_mesh
+from rewriter.runtime.attention.mesh import Grid
 from rewriter.runtime.attention.sequence_op import register, sequence_attention
+from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
 
 
 def plans(ranks: int) -> list[SequencePlan]:
@@ -88,7 +88,7 @@ class Staged:
 def stage() -> None:
     """From now on this process sends its messages from copies on the CPU: gloo's are of CPU tensors only, and NCCL
     refuses ranks that share a GPU."""
-    begin = wire._start
+    begin = exchange._start
 
     def start(sends: dict[int, Tensor], receives: dict[int, Tensor], group: ProcessGroup | None) -> list[Any]:
         leaving = {rank: buffer.to("cpu", copy=True) for rank, buffer in sends.items()}
@@ -101,4 +101,4 @@ def stage() -> None:
         work = dist.all_gather(list(arriving.chunk(group.size())), leaving, group=group, async_op=async_op)
         return Staged([work], [(found, arriving)], [leaving])
 
-    wire._start, wire._all_gather = start, gather
+    exchange._start, exchange._all_gather = start, gather

@@ -20,7 +20,7 @@ from gpu_tiles import CAUSAL, Case, everything, factors, inputs, library, refere
 from torch import Tensor
 
 from rewriter.ops import SequencePlan
-from rewriter.runtime import generate, wire
+from rewriter.runtime import exchange, generate
 from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
 from rewriter.runtime.attention.visibility import Visibility
 
@@ -64,11 +64,11 @@ def alone(scale: Scale, attend: Callable[..., Tensor], mesh: Any) -> Row:
 def messages(scale: Scale) -> Row:
     """A gather and an exchange of packed tensors through the backend itself; those of attention need no messages."""
     given = torch.randn(3, 5, device=scale.device).bfloat16(), torch.randn(3, device=scale.device)
-    back = [wire.gather_start(given, dist.group.WORLD, "alone").wait()[0]]
+    back = [exchange.gather_start(given, dist.group.WORLD, "alone").wait()[0]]
     note = "gather, exchange"
     if scale.device.type == "cuda":
         try:
-            back.append(wire.exchange_start(given, 0, 0, "alone", dist.group.WORLD).wait())
+            back.append(exchange.exchange_start(given, 0, 0, "alone", dist.group.WORLD).wait())
         except (ValueError, dist.DistBackendError) as refused:
             note = f"gather; an exchange needs two GPUs ({type(refused).__name__})"
     else:
@@ -82,7 +82,7 @@ def models(scale: Scale, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from rewriter.emit.runtime_module import emit_runtime_module
-    from rewriter.trace import trace
+    from rewriter.tracing import trace
 
     source = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
     program = trace(MODEL)

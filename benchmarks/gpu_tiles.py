@@ -12,9 +12,9 @@ from gpu_report import Row, Scale, Table, short
 from torch import Tensor
 
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.layout import Run
-from rewriter.runtime.attention.merge import Merger
+from rewriter.runtime.attention.partial_merge import Merger
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.token_runs import Run
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

@@ -35,9 +35,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import rewriter as rw
+from rewriter.common.errors import RewriterError
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError
-from rewriter.program import Program
+from rewriter.ir import Program
 from rewriter.verify.simulate import Simulator
 
 GOAL = 0.60

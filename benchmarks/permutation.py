@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from rewriter.analysis.interchange import interchangeable
+from rewriter.analysis.permutable_units import interchangeable
+from rewriter.ir import Program
 from rewriter.passes.permute import DIGITS, order_of
-from rewriter.program import Program
 from rewriter.recipes import Recipe
-from rewriter.recipes.schema import PassSpec
-from rewriter.trace import trace
+from rewriter.recipes.recipe import PassSpec
+from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
 from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer
 from rewriter.verify.simulate import load_weights, simulate

@@ -25,7 +25,7 @@ from rich.console import Console
 from transformers import GPT2Config, LlamaConfig
 
 from rewriter import api
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.predict.validation import Validation
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "PREDICTION.md"

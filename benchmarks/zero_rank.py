@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rewriter.runtime import record_events
-from rewriter.runtime.training import node_mesh, node_resident, zero_plus_plus
-from rewriter.runtime.wire import all_to_all_start, gather_start
-from rewriter.runtime.zero.fsdp import DefaultAllGather, DefaultReduceScatter, reduction_factor
+from rewriter.runtime.exchange import all_to_all_start, gather_start
+from rewriter.training import node_mesh, node_resident, zero_plus_plus
+from rewriter.training.zero.fsdp import DefaultAllGather, DefaultReduceScatter, reduction_factor
 
 RANKS, LOCAL = 4, 2
 TOKENS = 64  # of the text

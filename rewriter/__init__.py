@@ -3,28 +3,25 @@
     import rewriter as rw
     program = rw.trace("path/to/model")
     rewritten = rw.rewrite(program, "ladder-upper-half", tp=8)
-    rewritten.save("out")
+    rw.save(rewritten, "out")
 
 Every public name is imported on first use, so `import rewriter` imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from rewriter.api import load, rewrite
-    from rewriter.program import Program
+    from rewriter.api import load, rewrite, save
+    from rewriter.ir import Program
     from rewriter.recipes import Recipe
-    from rewriter.trace import trace
+    from rewriter.tracing import trace
     from rewriter.verify.simulate import simulate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Program",
@@ -34,16 +31,19 @@ __all__ = [
     "__version__",
     "load",
     "rewrite",
+    "save",
     "simulate",
     "trace",
 ]
 
 _HOME = {
-    "Program": "rewriter.program",
+    "Program": "rewriter.ir",
     "Recipe": "rewriter.recipes",
     "load": "rewriter.api",
     "rewrite": "rewriter.api",
+    "save": "rewriter.api",
     "simulate": "rewriter.verify.simulate",
+    "trace": "rewriter.tracing",
 }
 
 
@@ -57,22 +57,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """`rewriter.trace` is the function, although a room of that name stands beside it.
-
-    Importing a submodule sets it as an attribute of its package, which would replace the function by the room. A
-    property without effect on setting keeps the name; `from rewriter.trace import …` does not read it.
-    """
-
-    @property
-    def trace(self) -> Any:
-        return import_module("rewriter.trace").trace
-
-    @trace.setter
-    def trace(self, room: ModuleType) -> None:
-        pass
-
-
-sys.modules[__name__].__class__ = _Package

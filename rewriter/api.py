@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rewriter.collector import collector_paused
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.garbage import collector_paused
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rewriter.adapt.run import AdaptReport
-    from rewriter.convert import Report
+    from rewriter.adapt.adaptation import AdaptReport
+    from rewriter.convert.conversion import Report
+    from rewriter.ir import Program
     from rewriter.predict.results import Comparison
     from rewriter.predict.validation import Validation
-    from rewriter.program import Program
     from rewriter.recipes import Recipe
 
 
@@ -41,15 +41,15 @@ def rewrite(
     calibration text. Raises RewriterError for an unknown recipe, pass or option (with the nearest name), and when a
     pass cannot be applied.
     """
-    from rewriter.apply import apply_recipe, load_recipe
-    from rewriter.calibrate import calibrate
+    from rewriter.convert.pass_measurements import calibrate
+    from rewriter.recipes.apply import apply_recipe, load_recipe
 
     loaded = calibrate(load_recipe(recipe, set), program, tp, text)
     return apply_recipe(program, loaded, tp, disable, sp)[0]
 
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:
-    """Convert a checkpoint into a verified output directory: `rewriter.convert.convert`, which lists the options."""
+    """Convert a checkpoint into a verified output directory: `rewriter.convert.conversion.convert` lists the options."""
     from rewriter.weights.ahead import copies_ahead
 
     # Weight files are copied while torch and transformers are imported and the model is traced. With these options they
@@ -58,7 +58,7 @@ def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Reci
     wanted = not any(options.get(name) for name in ("dry_run", "link", "dtype", "resume")) and _is_free(place)
     with copies_ahead(model, place, wanted) as ahead:
         with collector_paused():
-            from rewriter.convert import convert
+            from rewriter.convert.conversion import convert
 
         return convert(model, recipe, ahead=ahead, **options)
 
@@ -68,8 +68,8 @@ def _is_free(place: Path) -> bool:
 
 
 def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Report:
-    """Verify a rewritten program and write its output directory: `rewriter.convert.save`, which lists the options."""
-    from rewriter.convert import save
+    """Verify a rewritten program and write its output directory: `rewriter.convert.conversion.save` has the options."""
+    from rewriter.convert.conversion import save
 
     return save(program, out, **options)
 
@@ -87,12 +87,12 @@ def adapt(
     progress: Callable[..., None] | None = None,
     **options: Any,
 ) -> AdaptReport:
-    """Fine-tune what `rewrite` wrote: `rewriter.adapt.run.adapt`, whose `Options` by name are the other arguments.
+    """Fine-tune what `rewrite` wrote: `rewriter.adapt.adaptation.adapt`. The other arguments are its `Options`.
 
     adapt("out", data="train.jsonl", out="healed", method="distill", set={"learning_rate": 1e-4, "max_steps": 500})
     """
+    from rewriter.adapt.adaptation import adapt
     from rewriter.adapt.options import Options
-    from rewriter.adapt.run import adapt
 
     chosen = Options(**options, settings=dict(set or {}))
     told = {} if progress is None else {"progress": progress}
@@ -104,7 +104,7 @@ def adapt(
 
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
     """Check a written output again: hashes, golden logits, real ranks. Raises VerificationError where it differs."""
-    from rewriter.checking import verify
+    from rewriter.verify.saved_output import verify
 
     return verify(directory, progress=progress)
 
@@ -121,7 +121,7 @@ def inspect(
 
     With `sp` ranks that share the tokens of a sequence: for sequences of `tokens`.
     """
-    from rewriter.report import inspect
+    from rewriter.inspect.inspection import inspect
 
     return inspect(model, recipe, tp, trust_remote_code=trust_remote_code, sp=sp, tokens=tokens)
 
@@ -189,8 +189,8 @@ def measure(
     fabric's nodes one by one, so that `nodes` can only be as few as hold them. Raises RewriterError as `predict` does,
     where the shard does not fit in memory, and with the reason of a rank that fails.
     """
-    from rewriter.predict.measured import Job
-    from rewriter.predict.real import measure
+    from rewriter.predict.entry import measure
+    from rewriter.predict.measurement import Job
 
     return measure(
         model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
@@ -219,8 +219,8 @@ def validate(
     that is calibrated here first. Where this machine cannot run all ranks, the result's `reason` says why. Raises
     RewriterError as `measure` does.
     """
-    from rewriter.predict.measured import Job
-    from rewriter.predict.real import validate
+    from rewriter.predict.entry import validate
+    from rewriter.predict.measurement import Job
 
     return validate(
         model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
@@ -236,8 +236,8 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     write, VerificationError for a generated file that was changed.
     """
     root = Path(directory)
-    from rewriter.checking import check_files
     from rewriter.emit.manifest import read_manifest
+    from rewriter.verify.saved_output import check_files
 
     manifest = read_manifest(root)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -264,9 +264,9 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
 
     Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
     """
-    from rewriter.checking import check_files, config_of
     from rewriter.emit.manifest import ranks_of, read_manifest
-    from rewriter.runtime.launch import launch
+    from rewriter.runtime.torchrun import launch
+    from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)
     manifest = read_manifest(root)

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.api import convert
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.ir import Program
+from rewriter.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
@@ -75,7 +75,7 @@ _traced: dict[str, Program] = {}
 
 
 def trace_once(path: Path) -> Program:
-    """As `rewriter.trace`, for a checkpoint that differs from an earlier one in its values alone: they are not read."""
+    """As `trace`, for a checkpoint that differs from an earlier one in its values alone: they are not read."""
     config = (Path(path) / "config.json").read_text()
     if config not in _traced:
         _traced[config] = trace(path)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.layout import join_tokens, take_tokens
+from rewriter.runtime.attention.mesh import Grid
 from rewriter.runtime.attention.sequence_op import register, sequence_attention
+from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 DIVIDES, PADDED = 288, 281  # tokens: a multiple of every plan's below, and a prime

@@ -10,9 +10,9 @@ import torch
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
-from rewriter.verify.lane_reference import LayerMode
+from rewriter.verify.per_rank_reference import LayerMode
 
 # A norm stands between the reduction and the residual: a rank's partial sum cannot be added there.
 POST_NORM = {"gemma2", "olmo2"}

@@ -18,9 +18,9 @@ import zoo
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rewriter.emit.huggingface import HuggingFaceFiles, emit_huggingface
+from rewriter.ir import Program
 from rewriter.passes.ladder import Ladder
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 
 SELECTIONS = ("all", "upper-half", "scattered")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import rewriter.runtime.emulated  # registers the backend  # noqa: F401
+import rewriter.emulation  # registers the backend  # noqa: F401
 from rewriter.fabric import Call, Delay
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks, stream_values
-from rewriter.program import Body, Module, Program
+from rewriter.ir import Body, Module, Program
 
 
 def _reroute(program: Program, block_index: int, read: int) -> Program:

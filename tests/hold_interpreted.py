@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 import triton.language as tl
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.emulation import delay_cuda
+from rewriter.emulation.messages import Mailbox
+from rewriter.emulation.operation import Operation
 from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.kernels import hold_triton
 from rewriter.kernels.hold_triton import LINKS, ROW, STATE, TILE, arrive_kernel, hold_kernel
-from rewriter.runtime.emulated import delay_cuda
-from rewriter.runtime.emulated.messages import Mailbox
-from rewriter.runtime.emulated.operation import Operation
 
 STEP = 100  # nanoseconds between two looks at the clock
 _time = [0]

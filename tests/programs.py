@@ -8,9 +8,9 @@ from collections.abc import Collection
 import torch
 import zoo
 
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import Simulator
 
 _passes = available()

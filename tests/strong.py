@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.ir import Program
+from rewriter.tracing import trace
 from rewriter.verify.random_model import randomize
 
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
-from rewriter.adapt import checkpoints, source
+from rewriter.adapt import checkpoints, rewritten_source
+from rewriter.adapt.adaptation import AdaptReport, adapt
 from rewriter.adapt.job import Job, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
-from rewriter.adapt.progress import read_metrics
-from rewriter.adapt.ranks import Ranks
-from rewriter.adapt.run import AdaptReport, adapt
-from rewriter.adapt.source import Opened, write_source
+from rewriter.adapt.rewritten_source import Opened, write_source
+from rewriter.adapt.run_log import read_metrics
+from rewriter.adapt.run_ranks import Ranks
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
 from rewriter.emit.manifest import read_manifest
@@ -57,7 +57,7 @@ def losses(out: Path) -> list[tuple[float, float, float]]:
 @pytest.fixture(autouse=True)
 def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing takes most of a short run; results differ in their weights alone."""
-    monkeypatch.setattr(source, "trace", adapted.trace_once)
+    monkeypatch.setattr(rewritten_source, "trace", adapted.trace_once)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None
     assert done.losses["original"] != done.losses["before"]
     # the loss in the manifest is that of the file, read as any user reads it
     model = AutoModelForCausalLM.from_pretrained(plain, trust_remote_code=True, dtype=torch.float32)
-    from rewriter.adapt.data import load_rows
     from rewriter.adapt.evaluate import evaluate
-    from rewriter.adapt.ranks import Ranks
+    from rewriter.adapt.run_ranks import Ranks
     from rewriter.adapt.students import HuggingFaceModel
+    from rewriter.adapt.token_rows import load_rows
     from rewriter.verify.drift import load_tokenizer
 
     rows = load_rows(adapted.text_file(20, 1), load_tokenizer(str(plain)), length=adapted.LENGTH)
@@ -142,9 +142,9 @@ def _killed(out: Path, where: str, files: tuple[Path, Path, Path]) -> None:
     elif where == "before the first checkpoint":
         checkpoints.begin = die
     else:
-        from rewriter.adapt import result
+        from rewriter.adapt import adapted_output
 
-        result.save = die  # when the result is written
+        adapted_output.save = die  # when the result is written
     run(out, files=files)
 
 
@@ -206,16 +206,16 @@ def test_a_distilled_model_follows_the_original_not_the_data(tmp_path: Path) -> 
 
 
 def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewriter.adapt import build
+    from rewriter.adapt import student_setup
 
     made: list[tuple[Any, Any]] = []
-    original = build.teacher
+    original = student_setup.teacher
 
     def watched(built: Any, *args: Any) -> Any:
         made.append((built, original(built, *args)))
         return made[-1][1]
 
-    monkeypatch.setattr(build, "teacher", watched)
+    monkeypatch.setattr(student_setup, "teacher", watched)
     run(tmp_path / "out", method="distill", lora=4)
     built, theirs = made[0]
     held = {p.untyped_storage().data_ptr() for p in built.model.module.parameters()}
@@ -373,7 +373,7 @@ def test_settings_are_the_trainers() -> None:
 
 def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
     from rewriter.adapt.batches import Order
-    from rewriter.adapt.ranks import Ranks
+    from rewriter.adapt.run_ranks import Ranks
 
     settings, seen = {"num_train_epochs": 3}, []
     for replicas in (1, 2, 4):
@@ -400,9 +400,9 @@ def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
 @pytest.mark.parametrize(("recipe", "tp"), [("ladder", 1), ("desync-4x-sum", 2)])
 def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_path: Path) -> None:
     """By a pseudo-inverse over the same tokens: each layer's solution is the one of the normal equations."""
-    from rewriter.adapt.ranks import Ranks
     from rewriter.adapt.refit import RIDGE, refit
-    from rewriter.trace.model import find_layers
+    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.tracing.meta_model import find_layers
 
     directory = adapted.directory(recipe, tp)
     student = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)

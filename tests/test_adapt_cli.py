@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rewriter.adapt import source
+from rewriter.adapt import rewritten_source
 from rewriter.cli import main
 
 SETTINGS = ["--length", "48", "--verify", "none"]
@@ -29,7 +29,7 @@ def command(directory: Path, out: Path, *more: str, data: Path | None = None) ->
 def test_the_command_tells_what_it_did_and_refuses_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(source, "trace", adapted.trace_once)
+    monkeypatch.setattr(rewritten_source, "trace", adapted.trace_once)
     directory, out = adapted.directory("ladder"), tmp_path / "out"
     assert main(command(directory, out, "--json")) == 0
     report = json.loads(capsys.readouterr().out)

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rewriter.adapt import packing as packing_module
-from rewriter.adapt.data import Counts, Rows, load_rows
 from rewriter.adapt.isolation import isolates_segments
 from rewriter.adapt.packing import first_fit
-from rewriter.errors import RewriterError
+from rewriter.adapt.token_rows import Counts, Rows, load_rows
+from rewriter.common.errors import RewriterError
 
 # Token n < 256 is byte n, which is what makes expected rows easy to write down.
 BOS, EOS, PAD = 256, 257, 258

@@ -13,10 +13,10 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from rewriter.adapt import source
+from rewriter.adapt import rewritten_source
+from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.options import Options
-from rewriter.adapt.progress import read_metrics
-from rewriter.adapt.run import adapt
+from rewriter.adapt.run_log import read_metrics
 
 STEPS, ROWS = 5, 8
 SETTINGS = {"max_steps": STEPS, "learning_rate": 1e-2, "warmup_steps": 1, "save_steps": 2, "use_cpu": True}
@@ -26,7 +26,7 @@ Case = tuple[str, dict[str, Any]]
 
 def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> None:
     """Each case in turn, into directories `out`/0, 1, …; every rank calls it."""
-    source.trace = adapted.trace_once
+    rewritten_source.trace = adapted.trace_once
     world = 1 if group is None else group.size()
     for index, (name, options) in enumerate(cases):
         replicas = world // (options.get("tp", 1) * options.get("sp", 1))
@@ -132,7 +132,7 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     """A run that stops after its first checkpoint, by an error on all ranks, and is resumed."""
     from rewriter.adapt.trainer import AdaptTrainer
 
-    source.trace = adapted.trace_once
+    rewritten_source.trace = adapted.trace_once
     before, calls = AdaptTrainer.training_step, []
 
     def step(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -176,8 +176,8 @@ def gathered(group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from rewriter.runtime.training import zero_plus_plus
-    from rewriter.runtime.zero.plugs import exact_weights
+    from rewriter.training import zero_plus_plus
+    from rewriter.training.zero.comm_hooks import exact_weights
 
     torch.manual_seed(0)
     model, x = torch.nn.Linear(64, 64), torch.randn(4, 64)

@@ -27,12 +27,12 @@ from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
 from rewriter import ops
-from rewriter.adapt.annealing import Annealing, annealed_layers, set_annealing
-from rewriter.apply import lint
+from rewriter.adapt.anneal_schedule import Annealing, annealed_layers, set_annealing
+from rewriter.common.errors import RewriterError
 from rewriter.emit.annealed import write_annealed
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.annealing import annealed
 from rewriter.passes.base import single_device
 from rewriter.passes.desync import Desync
@@ -43,7 +43,7 @@ from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.overlap import Overlap
 from rewriter.passes.parallel_block import ParallelBlock
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
+from rewriter.recipes.apply import lint
 from rewriter.verify.simulate import simulate
 
 CLOSE = 1e-5  # against an oracle that adds in another order, or in float64

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter import api, checking
-from rewriter import convert as convert_module
-from rewriter.emit import directory
+from rewriter import api
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.convert.conversion import conversion as convert_module
+from rewriter.emit import output_files
 from rewriter.emit.manifest import read_manifest
-from rewriter.errors import RewriterError, VerificationError
-from rewriter.program import Parameter
-from rewriter.verify import outside, rehearsal
+from rewriter.ir import Parameter
+from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 
 UPPER = {2, 3}
 
@@ -268,7 +268,7 @@ def test_an_interrupted_run_is_resumed(source: Path, tmp_path: Path, monkeypatch
     with pytest.raises(RewriterError, match="tp"):
         quick(source, out, tp=4, resume=True)
     untouched: list[Path] = []
-    monkeypatch.setattr(directory, "convert_files", lambda c, copies, plans, **k: untouched.extend(copies + plans))
+    monkeypatch.setattr(output_files, "convert_files", lambda c, copies, plans, **k: untouched.extend(copies + plans))
     quick(source, out, tp=2, resume=True)
     assert untouched == []
     assert sorted(hashes(out)) == read_manifest_names(out)
@@ -288,7 +288,7 @@ def test_overrides_reach_the_pass(source: Path, tmp_path: Path) -> None:
 
 def test_a_program_saves_what_the_command_writes(source: Path, tmp_path: Path) -> None:
     program = rw.rewrite(rw.trace(source), "ladder-upper-half", tp=2)
-    program.save(str(tmp_path / "a"), verify="none")
+    rw.save(program, str(tmp_path / "a"), verify="none")
     quick(source, tmp_path / "b", tp=2)
     ours, theirs = hashes(tmp_path / "a"), hashes(tmp_path / "b")
     assert ours == theirs
@@ -323,7 +323,7 @@ def test_a_rewritten_program_is_not_rewritten_again(source: Path) -> None:
 
 def test_the_original_and_the_upper_bound_are_not_written(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RewriterError, match="is the original model"):
-        rw.trace(source).save(str(tmp_path / "a"))
+        rw.save(rw.trace(source), str(tmp_path / "a"))
     with pytest.raises(RewriterError, match="no_communication is for timing only"):
         quick(source, tmp_path / "a", recipe="upper-bound", tp=2)
     assert list(tmp_path.iterdir()) == []
@@ -347,7 +347,7 @@ def test_an_emitter_that_forgets_the_rewiring_is_noticed(
 
     emit = huggingface.emit_huggingface
     monkeypatch.setattr(huggingface, "emit_huggingface", lambda program: emit(program.origin or program))
-    monkeypatch.setattr(rehearsal, "MOST_RANKS", 0)
+    monkeypatch.setattr(shrunken_check, "MOST_RANKS", 0)
     with pytest.raises(VerificationError, match="adapted checkpoint = rewritten: worst at row"):
         api.convert(source, "ladder-upper-half", out=tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
@@ -357,14 +357,14 @@ def test_an_emitter_that_forgets_the_rewiring_is_noticed(
 def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = Parameter.on_rank
     monkeypatch.setattr(Parameter, "on_rank", lambda self, rank: part(self, 0))
-    monkeypatch.setattr(outside, "huggingface_logits", lambda d, batches: [torch.zeros(1)] * len(batches))
-    require = rehearsal.Verification.require
+    monkeypatch.setattr(subprocess_logits, "huggingface_logits", lambda d, batches: [torch.zeros(1)] * len(batches))
+    require = shrunken_check.Verification.require
 
     def only_ranks(self: Any, name: str, *rest: Any) -> None:
         if "adapted checkpoint" not in name:
             require(self, name, *rest)
 
-    monkeypatch.setattr(rehearsal.Verification, "require", only_ranks)
+    monkeypatch.setattr(shrunken_check.Verification, "require", only_ranks)
     with pytest.raises(VerificationError, match="sharded module on 2 ranks = rewritten: worst at row"):
         api.convert(source, "ladder-upper-half", out=tmp_path / "a", tp=2)
     assert list(tmp_path.iterdir()) == []
@@ -402,4 +402,4 @@ def test_full_verification_compares_the_real_weights(family: str, tp: int, tmp_p
         f"real weights: sharded module on {ranks} = rewritten",
     }
     assert all(check.error <= check.limit <= 1e-4 for check in verified.checks)
-    assert checking.verify(tmp_path / "out")["files with the hash of the manifest"] > 6
+    assert saved_output.verify(tmp_path / "out")["files with the hash of the manifest"] > 6

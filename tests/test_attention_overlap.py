@@ -25,14 +25,14 @@ from torch import Tensor
 from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import mark, record_events, sequence_mesh
-from rewriter.runtime.attention import line, overlapped
+from rewriter.runtime.attention import attention2d_overlap, ring_exchange
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.call import Call
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.layout import zigzag
+from rewriter.runtime.attention.attention_call import Call
+from rewriter.runtime.attention.mesh import Grid
+from rewriter.runtime.attention.token_runs import zigzag
 from rewriter.runtime.attention.visibility import Visibility
 
-ALGORITHMS = (ring_module, overlapped)
+ALGORITHMS = (ring_module, attention2d_overlap)
 PLANS = {
     4: [ring(4), *(attention2d(*grid, overlap=True) for grid in [(1, 2, 2), (1, 4, 1), (1, 1, 4)])],
     6: [ring(6), *(attention2d(*grid, overlap=True) for grid in [(1, 2, 3), (1, 3, 2)])],
@@ -214,9 +214,9 @@ IN_FLIGHT = {
 
 def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tuple[dict[str, list[int]], ...]]:
     """For each plan, forward and backward: how many messages of each name are under way at each tile, on this rank."""
-    shift = line.Line.shift
+    shift = ring_exchange.Line.shift
 
-    def watched(self: line.Line, message: Tensor, places: int, name: str) -> Any:
+    def watched(self: ring_exchange.Line, message: Tensor, places: int, name: str) -> Any:
         transfer, kind = shift(self, message, places, name), name.split(".")[1]
         mark(f"start {kind}")
         wait = transfer.wait
@@ -235,9 +235,9 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
         for name in ("tile_forward", "tile_backward"):
             setattr(module, name, _after(lambda: mark("tile"), getattr(module, name)))
     found = []
-    with patch.object(line.Line, "shift", watched):
+    with patch.object(ring_exchange.Line, "shift", watched):
         for plan in plans:
-            module = ring_module if plan.kind == "ring" else overlapped
+            module = ring_module if plan.kind == "ring" else attention2d_overlap
             call = Call(Grid.of(sequence_mesh("cpu", plan.grid)), Visibility(CAUSAL, 32), 0.5)
             q, k, v, do = torch.randn(4, 1, 2, 8, 4)
             with record_events() as forward:
@@ -289,8 +289,8 @@ def benchmark() -> ModuleType:
 
 def memory(group: Any, plans: list[SequencePlan], heads: tuple[int, int], gather: bool = False) -> list[Any]:
     if gather:  # a seeded fault: all blocks are kept until the last has arrived
-        blocks = line.Line.blocks
-        line.Line.blocks = lambda *arguments: iter(list(blocks(*arguments)))
+        blocks = ring_exchange.Line.blocks
+        ring_exchange.Line.blocks = lambda *arguments: iter(list(blocks(*arguments)))
     shape = benchmark().Shape(TOKENS * group.size(), *heads, 32)
     found = [benchmark().measure(plan, shape) for plan in plans]
     return [(memory.saved, memory.forward, memory.backward) for memory in found]

@@ -16,18 +16,18 @@ from torch import fx, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from rewriter import ops
-from rewriter.analysis.whole import counts_tokens
+from rewriter.analysis.absolute_positions import counts_tokens
+from rewriter.common.errors import RewriterError
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError
+from rewriter.ir import Body, walk_modules
 from rewriter.ops import MaskSpec
 from rewriter.passes import available
-from rewriter.program import Body, walk_modules
-from rewriter.trace import trace
-from rewriter.trace.bodies import BodyTracer
-from rewriter.trace.example import Example
-from rewriter.trace.lifting import Recorded
-from rewriter.trace.masks import Static, StaticGraph, find_mask_spec, intersection, seen_by
-from rewriter.trace.model import TRACE_DTYPE
+from rewriter.tracing import trace
+from rewriter.tracing.example import Example
+from rewriter.tracing.export import BodyTracer
+from rewriter.tracing.interception import Recorded
+from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, intersection, seen_by
+from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.verify.simulate import simulate
 
 HEADS, SIZE = 4, 8

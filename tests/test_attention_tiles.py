@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import local, tiles
-from rewriter.runtime.attention.layout import Run, padded, zigzag
-from rewriter.runtime.attention.merge import Merger, merge, merge_in_turn
+from rewriter.runtime.attention.partial_merge import Merger, merge, merge_in_turn
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.token_runs import Run, padded, zigzag
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.cli import main
-from rewriter.errors import RewriterError
-from rewriter.output import OutputDirectory
+from rewriter.common.errors import RewriterError
+from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import space
 
 
@@ -367,5 +367,5 @@ def test_a_config_cannot_be_saved(model: Path) -> None:
 
     program = rw.rewrite(rw.trace(model / "config.json"), "ladder")
     with pytest.raises(RewriterError, match="has no weights"):
-        program.save("out")
+        rw.save(program, "out")
     assert not Path("out").exists()

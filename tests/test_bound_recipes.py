@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from rewriter import api
 from rewriter.cli import main
+from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import read_manifest
-from rewriter.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes import desync as desync_module
 from rewriter.passes import drop_sync as drop_sync_module
-from rewriter.program import Program
-from rewriter.verify.compare import relative_error
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.comparison import relative_error
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 
 BOUND = ("desync-2x", "desync-4x", "desync-2x-sum", "desync-4x-sum", "ladder-own-partial", "ladder-then-desync")
 
@@ -95,7 +95,7 @@ def test_a_bound_recipe_converts_and_verifies(name: str, tp: int, source: Path, 
 def test_one_rank_is_refused_before_any_work(
     name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("rewriter.trace"), "trace", lambda *_, **__: pytest.fail("traced"))
+    monkeypatch.setattr(import_module("rewriter.tracing"), "trace", lambda *_, **__: pytest.fail("traced"))
     with pytest.raises(RewriterError, match=r"is bound to a number of ranks: .* Give --tp 2 or more"):
         api.convert(source, name, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rewriter.analysis.chains import chains
-from rewriter.program import Body, Leaf
+from rewriter.ir import Body, Leaf
 
 
 def linear(inputs: int, outputs: int) -> Leaf:

@@ -17,7 +17,7 @@ from stand_in import installed
 import rewriter
 from rewriter.cli import main
 from rewriter.cli.convert import default_output
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.common.errors import RewriterError, VerificationError
 
 REPORT = {
     "model": "tiny",
@@ -426,8 +426,8 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_the_public_functions_are_functions() -> None:
-    # `rewriter.trace` is also a room of the package, and importing it must not hide the function.
-    program = "import rewriter.trace, rewriter as rw; print(rw.trace, rw.rewrite, rw.simulate, rw.load)"
+    # `rewriter.tracing` is also a room of the package, and importing it must not hide the function.
+    program = "import rewriter.tracing, rewriter as rw; print(rw.trace, rw.rewrite, rw.simulate, rw.load)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"(<function \w+ at 0x\w+>\s){4}", done.stdout)
 

@@ -15,13 +15,13 @@ from ranks import run_ranks
 from test_emitted_runtime import build, import_source, load
 
 from rewriter.analysis.communication import by_place, collectives, summary
-from rewriter.analysis.sequence import attention_shapes, sequence_plan
 from rewriter.analysis.sequence_bytes import local_tokens, wire_bytes
-from rewriter.apply import apply_recipe, load_recipe
+from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.program import Program
+from rewriter.inspect.inspection import inspect
+from rewriter.ir import Program
+from rewriter.recipes.apply import apply_recipe, load_recipe
 from rewriter.recipes.catalogue import library
-from rewriter.report import inspect
 
 RANKS = 2
 TOKEN_RANKS = {"attention2d": 2, "ring-attention": 2, "ulysses": 2, "long-context": 2}  # --sp; 1 for the others

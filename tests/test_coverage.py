@@ -11,13 +11,13 @@ import pytest
 
 from rewriter.cli import main
 from rewriter.coverage import check as check_module
-from rewriter.coverage import pool, report
+from rewriter.coverage import coverage_table, pool
 from rewriter.coverage.check import check
 from rewriter.coverage.configs import oddities, registered_types, small_config
-from rewriter.coverage.result import CHECKS, Coverage
-from rewriter.program import Program
-from rewriter.trace import trace
-from rewriter.trace.model import build_skeleton
+from rewriter.coverage.coverage_row import CHECKS, Coverage
+from rewriter.ir import Program
+from rewriter.tracing import trace
+from rewriter.tracing.meta_model import build_skeleton
 from rewriter.verify.shrink import depth, text_config
 
 # Types
@@ -149,7 +149,7 @@ def test_an_unknown_type_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
 
 
 def test_the_page_has_totals_and_reasons() -> None:
-    page = report.markdown(rows())
+    page = coverage_table.markdown(rows())
     assert "| ladder | 1 |" in page
     assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
     assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in page

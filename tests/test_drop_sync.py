@@ -11,21 +11,21 @@ import torch
 import zoo
 
 import rewriter as rw
-from rewriter import calibrate as calibrate_module
-from rewriter.apply import apply_recipe
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.convert.conversion import pass_measurements as calibrate_module
+from rewriter.inspect.inspection import inspect
+from rewriter.ir import Program
 from rewriter.passes.base import record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.drop_sync import DropSync, attention_reductions
-from rewriter.passes.rewiring import chosen_blocks
+from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
-from rewriter.report import inspect
-from rewriter.trace import trace
+from rewriter.recipes.apply import apply_recipe
+from rewriter.tracing import trace
 from rewriter.verify import drift as drift_module
 from rewriter.verify.drift import calibration_tokens, drift
-from rewriter.verify.rehearsal import rehearse
 from rewriter.verify.sensitivity import sensitivity
+from rewriter.verify.shrunken_check import rehearse
 
 OPTIONAL = rw.Recipe.load("drop-sync").with_overrides({"drop_sync.optional": "true"})
 COSTS = (0.9, 0.1, 0.1, None, 0.3, 0.2)
@@ -216,8 +216,8 @@ def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.Monk
     def faulty(program: Program) -> Program:
         return program
 
-    monkeypatch.setattr("rewriter.verify.rehearsal.single_device", faulty)
-    monkeypatch.setattr("rewriter.verify.rehearsal.on_places", lambda kept, p, count: [p])
+    monkeypatch.setattr("rewriter.verify.shrunken_check.single_device", faulty)
+    monkeypatch.setattr("rewriter.verify.shrunken_check.on_places", lambda kept, p, count: [p])
     passes = [TensorParallel(), Faulty(layers=[1], fault=fault)]
     if not fault:
         rehearse(zoo.config("llama"), passes, 2)

@@ -166,7 +166,7 @@ def test_logits_can_be_asked_for_the_last_tokens_only():
 
 def test_positions_and_context_are_filled_in():
     """A model takes token ids alone; left padding shifts the positions of what follows it."""
-    from rewriter.errors import RewriterError
+    from rewriter.common.errors import RewriterError
     from rewriter.runtime import Context, StaticCache
     from rewriter.runtime.generate import positions
 

@@ -18,15 +18,15 @@ import torch.distributed._functional_collectives as functional
 from emulated import Constant, job
 from torch.distributed.device_mesh import init_device_mesh
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.emulation import EmulationConfig
+from rewriter.emulation.delay_cpu import DelayEngine
+from rewriter.emulation.heterogeneous import slowest
+from rewriter.emulation.messages import Source
+from rewriter.emulation.operation import Operation
+from rewriter.emulation.rendezvous import Meetings
+from rewriter.emulation.work import CollectiveAborted, CollectiveTimeout
 from rewriter.fabric import Call, WhatIf, load_fabric
-from rewriter.runtime.emulated import EmulationConfig
-from rewriter.runtime.emulated.delay_cpu import DelayEngine
-from rewriter.runtime.emulated.meetings import Meetings
-from rewriter.runtime.emulated.messages import Source
-from rewriter.runtime.emulated.operation import Operation
-from rewriter.runtime.emulated.several import slowest
-from rewriter.runtime.emulated.work import CollectiveAborted, CollectiveTimeout
 
 # renamed in torch 2.13
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,4 +1,4 @@
-"""`python -m rewriter.runtime.emulated`: unmodified scripts on some real ranks of an emulated world."""
+"""`python -m rewriter.emulation`: unmodified scripts on some real ranks of an emulated world."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import typer
 
-from rewriter.errors import RewriterError
-from rewriter.runtime.emulated.__main__ import app
-from rewriter.runtime.emulated.serve import listen
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.__main__ import app
+from rewriter.emulation.environment_main import listen
 
-COMMAND = [sys.executable, "-m", "rewriter.runtime.emulated"]
+COMMAND = [sys.executable, "-m", "rewriter.emulation"]
 
 DDP = """
 import os, sys

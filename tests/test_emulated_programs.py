@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils import _pytree as pytree
 
 from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.emulation import EmulationConfig
 from rewriter.runtime import Context, generate, record_events
 from rewriter.runtime.collectives import quantized_all_reduce_start
-from rewriter.runtime.emulated import EmulationConfig
 
 
 def assert_finite(found) -> None:

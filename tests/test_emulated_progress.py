@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from emulated import Constant, job
 
+from rewriter.emulation import cpu_progress as module
+from rewriter.emulation.cpu_progress import Progress
 from rewriter.fabric import Delay
-from rewriter.runtime.emulated import progress as module
-from rewriter.runtime.emulated.progress import Progress
 
 
 @dataclass

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.emulation import cpu_progress
+from rewriter.emulation.environment import Environment
+from rewriter.emulation.frames import DATA, FRAME, HEADER, Announced, Header, Hello, header
+from rewriter.emulation.operation import Operation
+from rewriter.emulation.plan import RANKS, Plan, plan
+from rewriter.emulation.wire_mode import WireEngine
+from rewriter.emulation.work import CollectiveAborted
 from rewriter.fabric import Call, Delay, Kind
-from rewriter.runtime.emulated import progress
-from rewriter.runtime.emulated.environment import Environment
-from rewriter.runtime.emulated.frames import DATA, FRAME, HEADER, Announced, Header, Hello, header
-from rewriter.runtime.emulated.operation import Operation
-from rewriter.runtime.emulated.plan import RANKS, Plan, plan
-from rewriter.runtime.emulated.wire import WireEngine
-from rewriter.runtime.emulated.work import CollectiveAborted
 
 KINDS: list[Kind] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather"]
 KINDS += ["scatter", "barrier"]
@@ -228,7 +228,7 @@ def test_a_collective_lasts_as_long_as_the_model_says_and_links_are_shared() -> 
 def test_a_rank_that_computes_hinders_its_operations(as_future: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.05 s alone, 0.8 s beside computation: after 0.2 s of it three quarters are left, which take 0.0375 s. The
     program computes whenever it does not wait, also where this machine is busy."""
-    monkeypatch.setattr(progress._Callers, "_read", lambda self: time.monotonic())
+    monkeypatch.setattr(cpu_progress._Callers, "_read", lambda self: time.monotonic())
     with engine(Constant(0.05, hindrance=0.75)) as made:
         begun = time.monotonic()
         work = made.submit(operation("all_reduce", 3 * FRAME, range(4)))

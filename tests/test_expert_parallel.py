@@ -14,7 +14,7 @@ import zoo
 from ranks import run_ranks
 
 from rewriter import RewriterError
-from rewriter.runtime.expert_parallel import ORDERS, expert_mesh, expert_parallel, traffic
+from rewriter.training.expert_parallel import ORDERS, expert_mesh, expert_parallel, traffic
 
 STEPS, LOCAL = 5, 2
 
@@ -134,7 +134,7 @@ def saved_and_loaded(group, parallel, weights, directory):
 
 def experts_averaged_over_replicas(patch):
     """By as many ranks as summed them, though tokens of all ranks have added to them."""
-    from rewriter.runtime import expert_parallel as module
+    from rewriter.training import expert_parallel as module
 
     finish = module._Sum.finish
 
@@ -145,14 +145,14 @@ def experts_averaged_over_replicas(patch):
 
 
 def experts_not_reduced(patch):
-    from rewriter.runtime import expert_parallel as module
+    from rewriter.training import expert_parallel as module
 
     sums = module._sums
     patch(module, "_sums", lambda p, g, name: sums(p, None if "experts" in name else g, name))
 
 
 def experts_summed_over_all(patch):
-    from rewriter.runtime import expert_parallel as module
+    from rewriter.training import expert_parallel as module
 
     sums = module._sums
     patch(module, "_sums", lambda p, g, name: sums(p, torch.distributed.group.WORLD, name))
@@ -166,7 +166,7 @@ def experts_of_the_neighbour(patch):
 
 
 def gradient_of_dispatch_lost(patch):
-    from rewriter.runtime import expert_parallel as module
+    from rewriter.training import expert_parallel as module
 
     backward = module._Exchange.backward
 
@@ -178,7 +178,7 @@ def gradient_of_dispatch_lost(patch):
 
 
 def counts_of_own_rows_mixed_up(patch):
-    from rewriter.runtime import expert_parallel as module
+    from rewriter.training import expert_parallel as module
 
     exchange = module.ParallelExperts._exchange_counts
 

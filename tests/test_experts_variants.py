@@ -19,14 +19,14 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from rewriter import ops
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError
+from rewriter.ir import Body, Program
 from rewriter.passes import available
-from rewriter.program import Body, Program
 from rewriter.runtime.experts import experts
-from rewriter.trace import trace
-from rewriter.trace.experts import gate_of, is_experts
+from rewriter.tracing import trace
+from rewriter.tracing.traced_experts import gate_of, is_experts
 from rewriter.verify.simulate import simulate
 
 _COMMON: dict[str, Any] = dict(
@@ -171,10 +171,10 @@ class _CastsItsWeights(nn.Module):
 
 def test_a_models_dtype_as_an_argument_follows_the_model() -> None:
     """It is the trace's own dtype there, in which a router's weights would have been rounded."""
-    from rewriter.trace.bodies import BodyTracer
-    from rewriter.trace.example import Example
-    from rewriter.trace.lifting import Recorded
-    from rewriter.trace.model import TRACE_DTYPE
+    from rewriter.tracing.example import Example
+    from rewriter.tracing.export import BodyTracer
+    from rewriter.tracing.interception import Recorded
+    from rewriter.tracing.meta_model import TRACE_DTYPE
 
     x = torch.empty(5, 37, 8, dtype=TRACE_DTYPE, device="meta")
     body = BodyTracer({}, {}, Example()).trace("weights", _CastsItsWeights(), Recorded((x,), {}))

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
 from rewriter.fabric.alpha_beta import AlphaBeta
-from rewriter.fabric.catalogue import LIBRARY
 from rewriter.fabric.curves import Curve, Point
-from rewriter.fabric.groups import Placement, place
-from rewriter.fabric.measured import table_errors
+from rewriter.fabric.measured_delays import table_errors
 from rewriter.fabric.protocols import nccl
+from rewriter.fabric.rank_groups import Placement, place
 from rewriter.fabric.schema import parse
-from rewriter.fabric.tables import CSV, find, shipped
+from rewriter.fabric.shipped_fabrics import LIBRARY
+from rewriter.fabric.shipped_tables import CSV, find, shipped
 from rewriter.fabric.writing import measured_points
 
 US = 1e-6

@@ -20,15 +20,15 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from rewriter.adapt.data import Rows, load_rows
 from rewriter.adapt.isolation import isolates_segments
+from rewriter.adapt.token_rows import Rows, load_rows
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 
 REPOSITORY = Path(__file__).parent.parent
 BOS, EOS, PAD = 256, 257, 258

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize
-from rewriter.runtime.training import export_quantized, load_quantized, quantize_frozen, zero_plus_plus
-from rewriter.runtime.zero.export import DESCRIPTION, WEIGHTS
-from rewriter.runtime.zero.frozen import FrozenLinear
+from rewriter.training import export_quantized, load_quantized, quantize_frozen, zero_plus_plus
+from rewriter.training.zero.frozen import FrozenLinear
+from rewriter.training.zero.quantized_export import DESCRIPTION, WEIGHTS
 
 WIDTH, DEPTH, SMALL = 128, 3, 4096
 
@@ -571,7 +571,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("rewriter.runtime.zero.export.save_file", full)
+    monkeypatch.setattr("rewriter.training.zero.quantized_export.save_file", full)
     with pytest.raises(RewriterError, match="no space left"):
         export_quantized(Stack(), tmp_path / "out", "int8")
     assert not list(tmp_path.iterdir())

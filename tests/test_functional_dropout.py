@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.passes import available
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 PASSES = available()

@@ -11,10 +11,10 @@ import zoo
 from oracles import relative_error
 from programs import traced, weights
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Program
 from rewriter.passes import available
-from rewriter.program import Body, Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import load_weights, simulate, whole_parameter
 
 PASSES = available()

@@ -74,14 +74,14 @@ def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]
     sys.path.insert(0, benchmarks)
     import gpu_rank
 
-    from rewriter.runtime import wire
+    from rewriter.runtime import exchange
 
     rank = group.rank()
     gpu_rank.stage()
     found, own = torch.zeros(4), torch.tensor([1.0, 2.0]) + 10 * rank
-    work = wire._all_gather(found, own, group=group, async_op=True)
+    work = exchange._all_gather(found, own, group=group, async_op=True)
     sent, arriving = own.clone(), torch.zeros(2)
-    works = wire._start({1 - rank: sent}, {1 - rank: arriving}, group)
+    works = exchange._start({1 - rank: sent}, {1 - rank: arriving}, group)
     sent.zero_()  # a copy is on its way
     early = bool(found.any() or arriving.any())
     for w in [work, *works]:

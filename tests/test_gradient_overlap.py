@@ -11,8 +11,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from rewriter.runtime import Context, enter, mark, record_events, shard_parameters
+from rewriter.runtime import Context, enter, mark, record_events
 from rewriter.runtime import load as load_rank
+from rewriter.training import shard_parameters
 
 
 def tell(name: str, block: Any, args: Any, output: torch.Tensor) -> None:

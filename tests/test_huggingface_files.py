@@ -19,10 +19,10 @@ import torch
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.layers import PrintedLayer
-from rewriter.emit.source import returned_values
-from rewriter.errors import RewriterError
+from rewriter.emit.source_classes import returned_values
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.tensor_parallel import TensorParallel
 

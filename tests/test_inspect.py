@@ -16,10 +16,10 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
-from rewriter.apply import load_recipe
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.inspect.inspection import inspect
 from rewriter.ops import SequencePlan
-from rewriter.report import inspect
+from rewriter.recipes.apply import load_recipe
 
 
 def data(family: str, recipe: str | None = "ladder", tp: int = 2) -> dict[str, Any]:

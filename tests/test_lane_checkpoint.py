@@ -20,18 +20,18 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rewriter import api, ops
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.lane_huggingface import emit_lanes
 from rewriter.emit.manifest import read_manifest
-from rewriter.errors import RewriterError
+from rewriter.emit.per_rank_huggingface import emit_lanes
+from rewriter.ir import Program
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
 from rewriter.runtime import load as load_rank
-from rewriter.trace import trace
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.tracing import trace
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5

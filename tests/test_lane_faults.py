@@ -13,10 +13,10 @@ import zoo
 from oracles import relative_error
 from programs import traced, weights
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import simulate
 
 FAMILY = "llama_mha_bias"

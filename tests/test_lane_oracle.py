@@ -16,8 +16,8 @@ import zoo
 from oracles import ladder_logits, relative_error
 from torch.nn.functional import gelu, layer_norm, linear, silu, softmax
 
-from rewriter.errors import RewriterError
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.common.errors import RewriterError
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 
 CLOSE = 1e-5
 DIFFERENT = 1e-2

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from test_emitted_runtime import on_rank
 
 from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
 from rewriter.verify.simulate import simulate, whole_parameter
 
 PASSES = available()

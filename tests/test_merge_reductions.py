@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter import ops
 from rewriter.analysis.residual import is_add, residual_blocks
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 PASSES = available()

@@ -15,9 +15,9 @@ import torch
 import zoo
 from onnx import TensorProto, helper
 
+from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit import onnx as emit_onnx
 from rewriter.emit.onnx import export_onnx
-from rewriter.errors import RewriterError, VerificationError
 
 SLOW = ("gpt2", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "gpt_neox", "olmo2")
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]

@@ -14,17 +14,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.analysis.residual import residual_blocks
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError
+from rewriter.ir import Opaque, Program
 from rewriter.passes import available
-from rewriter.program import Opaque, Program
-from rewriter.trace import trace_skeleton
-from rewriter.trace.example import Example
-from rewriter.trace.lifting import Recorded
-from rewriter.trace.model import build_skeleton
-from rewriter.trace.opaque import opaque_child
-from rewriter.verify.reference import ladder_reference
+from rewriter.tracing import trace_skeleton
+from rewriter.tracing.example import Example
+from rewriter.tracing.interception import Recorded
+from rewriter.tracing.meta_model import build_skeleton
+from rewriter.tracing.opaque import opaque_child
+from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
 _SMALL: dict[str, Any] = {

@@ -11,10 +11,10 @@ from programs import program, traced, weights
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.passes import available
 from rewriter.passes.base import single_device
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 PASSES = available()

@@ -20,23 +20,23 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter.analysis.interchange import Interchangeable, interchangeable
-from rewriter.calibrate import calibrate
-from rewriter.convert import save
-from rewriter.errors import RewriterError, VerificationError
-from rewriter.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.analysis.permutable_units import Interchangeable, interchangeable
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.convert.conversion import save
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.ir import Program
 from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.permute import Permute, inverse, moved_units, order_of
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
-from rewriter.verify.dealing import deal
-from rewriter.verify.rehearsal import rehearse
+from rewriter.verify.shrunken_check import rehearse
 from rewriter.verify.simulate import load_weights, simulate
+from rewriter.verify.unit_assignment import deal
 from rewriter.weights import Checkpoint
-from rewriter.weights.blocks import blocks, fill, tiles
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.weights.regions import blocks, fill, tiles
 
 FAST = ["llama", "gpt2", "mixtral"]
 SLOW = ["llama_mha_bias", "gpt_neox", "qwen2", "gemma3_text", "olmo2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -376,7 +376,7 @@ def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_inspection_leaves_the_order() -> None:
-    from rewriter.report import inspect
+    from rewriter.inspect.inspection import inspect
 
     config = zoo.config("llama")
     config.num_hidden_layers = 2

@@ -16,27 +16,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from rewriter import api
-from rewriter.analysis.sequence import attention_shapes, sequence_plan
 from rewriter.analysis.sequence_bytes import messages, slowest
-from rewriter.errors import RewriterError
+from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, load_fabric
-from rewriter.predict.attention import attention_items
+from rewriter.ir import Program
+from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.device import Rates
-from rewriter.predict.experts import active_experts
+from rewriter.predict.expert_cost import active_experts
 from rewriter.predict.forward import Runner
-from rewriter.predict.kernels import Kernel, Operation, fused
-from rewriter.predict.memory import bytes_per_rank
-from rewriter.predict.modules import Pass
+from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.generation_memory import bytes_per_rank
+from rewriter.predict.kernel_cost import Kernel, Operation, fused
 from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Comparison, Phase, Point, to_json
 from rewriter.predict.roofline import Contention, seconds
 from rewriter.predict.steps import Await, Begin, Run, Step
 from rewriter.predict.timeline import Durations, Timeline
-from rewriter.program import Program
 from rewriter.recipes import Recipe
-from rewriter.trace import trace
+from rewriter.tracing import trace
 
 MS = 1e-3
 # glue of a million bytes takes a millisecond
@@ -298,7 +298,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     counted: dict[str, int] = defaultdict(int)
     for op, flops in counter.get_flop_counts()["Global"].items():
         counted[str(op).split(".")[1] if "." in str(op) else str(op)] += flops
-    forward = Runner().run(trace(config), Pass(batch=2, tokens=64, logits=0))
+    forward = Runner().run(trace(config), ForwardPass(batch=2, tokens=64, logits=0))
     products = sum(k.flops for k in forward.kernels if k.work == "product")
     attention = sum(k.flops for k in forward.kernels if k.work == "attention")
     # rotary angles, 2,048 FLOP, are a product in some versions of transformers, and glue in others
@@ -314,10 +314,10 @@ def test_flops_and_weights_are_those_of_the_formula(seventy: Program) -> None:
     block = 2 * width * width + 2 * width * kv * 128 + 3 * width * wide
     program = api.rewrite(seventy, "tensor-parallel", tp=8)
     runner = Runner()
-    prefill = runner.run(program, Pass(1, tokens)).kernels
+    prefill = runner.run(program, ForwardPass(1, tokens)).kernels
     expected = 2 * tokens * layers * block + 2 * width * vocabulary + layers * 4 * width * tokens * (tokens + 1) / 2
     assert sum(k.flops for k in prefill) == pytest.approx(expected / 8, rel=0.01)
-    decode = runner.run(program, Pass(4, 1, keys=past)).kernels
+    decode = runner.run(program, ForwardPass(4, 1, keys=past)).kernels
     expected = 2 * 4 * (layers * block + width * vocabulary) + 4 * layers * 4 * width * past
     assert sum(k.flops for k in decode) == pytest.approx(expected / 8, rel=0.01)
     embedding = "model.embed_tokens.weight"
@@ -331,15 +331,15 @@ def test_flops_and_weights_are_those_of_the_formula(seventy: Program) -> None:
 def test_windows_bound_what_decoding_reads_but_not_what_a_masked_kernel_computes() -> None:
     from rewriter.ops import MaskSpec
 
-    def items(mask: MaskSpec, given: Pass) -> list[Kernel]:
+    def items(mask: MaskSpec, given: ForwardPass) -> list[Kernel]:
         q, k = torch.empty(2, 8, given.tokens, 64, device="meta"), torch.empty(2, 4, given.tokens, 64, device="meta")
         found = attention_items(q, k, k, {"mask": mask, "scale": 1.0}, given, (1, 1))
         return [i for i in found if isinstance(i, Kernel) and i.work == "attention"]
 
     full, window = MaskSpec("causal"), MaskSpec("window", 128)
-    long = Pass(2, 1, keys=4096)
+    long = ForwardPass(2, 1, keys=4096)
     assert items(full, long)[0].nbytes / items(window, long)[0].nbytes == pytest.approx(32, rel=0.05)
-    prompt = Pass(2, 1024)
+    prompt = ForwardPass(2, 1024)
     pairs = 1024 * 1025 / 2
     assert items(full, prompt)[0].flops == 2 * pairs * 2 * 8 * 128
     assert items(window, prompt)[0].flops == 2 * 1024 * 1024 * 2 * 8 * 128

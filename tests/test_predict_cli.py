@@ -15,7 +15,7 @@ from predictions import comparison
 from stand_in import installed
 
 from rewriter.cli import main
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.predict.page import page
 from rewriter.predict.results import Comparison, Skipped
 from rewriter.predict.validation import Row, Validation
@@ -190,22 +190,22 @@ def test_a_page_in_no_directory_is_refused_before_any_work(
 
 
 def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    from rewriter.predict import real
-    from rewriter.predict.measured import Job
+    from rewriter.predict import entry
+    from rewriter.predict.measurement import Job
 
     assert main(["predict", "m", "--recipe", "ladder", "--measure", "--pareto"]) == 2
     assert "--pareto: with --measure" in capsys.readouterr().err
     assert not api.calls
     with pytest.raises(RewriterError, match="--nodes 2: with --measure, 8 ranks fill their nodes one by one, 1 of"):
-        real.measure(
+        entry.measure(
             "no/such/model", ["ladder"], job=Job(8, 1, 16, 4, False), fabric="h100-2x8-ib", library=None, what_if=(),
             nodes=2, sp=None, trust_remote_code=False,
         )  # fmt: skip
 
 
 def test_measured_passes_replace_predicted_ones() -> None:
-    from rewriter.predict.measured import with_measured
-    from rewriter.predict.ranks import Seconds
+    from rewriter.predict.measurement import with_measured
+    from rewriter.predict.rank_launcher import Seconds
 
     predicted = comparison(("tensor-parallel", "ladder"))
     measured = {
@@ -226,7 +226,7 @@ def test_measured_passes_replace_predicted_ones() -> None:
 
 
 def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
-    from rewriter.predict.ranks import Seconds, _together, slowest
+    from rewriter.predict.rank_launcher import Seconds, _together, slowest
 
     ranks = [{"prefill": [1, 5, 3], "decode": [1, 1, 1]}, {"prefill": [2, 1, 1], "decode": [2, 3, 1]}]
     assert _together(ranks) == Seconds(3, 2)
@@ -235,7 +235,7 @@ def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
 
 
 def test_a_spec_survives_its_file() -> None:
-    from rewriter.predict.rank import Spec, Variant
+    from rewriter.predict.rank_worker import Spec, Variant
 
     variants = (
         Variant("ladder", "a.py", {"0": "b"}, "bfloat16", 2, (1, 2, 1)),
@@ -247,7 +247,7 @@ def test_a_spec_survives_its_file() -> None:
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from rewriter.predict import validate
-    from rewriter.predict.measured import Job
+    from rewriter.predict.measurement import Job
 
     def job(ranks: int) -> Job:
         return Job(ranks, 1, 64, 16, False)
@@ -272,13 +272,13 @@ def test_ranks_that_share_tokens_are_of_several_classes(monkeypatch: pytest.Monk
     from types import SimpleNamespace
 
     from rewriter.ops import SequencePlan
-    from rewriter.predict import measured
+    from rewriter.predict import measurement
 
     program: Any = SimpleNamespace(mesh={"sp": 4, "tp": 2})
-    monkeypatch.setattr(measured, "sequence_plan", lambda _: SequencePlan("attention2d", (1, 2, 2), True))
-    assert measured.classes(program) == (0, 2, 4, 6)
-    monkeypatch.setattr(measured, "sequence_plan", lambda _: None)
-    assert measured.classes(program) == (0,)
+    monkeypatch.setattr(measurement, "sequence_plan", lambda _: SequencePlan("attention2d", (1, 2, 2), True))
+    assert measurement.classes(program) == (0, 2, 4, 6)
+    monkeypatch.setattr(measurement, "sequence_plan", lambda _: None)
+    assert measurement.classes(program) == (0,)
 
 
 @pytest.mark.slow

@@ -12,15 +12,15 @@ import pytest
 from predictions import comparison, phase
 from rich.console import Console
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import digits, duration, percent
+from rewriter.predict.comparison_tables import Report
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import scale, timeline, window
 from rewriter.predict.page import headline, page, write_page
 from rewriter.predict.results import Comparison, Point, Skipped
 from rewriter.predict.svg import log_ticks, strokes, ticks
-from rewriter.predict.tables import Report
-from rewriter.predict.units import digits, duration, percent
 
 
 def shown(found: Comparison, width: int, *, pareto: bool = False) -> str:

@@ -13,9 +13,9 @@ import programs
 import pytest
 import transformers
 
-from rewriter.apply import apply_recipe
-from rewriter.program import Program
+from rewriter.ir import Program
 from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 

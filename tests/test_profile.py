@@ -16,7 +16,7 @@ from test_emitted_runtime import build
 
 from rewriter import ops
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.program import Program
+from rewriter.ir import Program
 
 FAMILY = "llama"
 BLOCKS = ("self_attn", "mlp")

@@ -14,10 +14,10 @@ import zoo
 from oracles import greedy_oracle, relative_error
 from transformers import AutoConfig
 
-from rewriter.apply import lint
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.trace import trace
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.recipes.apply import lint
+from rewriter.tracing import trace
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import simulate
 
 SAME = 1e-5

@@ -25,22 +25,22 @@ from test_emitted_runtime import build, import_source, load
 
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes
-from rewriter.apply import apply_recipe, check_bound
-from rewriter.checking import verify
-from rewriter.convert import convert
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.convert.conversion import convert
 from rewriter.emit.manifest import read_manifest
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.inspect.inspection import inspect
+from rewriter.ir import Program
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
-from rewriter.program import Program
 from rewriter.recipes import Recipe
-from rewriter.report import inspect
-from rewriter.verify.compare import Verification
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.recipes.apply import apply_recipe, check_bound
+from rewriter.verify.comparison import Verification
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 from rewriter.verify.rank_threads import Group
+from rewriter.verify.saved_output import verify
 from rewriter.verify.simulate import simulate
 
 EXITS = ("o_proj", "down_proj", "c_proj")

@@ -24,7 +24,15 @@ from torch.utils import _pytree as pytree
 
 from rewriter import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
-from rewriter.runtime import all_reduce_start, all_reduce_wait, groups, interrupted, mark, record_events, wire
+from rewriter.runtime import (
+    all_reduce_start,
+    all_reduce_wait,
+    exchange,
+    interruption,
+    mark,
+    process_groups,
+    record_events,
+)
 from rewriter.runtime.collectives import (
     quantized_all_gather,
     quantized_all_reduce,
@@ -32,18 +40,18 @@ from rewriter.runtime.collectives import (
     quantized_all_to_all,
     quantized_reduce_scatter,
 )
+from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.quantized import (
     all_gather_start,
     all_to_all_start,
-    hops,
     reduce_scatter_start,
+    schedule_worker,
+    schedules,
     topology,
-    worker,
 )
-from rewriter.runtime.quantized.start import all_reduce_start as flat_all_reduce_start
+from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
-from rewriter.runtime.wire import Transfer
-from rewriter.runtime.zero.nodes import grid as grid_of
+from rewriter.training.zero.nodes import grid as grid_of
 
 AXES = ("node", "local")
 
@@ -352,8 +360,10 @@ def scattered(xs: list[Tensor], nodes: int, local: int, formats: str, seed: int 
     programs = []
     for rank, x in enumerate(xs):
         where = grid_place(nodes, local, rank, box)
-        seeds = hops.Seeds(seed, 0, where)
-        programs.append(hops.reduce_scatter(x, out[rank], 1.0, where, hops.hops_of(formats, where, ""), seeds, ""))
+        seeds = schedules.Seeds(seed, 0, where)
+        programs.append(
+            schedules.reduce_scatter(x, out[rank], 1.0, where, schedules.hops_of(formats, where, ""), seeds, "")
+        )
     running = [(program, next(program)) for program in programs]
     while running:
         for _, transfer in running:
@@ -405,7 +415,7 @@ def test_no_two_messages_share_a_seed():
         for rank in range(4):
             where = grid_place(2, 2, rank, {})
             for chunk in range(1 + seed % 4):
-                seeds = hops.Seeds(seed, chunk, where)
+                seeds = schedules.Seeds(seed, chunk, where)
                 inside, between = seeds.intra + where.intra.rank, seeds.inter + where.inter.rank
                 gathered = seeds.gather + where.intra.rank * 2 + where.inter.rank
                 used += [inside, between, gathered]
@@ -537,10 +547,10 @@ def early(group):
 
 def groups_made(x, mesh):
     """By each of three collectives."""
-    counts = [groups._memberships()]
+    counts = [process_groups._memberships()]
     for _ in range(3):
         all_reduce_wait(quantized_all_reduce_start(x, mesh["local"], format="int8"))
-        counts.append(groups._memberships())
+        counts.append(process_groups._memberships())
     return [after - before for before, after in pairwise(counts)]
 
 
@@ -549,9 +559,9 @@ def timeouts(group):
     given = dist.new_group(list(range(4)), timeout=timedelta(seconds=47))
     made = topology.background(topology.topology_of(given)).intra.group
     dist.new_group([0])  # again: those of zero_plus_plus are made otherwise
-    return [groups._timeout(g).seconds for g in (given, made, *grid_of(given, 2, "cpu").mesh.get_all_groups())] == [
-        47
-    ] * 4
+    return [
+        process_groups._timeout(g).seconds for g in (given, made, *grid_of(given, 2, "cpu").mesh.get_all_groups())
+    ] == [47] * 4
 
 
 def backward_groups(x):
@@ -560,8 +570,8 @@ def backward_groups(x):
     on_first, _ = (quantized_reduce_scatter(x, group, format="int8") for group in (first, second))
     used = []
     with pytest.MonkeyPatch.context() as patch:
-        start = wire._start
-        patch.setattr(wire, "_start", lambda *args: used.append(args[2] is first) or start(*args))
+        start = exchange._start
+        patch.setattr(exchange, "_start", lambda *args: used.append(args[2] is first) or start(*args))
         on_first.sum().backward()
     return used
 
@@ -588,11 +598,11 @@ def broken(group):
         raise RuntimeError("the link is down")
 
     for way, start in ways.items():
-        interrupted._interrupted.clear()
+        interruption._interrupted.clear()
         waited(start())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hops.Summands, "total", fails)
-            patch.setattr(hops.Summands, "requantized", fails)
+            patch.setattr(schedules.Summands, "total", fails)
+            patch.setattr(schedules.Summands, "requantized", fails)
             with pytest.raises(RuntimeError, match="the link is down"):
                 waited(start())
         for after, later in ways.items():
@@ -647,8 +657,8 @@ def ended_in_a_fork():
     process = os.fork()
     if not process:
         signal.alarm(20)
-        job = worker._Job([slow()])
-        worker._queue().put(job)
+        job = schedule_worker._Job([slow()])
+        schedule_worker._queue().put(job)
         atexit._run_exitfuncs()
         os._exit(not job.finished.is_set())
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

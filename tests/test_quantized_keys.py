@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, wire_bytes
 from rewriter.analysis.sequence_costs import memory
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.kernels import (
     dequantize,
     dequantize_rows,
@@ -39,8 +39,8 @@ from rewriter.kernels import (
 )
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.keys import Quantized
+from rewriter.runtime.attention.mesh import Grid
+from rewriter.runtime.attention.quantized_kv import Quantized
 from rewriter.runtime.attention.sequence_op import register
 
 # --- vectors ---

@@ -19,14 +19,14 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from rewriter import api
-from rewriter.analysis.sequence import bytes_per_token, sequence_plan
-from rewriter.errors import RewriterError
+from rewriter.analysis.sequence_layout import bytes_per_token, sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.inspect.sequence_table import sequence
+from rewriter.ir import Program
 from rewriter.kernels import dequantize, quantize
 from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact, is_quantized
-from rewriter.program import Program
-from rewriter.report_sequence import sequence
 from rewriter.verify.simulate import simulate
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rewriter
-from rewriter.documents import MAX_BYTES, read
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.yaml_documents import MAX_BYTES, read
+from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import PassSpec, Recipe
 from rewriter.recipes.catalogue import entries, library
-from rewriter.selection import Selection, resolve
 
 MINIMAL = """\
 name: mine

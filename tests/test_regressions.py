@@ -13,17 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.analysis.placement import reduce_over_ranks
 from rewriter.analysis.units import Units
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body
 from rewriter.ops import MaskSpec
 from rewriter.passes import available
-from rewriter.program import Body
-from rewriter.trace import trace
-from rewriter.trace.assemble import ModelTracer
-from rewriter.trace.bodies import BodyTracer
-from rewriter.trace.example import Example
-from rewriter.trace.lifting import Recorded, lifted_interfaces
-from rewriter.trace.masks import Static, find_mask_spec, seen_by
-from rewriter.trace.model import TRACE_DTYPE, build_skeleton, fingerprint
+from rewriter.tracing import trace
+from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.example import Example
+from rewriter.tracing.export import BodyTracer
+from rewriter.tracing.interception import Recorded, lifted_interfaces
+from rewriter.tracing.masks import Static, find_mask_spec, seen_by
+from rewriter.tracing.meta_model import TRACE_DTYPE, build_skeleton, fingerprint
 from rewriter.verify.simulate import simulate
 
 _LATENT: dict[str, Any] = {

@@ -9,22 +9,22 @@ import pytest
 import zoo
 from transformers import AutoConfig
 
-from rewriter.errors import VerificationError
+from rewriter.common.errors import VerificationError
+from rewriter.ir import Program
 from rewriter.passes import desync as desync_module
 from rewriter.passes.desync import Desync
 from rewriter.passes.drop_sync import DropSync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.parallel_block import ParallelBlock
-from rewriter.passes.rewiring import chosen_blocks
+from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
 from rewriter.recipes import Recipe
-from rewriter.trace import trace
-from rewriter.verify.places import kinds_of_layers, on_places
+from rewriter.tracing import trace
+from rewriter.verify.pass_shrinking import kinds_of_layers, on_places
 from rewriter.verify.random_model import amplification, random_model
-from rewriter.verify.references import layer_modes
-from rewriter.verify.rehearsal import STEADY, rehearse
+from rewriter.verify.reference_modes import layer_modes
 from rewriter.verify.shrink import representatives, shrink
+from rewriter.verify.shrunken_check import STEADY, rehearse
 
 # The choices on the copy
 

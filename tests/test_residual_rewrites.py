@@ -10,11 +10,11 @@ from transformers import AutoConfig
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
-from rewriter.apply import lint
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
-from rewriter.trace import trace
+from rewriter.recipes.apply import lint
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 PASSES = available()

@@ -13,7 +13,7 @@ from programs import traced, weights
 
 from rewriter.analysis.residual import annotate, residual_blocks
 from rewriter.passes import available
-from rewriter.verify.lane_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LaneReference, LayerMode
 from rewriter.verify.simulate import simulate
 
 PASSES, SCALE, RANKS = available(), 0.5, 2

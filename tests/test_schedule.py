@@ -8,9 +8,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.schedule import IN_PLACE, earlier_readers, with_readers_first
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.program import Program
 
 PASSES = available()
 

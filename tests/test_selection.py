@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewriter.errors import RewriterError
-from rewriter.selection import check, resolve
+from rewriter.common.errors import RewriterError
+from rewriter.passes.selection import check, resolve
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,13 @@ from ranks import run_ranks
 from torch._dynamo.utils import counters
 
 from rewriter.analysis.sequence_bytes import AttentionShape, impossible
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.runtime import record_events, sequence_mesh, wire
-from rewriter.runtime.attention import attention2d, functions, ring_attention, tiles, ulysses_attention
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.layout import join_tokens, take_tokens
+from rewriter.runtime import exchange, record_events, sequence_mesh
+from rewriter.runtime.attention import attention2d, mesh_functions, ring_attention, tiles, ulysses_attention
+from rewriter.runtime.attention.mesh import Grid
 from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention
+from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
 
 
 def too_far(outcomes: Any) -> dict[str, dict[str, str]]:
@@ -312,14 +312,14 @@ def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
     dealt = [o[:, :, 1::2], lse[:, :, 1::2], o.transpose(2, 3)]  # 75 elements of 2 bytes, then of 4
     dtypes = [torch.bfloat16, torch.float32, torch.float32]
     rounded = [x.to(dtype).contiguous() for x, dtype in zip(dealt, dtypes, strict=True)]
-    message = wire.pack(dealt, dtypes)
+    message = exchange.pack(dealt, dtypes)
     assert torch.equal(message, torch.cat([x.view(-1).view(torch.uint8) for x in rounded]))
-    found = wire.unpack(message, rounded)
+    found = exchange.unpack(message, rounded)
     assert all(torch.equal(x, y) for x, y in zip(found, rounded, strict=True))
-    assert wire.pack([lse]).data_ptr() == lse.data_ptr()
-    assert wire.pack([lse], [torch.float64]).data_ptr() != lse.data_ptr()
+    assert exchange.pack([lse]).data_ptr() == lse.data_ptr()
+    assert exchange.pack([lse], [torch.float64]).data_ptr() != lse.data_ptr()
     row = torch.empty(2, message.numel() + 1, dtype=torch.uint8)[1]  # of a gather's buffer, at an odd byte
-    assert wire.pack(dealt, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
+    assert exchange.pack(dealt, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
     assert torch.equal(row[1:], message)
 
 
@@ -368,7 +368,7 @@ def looked_up(group):
     once_each = made == [id(mesh) for mesh in meshes]
     del mesh, meshes
     gc.collect()
-    return once_each, len(functions._grids)
+    return once_each, len(mesh_functions._grids)
 
 
 def test_a_mesh_is_looked_up_once_and_by_what_it_is():

@@ -19,15 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rewriter import api
 from rewriter.cli import main
+from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
-from rewriter.errors import RewriterError, VerificationError
 from rewriter.ops import SequencePlan
 from rewriter.passes.sequence_parallel import SequenceParallel
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.verify import outside, rehearsal
-from rewriter.verify.compare import Verification
-from rewriter.verify.rehearsal import compare_emitted, rehearse
+from rewriter.verify import shrunken_check, subprocess_logits
+from rewriter.verify.comparison import Verification
 from rewriter.verify.shrink import shrink
+from rewriter.verify.shrunken_check import compare_emitted, rehearse
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"
 GRID = {"sequence_parallel.grid": "[1, 2, 2]", "sequence_parallel.overlap": "false"}
@@ -299,7 +299,7 @@ def test_what_is_not_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(ranks)
         return [torch.ones(1)], []
 
-    monkeypatch.setattr(outside, "emitted_logits", emitted_logits)
+    monkeypatch.setattr(subprocess_logits, "emitted_logits", emitted_logits)
     found = Verification()
     compare_emitted(found, tmp_path, {"tp": 1, "sp": 16}, [torch.ones(1)], [torch.ones(1)])
     assert asked == [None]
@@ -347,7 +347,7 @@ def test_a_conversion_is_verified_and_generates(
     report = json.loads(capsys.readouterr().out)
     manifest = read_manifest(out)
     ranks = ranks_of(manifest.mesh)
-    told = rehearsal.on_ranks(manifest.mesh)
+    told = shrunken_check.on_ranks(manifest.mesh)
     assert f"sharded module on {told} = rewritten" in report["verification"]
     assert f"real weights: sharded module on {told} = rewritten" in report["verification"]
     assert_clean(out / "runtime")

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from rewriter import RewriterError
 from rewriter.ops import SequencePlan
 from rewriter.runtime import Context, MaskSpec, SequenceAxis, SequenceCache, SlotSpec, StaticCache, attention
-from rewriter.runtime.sequence import Shards
+from rewriter.runtime.sequence_axis import Shards
 from rewriter.runtime.sequence_cache import NEVER
 
 PLANS = {

@@ -9,7 +9,8 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
-from rewriter.runtime.attention import heads, layout, merge, plane, tiles
+from rewriter.runtime.attention import attention2d as attention2d_module
+from rewriter.runtime.attention import heads, partial_merge, tiles, token_runs
 
 
 def merge_in_bf16():
@@ -28,22 +29,22 @@ def merge_in_bf16():
 
 
 def merge_in_bf16_as_parts_arrive():
-    add = merge.add_part
+    add = partial_merge.add_part
 
     def rounded(numerator, top, denominator, o, lse):
         add(numerator, top, denominator, o, lse)
         numerator.copy_(numerator.bfloat16())
 
-    merge.add_part = rounded
+    partial_merge.add_part = rounded
 
 
 def sum_gradients_in_bf16():
-    plane.summed = lambda parts, dtype: sum(part.to(dtype) for part in parts)
+    attention2d_module.summed = lambda parts, dtype: sum(part.to(dtype) for part in parts)
 
 
 def leave_keys_where_they_are():
     """Alg. 1 without line 1."""
-    plane.moves = lambda grid: False
+    attention2d_module.moves = lambda grid: False
 
 
 def forget_strictness():
@@ -53,7 +54,7 @@ def forget_strictness():
 
 
 def see_padding():
-    layout.Run.below = lambda run, length: run
+    token_runs.Run.below = lambda run, length: run
 
 
 def take_one_copys_gradient():
@@ -63,13 +64,13 @@ def take_one_copys_gradient():
 
 def go_back_with_the_tiles_own_output():
     """Not with that over all keys: the gradients of tiles then do not add up."""
-    backward = plane.tile_backward
+    backward = attention2d_module.tile_backward
 
     def local(do, q, k, v, o, lse, *rest):
-        o, lse = plane.tile_forward(q, k, v, *rest[:-1])
+        o, lse = attention2d_module.tile_forward(q, k, v, *rest[:-1])
         backward(do, q, k, v, o.to(q.dtype), lse, *rest)
 
-    plane.tile_backward = local
+    attention2d_module.tile_backward = local
 
 
 ROW, SQUARE = attention2d(1, 1, 16), attention2d(1, 2, 2)

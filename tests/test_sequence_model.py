@@ -16,10 +16,10 @@ from programs import shards, traced, weights
 from ranks import run_ranks
 from test_emitted_runtime import import_source
 
-from rewriter.apply import apply_recipe
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
 
 LENGTH, NEW_TOKENS = 37, 8
 TOLERANCE = 1e-5  # relative to the largest entry
@@ -70,7 +70,8 @@ def one_case(source, tensors, ties, plan, tp, dp, fsdp, ids, labels, prompts):
     """Of this rank: logits whole and in parts, loss, gradients, greedy tokens of the prompts together and alone."""
     from torch.distributed.tensor import DTensor
 
-    from rewriter.runtime import generate, sequence_mesh, shard_parameters
+    from rewriter.runtime import generate, sequence_mesh
+    from rewriter.training import shard_parameters
 
     mesh = sequence_mesh("cpu", plan.grid, data_parallel=dp, tensor_parallel=tp)
     model = import_source(source).Model(mesh)

@@ -13,14 +13,14 @@ from programs import traced, weights
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.sequence import sequence_plan
-from rewriter.apply import apply_recipe
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
 from rewriter.coverage.configs import small_config
-from rewriter.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.base import single_device
-from rewriter.program import Program
 from rewriter.recipes import Recipe
-from rewriter.trace import trace
+from rewriter.recipes.apply import apply_recipe
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 TENSORS = {"pass": "tensor_parallel"}

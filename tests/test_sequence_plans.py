@@ -14,7 +14,7 @@ from rewriter.analysis.sequence_bound import lower_bound
 from rewriter.analysis.sequence_bytes import AttentionShape, impossible, local_tokens, messages, moves, wire_bytes
 from rewriter.analysis.sequence_costs import kernel_calls, memory, visible_pairs
 from rewriter.analysis.sequence_plans import Setting, choose, cost, plans
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device, Fabric, Link, load_fabric
 from rewriter.ops import SequencePlan
 

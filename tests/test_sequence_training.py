@@ -72,8 +72,7 @@ def trained(group, cases):
 def one_case(layout, sharding, steps, fault):
     from torch.distributed.tensor import DTensor
 
-    from rewriter.runtime import shard_parameters
-    from rewriter.runtime.training import shard_optimizer
+    from rewriter.training import shard_optimizer, shard_parameters
 
     model, ids, labels = build(*layout)
     with pytest.MonkeyPatch.context() as patch:
@@ -121,11 +120,12 @@ def clipped(model, optimizer):
 
 
 def reduced_in_bf16(patch):
-    from rewriter.runtime import training
+    from rewriter.runtime import gradient_sums
+    from rewriter.training import sharding
 
-    policy, summed = training.MixedPrecisionPolicy, training._summed
-    patch(training, "MixedPrecisionPolicy", lambda **k: policy(**(k | {"reduce_dtype": torch.bfloat16})))
-    patch(training, "_summed", lambda *a: lambda gradient: summed(*a)(gradient.bfloat16()).float())
+    policy, summed = sharding.MixedPrecisionPolicy, gradient_sums._summed
+    patch(sharding, "MixedPrecisionPolicy", lambda **k: policy(**(k | {"reduce_dtype": torch.bfloat16})))
+    patch(gradient_sums, "_summed", lambda *a: lambda gradient: summed(*a)(gradient.bfloat16()).float())
 
 
 def shifted_within_the_shard(patch):
@@ -139,11 +139,11 @@ def shifted_within_the_shard(patch):
 def averaged_over_the_sequence(patch):
     from torch.distributed.fsdp import FSDPModule
 
-    from rewriter.runtime import training
+    from rewriter.runtime import gradient_sums
 
-    divide, summed = FSDPModule.set_gradient_divide_factor, training._summed
+    divide, summed = FSDPModule.set_gradient_divide_factor, gradient_sums._summed
     patch(FSDPModule, "set_gradient_divide_factor", lambda self, _: divide(self, torch.distributed.get_world_size()))
-    patch(training, "_summed", lambda group, _: summed(group, group.size()))
+    patch(gradient_sums, "_summed", lambda group, _: summed(group, group.size()))
 
 
 def not_summed(patch):
@@ -378,7 +378,7 @@ def test_what_would_scale_gradients_silently_is_refused():
 
 
 def sum_of_bf16(group):
-    from rewriter.runtime.training import _summed
+    from rewriter.runtime.gradient_sums import _summed
 
     large = torch.arange(64) % group.size() == group.rank()
     return _summed(group, 1)(torch.where(large, 256.0, 0.6).bfloat16())

@@ -16,13 +16,13 @@ from ranks import run_ranks
 from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
 
-from rewriter.apply import apply_recipe
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import attention2d, overlapped, ring_attention
+from rewriter.runtime.attention import attention2d, attention2d_overlap, ring_attention
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
-from rewriter.trace import trace
+from rewriter.tracing import trace
 
 TESTS = Path(__file__).parent
 
@@ -110,7 +110,7 @@ def after_an_error(function, tensors):
         raise MemoryError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped, "tile_forward", broken)
+        patch.setattr(attention2d_overlap, "tile_forward", broken)
         with pytest.raises(MemoryError):
             function(*tensors[:3])
     return refusal(lambda: function(*tensors[:3]))

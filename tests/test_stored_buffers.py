@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter import api
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Program, walk_modules
 from rewriter.passes import available
-from rewriter.program import Body, Program, walk_modules
 from rewriter.runtime import Context, load
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
 _COMMON: dict[str, Any] = dict(

@@ -11,9 +11,9 @@ from programs import traced
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.tokens import check_tokens
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Opaque, copy_graph
+from rewriter.analysis.token_locality import check_tokens
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Opaque, copy_graph
 
 aten = torch.ops.aten
 MLP = "model.layers.2.mlp"

@@ -9,11 +9,11 @@ from oracles import relative_error
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rewriter.ir import Leaf
 from rewriter.passes import available
-from rewriter.program import Leaf
-from rewriter.trace import trace
-from rewriter.trace.tokens import keep_tokens
-from rewriter.verify.reference import ladder_reference
+from rewriter.tracing import trace
+from rewriter.tracing.flat_tokens import keep_tokens
+from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
 PASSES = available()

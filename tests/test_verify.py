@@ -14,25 +14,25 @@ import zoo
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rewriter.analysis.residual import residual_blocks, stream_values
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.ir import Program
 from rewriter.passes.base import record
 from rewriter.passes.ladder import Ladder
+from rewriter.passes.selection import resolve
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
-from rewriter.selection import resolve
-from rewriter.trace import trace
+from rewriter.tracing import trace
 from rewriter.verify import drift as drift_module
-from rewriter.verify import rehearsal as rehearsal_module
-from rewriter.verify.compare import Verification, compare, relative_error
+from rewriter.verify import shrunken_check as rehearsal_module
+from rewriter.verify.comparison import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
+from rewriter.verify.eager_blocks import find_structure
+from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.random_model import random_ids, random_model
-from rewriter.verify.reference import ladder_reference
-from rewriter.verify.rehearsal import rehearse
 from rewriter.verify.shrink import representatives, shrink
 from rewriter.verify.shrink_sizes import WINDOW
+from rewriter.verify.shrunken_check import rehearse
 from rewriter.verify.simulate import load_weights
-from rewriter.verify.stream import decoder_layers
-from rewriter.verify.structure import find_structure
+from rewriter.verify.stream_hooks import decoder_layers
 
 # Comparing
 

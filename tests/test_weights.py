@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rewriter.errors import RewriterError
-from rewriter.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
+from rewriter.common.errors import RewriterError
 from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.weights.header import read_header
 
 DTYPES = [

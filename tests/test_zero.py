@@ -171,7 +171,7 @@ class Weights:
 def plug_case(group, expected, plug, policy, accumulate, factor, force_sum, fault=None):
     """Gradients with the plug; those of FSDP2 that computes with the same weights; weights that this rank saw; whether
     its own shards are as before. `expected` holds what FSDP2 gave by weights, precision and accumulation."""
-    from rewriter.runtime.training import zero_plus_plus
+    from rewriter.training import zero_plus_plus
 
     ids = batches(group)
     with pytest.MonkeyPatch.context() as patch:
@@ -205,28 +205,28 @@ def plug_case(group, expected, plug, policy, accumulate, factor, force_sum, faul
 
 
 def multiplied_by_the_world(patch):
-    from rewriter.runtime.zero import plugs
+    from rewriter.training.zero import comm_hooks
 
-    patch(plugs, "reduction_factor", lambda op, ranks: 1.0)
+    patch(comm_hooks, "reduction_factor", lambda op, ranks: 1.0)
 
 
 def multiplied_by_the_node(patch):
     """As DeepSpeed's: the sum inside a node is never divided."""
-    from rewriter.runtime.zero import plugs
+    from rewriter.training.zero import comm_hooks
 
-    factor = plugs.reduction_factor
-    patch(plugs, "reduction_factor", lambda op, ranks: factor(op, ranks) * LOCAL)
+    factor = comm_hooks.reduction_factor
+    patch(comm_hooks, "reduction_factor", lambda op, ranks: factor(op, ranks) * LOCAL)
 
 
 def blocks_across_parameters(patch):
-    from rewriter.runtime.zero import plugs
+    from rewriter.training.zero import comm_hooks
 
-    layout = plugs.Layout
-    patch(plugs, "Layout", lambda sizes, block: layout([sum(sizes)], block))
+    layout = comm_hooks.Layout
+    patch(comm_hooks, "Layout", lambda sizes, block: layout([sum(sizes)], block))
 
 
 def own_shard_exact(patch):
-    from rewriter.runtime.zero.plugs import QuantizedAllGather
+    from rewriter.training.zero.comm_hooks import QuantizedAllGather
 
     gather = QuantizedAllGather.__call__
 
@@ -241,7 +241,7 @@ def own_shard_exact(patch):
 
 def secondary_quantized(patch):
     from rewriter.kernels import dequantize, quantize
-    from rewriter.runtime.zero.plugs import DefaultAllGather, QuantizedAllGather
+    from rewriter.training.zero.comm_hooks import DefaultAllGather, QuantizedAllGather
 
     class Rounded(DefaultAllGather):
         def __call__(self, output_tensor, input_tensor, group, async_op=False):
@@ -296,19 +296,19 @@ STEPPED = {  # plugs, and whether the optimizer is of `foreach`, which leaves ve
 }
 
 
-def stepped_after(plugs, foreach):
+def stepped_after(hooks, foreach):
     """What is computed after a step that a forward pass without gradients came before, and what it should be."""
     from torch.distributed.fsdp import fully_shard
 
-    from rewriter.runtime.training import zero_plus_plus
+    from rewriter.training import zero_plus_plus
 
-    def run(plugs):
+    def run(hooks):
         torch.manual_seed(0)
         made = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
         for module in (made[0], made[2], made):
             fully_shard(module, mesh=flat_mesh(), reshard_after_forward=True)
-        if plugs:
-            zero_plus_plus(made, **plugs)
+        if hooks:
+            zero_plus_plus(made, **hooks)
         optimizer = torch.optim.SGD(made.parameters(), lr=0.02, foreach=foreach)
         x = torch.linspace(-1, 1, 64).view(2, 32)
         made(x).square().sum().backward()
@@ -317,7 +317,7 @@ def stepped_after(plugs, foreach):
         optimizer.step()
         return before, made(x).detach()
 
-    return run(plugs), run(None)
+    return run(hooks), run(None)
 
 
 def replicas():
@@ -325,8 +325,8 @@ def replicas():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from rewriter.runtime.training import zero_plus_plus
-    from rewriter.runtime.zero import plugs
+    from rewriter.training import zero_plus_plus
+    from rewriter.training.zero import comm_hooks
 
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(0)
@@ -334,7 +334,7 @@ def replicas():
     plain.load_state_dict(made.state_dict())
     zero_plus_plus(made, gradients="int8", node=RANKS // 2)
     generator = torch.Generator().manual_seed(mesh.get_local_rank("shard"))
-    x, sums, start = torch.randn(16, 64, generator=generator), [], plugs.reduce_scatter_start
+    x, sums, start = torch.randn(16, 64, generator=generator), [], comm_hooks.reduce_scatter_start
 
     class Kept:
         def __init__(self, pending):
@@ -345,7 +345,7 @@ def replicas():
             return sums[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugs, "reduce_scatter_start", lambda *a, **k: Kept(start(*a, **k)))
+        patch.setattr(comm_hooks, "reduce_scatter_start", lambda *a, **k: Kept(start(*a, **k)))
         made(x).square().mean().backward()
     plain(x).square().mean().backward()
     return sums[0], made.weight.grad.to_local(), plain.weight.grad.to_local()
@@ -424,12 +424,12 @@ def test_replicas_round_differently_so_that_their_errors_average_out():
         assert max(error) < 0.02, error
 
 
-@pytest.mark.parametrize("plugs", STEPPED)
-def test_a_step_after_a_forward_pass_without_gradients_is_seen(plugs):
+@pytest.mark.parametrize("hooks", STEPPED)
+def test_a_step_after_a_forward_pass_without_gradients_is_seen(hooks):
     for rank in of_plugs(False):
-        (before, found), (_, expected) = rank["stepped"][plugs]
+        (before, found), (_, expected) = rank["stepped"][hooks]
         error, moved = ((found - other).norm() / expected.norm() for other in (expected, before))
-        assert error < (0.02 if "qwz" in plugs else 1e-6)
+        assert error < (0.02 if "qwz" in hooks else 1e-6)
         assert moved > 0.1, moved
 
 
@@ -437,7 +437,7 @@ def test_a_step_after_a_forward_pass_without_gradients_is_seen(plugs):
 
 
 def resident(made, gradients="int8", weights="int4", optimizer=None, params=None, node=LOCAL):
-    from rewriter.runtime.training import node_mesh, node_resident
+    from rewriter.training import node_mesh, node_resident
 
     mesh = node_mesh("cpu", node)
     sharded(made, mesh["local"], reduce_dtype=torch.float32)
@@ -504,7 +504,7 @@ def resident_gradients(group, expected, case):
 
 
 def summed_over_nodes(patch):
-    from rewriter.runtime.zero import slices
+    from rewriter.training.zero import slices
 
     start = slices.reduce_scatter_start
     patch(slices, "reduce_scatter_start", lambda *a, factor, **k: start(*a, factor=factor * NODES, **k))
@@ -512,7 +512,7 @@ def summed_over_nodes(patch):
 
 def owner_adds_what_it_holds(patch):
     """Instead of what it has sent."""
-    from rewriter.runtime.zero.slices import SlicedGroup
+    from rewriter.training.zero.slices import SlicedGroup
 
     receive = SlicedGroup.receive
 
@@ -605,7 +605,7 @@ def small_resident(lr=1e-2, width=64, **options):
     """One linear layer [width, width], trained by SGD."""
     from torch.distributed.fsdp import fully_shard
 
-    from rewriter.runtime.training import node_mesh, node_resident
+    from rewriter.training import node_mesh, node_resident
 
     torch.manual_seed(0)
     mesh, made = node_mesh("cpu", LOCAL), nn.Linear(width, width)
@@ -644,7 +644,7 @@ def scaled(group):
 def options(group):
     """Groups of parameters with options of their own, and one parameter that is not trained: weights before and after
     a step without gradients, and what they should have decayed by."""
-    from rewriter.runtime.training import node_mesh, node_resident
+    from rewriter.training import node_mesh, node_resident
 
     made = model()
     made.cube.requires_grad_(False)
@@ -666,7 +666,7 @@ def options(group):
 
 def reports(group):
     """What is said of memory, and where LOCAL_WORLD_SIZE says how many ranks a node has."""
-    from rewriter.runtime.training import zero_plus_plus
+    from rewriter.training import zero_plus_plus
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -793,7 +793,7 @@ def refusals(group):
     """What each wrong use is told."""
     from torch.distributed.fsdp import fully_shard
 
-    from rewriter.runtime.training import node_mesh, node_resident, zero_plus_plus
+    from rewriter.training import node_mesh, node_resident, zero_plus_plus
 
     plain, done = model(), sharded(model(), flat_mesh())
     mixed = model()
@@ -923,18 +923,18 @@ def byte_counts(group):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from rewriter.runtime import record_events
-    from rewriter.runtime.training import node_mesh, node_resident, zero_plus_plus
+    from rewriter.training import node_mesh, node_resident, zero_plus_plus
 
     found = {}
-    for name, plugs in BYTES.items():
+    for name, hooks in BYTES.items():
         made, optimizer = large_model(), None
         parameters = sum(p.numel() for p in made.parameters())
-        mesh = flat_mesh() if plugs is not None else node_mesh("cpu", LOCAL)["local"]
+        mesh = flat_mesh() if hooks is not None else node_mesh("cpu", LOCAL)["local"]
         for module in [*made.model.layers, made]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=True)
-        if plugs:
-            zero_plus_plus(made, **plugs)
-        elif plugs is None:
+        if hooks:
+            zero_plus_plus(made, **hooks)
+        elif hooks is None:
             optimizer = node_resident(made, node_mesh("cpu", LOCAL), sgd, gradients="int4-hadamard", weights="int4")
         with pytest.MonkeyPatch.context() as patch, record_events() as events:
             counted = Counted(patch.setattr)
@@ -1018,7 +1018,7 @@ def learned(group, steps):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rewriter.runtime.training import node_mesh, node_resident, zero_plus_plus
+    from rewriter.training import node_mesh, node_resident, zero_plus_plus
 
     systems = {
         "plain": {},
@@ -1026,23 +1026,23 @@ def learned(group, steps):
         "resident": None,
     }
     losses = {}
-    for name, plugs in systems.items():
+    for name, hooks in systems.items():
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
         made = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
         nodes = node_mesh("cpu", LOCAL)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if plugs is None:
+        if hooks is None:
             made = made.bfloat16()
         for module in [*made.model.layers, made]:
-            fully_shard(module, mesh=nodes["local"] if plugs is None else flat_mesh(), mp_policy=policy)
+            fully_shard(module, mesh=nodes["local"] if hooks is None else flat_mesh(), mp_policy=policy)
 
         def build(groups):
             return torch.optim.AdamW(groups, lr=3e-3)
 
-        if plugs:
-            zero_plus_plus(made, **plugs)
-        optimizer = build(made.parameters()) if plugs is not None else node_resident(made, nodes, build)
+        if hooks:
+            zero_plus_plus(made, **hooks)
+        optimizer = build(made.parameters()) if hooks is not None else node_resident(made, nodes, build)
         generator = torch.Generator().manual_seed(10 + group.rank())
         for _ in range(steps):
             ids = text(generator, 4)
@@ -1071,15 +1071,14 @@ def runtime_gradients(group):
     """Of two replicas with two sequence ranks each: with quantized gradients, and without."""
     import test_sequence_training as training
 
-    from rewriter.runtime import shard_parameters
-    from rewriter.runtime.training import zero_plus_plus
+    from rewriter.training import shard_parameters, zero_plus_plus
 
     found = []
-    for plugs in ({"gradients": "int8", "secondary": LOCAL}, None):
+    for hooks in ({"gradients": "int8", "secondary": LOCAL}, None):
         made, ids, labels = training.build(training.COLUMN, 2)
         shard_parameters(made)
-        if plugs:
-            zero_plus_plus(made, **plugs)
+        if hooks:
+            zero_plus_plus(made, **hooks)
         made(ids, labels=labels).loss.backward()
         found.append({name: p.grad.full_tensor() for name, p in made.named_parameters()})
     return found

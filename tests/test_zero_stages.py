@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rewriter import RewriterError
-from rewriter.runtime.training import zero_optimizer
+from rewriter.training import zero_optimizer
 
 VOCAB, WIDTH, LENGTH, STEPS = 53, 12, 9, 6
 SMALL = 4000  # bytes of a bucket: several, some of them with pieces of several owners
@@ -174,26 +174,26 @@ def case_result(group, case, **changed):
 
 def owner_off_by_one(patch):
     """Each rank steps its neighbour's part, and gives it as its own."""
-    from rewriter.runtime.zero import buckets, flat
+    from rewriter.training.zero import buckets, flat
 
     for module in (buckets, flat):
         patch(module, "group_rank", lambda group: (group.rank() + 1) % group.size())
 
 
 def not_averaged(patch):
-    from rewriter.runtime.zero import stages
+    from rewriter.training.zero import stages
 
     patch(stages, "group_size", lambda group: 1)
 
 
 def nothing_gathered(patch):
-    from rewriter.runtime.zero import flat
+    from rewriter.training.zero import flat
 
     patch(flat, "all_gather_flat", lambda *a, **k: None)
 
 
 def gathered_before_the_step(patch):
-    from rewriter.runtime.zero import stages
+    from rewriter.training.zero import stages
 
     step = stages.StagedOptimizer.step
 
@@ -218,19 +218,19 @@ def gathered_before_the_step(patch):
 
 
 def unused_are_stepped(patch):
-    from rewriter.runtime.zero import buckets
+    from rewriter.training.zero import buckets
 
     patch(buckets.Bucket, "_used", lambda self, section: [True] * len(section.parameters))
 
 
 def unused_elsewhere_are_forgotten(patch):
-    from rewriter.runtime.zero import buckets
+    from rewriter.training.zero import buckets
 
     patch(buckets.Bucket, "_used", lambda self, section: [i in self.filled for i in section.parameters])
 
 
 def reduced_in_bf16(patch):
-    from rewriter.runtime.zero import buckets
+    from rewriter.training.zero import buckets
 
     init = buckets.Bucket.__init__
 
@@ -557,7 +557,7 @@ def test_a_second_gradient_after_the_bucket_was_sent_is_refused():
 
 
 def test_buckets_are_sent_while_backward_runs(monkeypatch):
-    from rewriter.runtime.zero.buckets import Bucket
+    from rewriter.training.zero.buckets import Bucket
 
     made, order = model(), []
     zero_optimizer(made, adam, None, stage=2, bucket_bytes=1)

@@ -1,4 +1,4 @@
-"""Sets λ of every annealed layer before each step: see `rewriter.adapt.annealing`."""
+"""Sets λ of every annealed layer before each step: see `rewriter.adapt.anneal_schedule`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rewriter.adapt.annealing import Annealing, set_annealing
+from rewriter.adapt.anneal_schedule import Annealing, set_annealing
 
 
 class AnnealingCallback(TrainerCallback):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from rewriter.adapt.options import Schedule
-from rewriter.adapt.ranks import Ranks
+from rewriter.adapt.run_ranks import Ranks
 
 
 class Order(Sampler[list[int]]):

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
 
-from rewriter.adapt.reading import BadExample, kind_of
-from rewriter.errors import RewriterError
+from rewriter.adapt.examples import BadExample, kind_of
+from rewriter.common.errors import RewriterError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The roles that may follow a role; None: the start.

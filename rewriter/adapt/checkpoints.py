@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_sharded
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rewriter.adapt.ranks import Ranks
-from rewriter.errors import RewriterError
-from rewriter.runtime.zero.stages import StagedOptimizer
+from rewriter.adapt.run_ranks import Ranks
+from rewriter.common.errors import RewriterError
+from rewriter.training.zero.stages import StagedOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULE = "schedule.json"

@@ -7,10 +7,10 @@ from torch.utils.data import Dataset, Subset
 
 from rewriter.adapt import losses
 from rewriter.adapt.batches import stack
-from rewriter.adapt.ranks import Ranks
+from rewriter.adapt.run_ranks import Ranks
 from rewriter.adapt.students import Model
 from rewriter.runtime.loss import IGNORED
-from rewriter.runtime.zero.plugs import exact_weights
+from rewriter.training.zero.comm_hooks import exact_weights
 
 HELD_OUT = 0.02  # of the rows, where no evaluation data are given
 MOST_HELD_OUT = 256

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.adapt import checkpoints
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 _JOB = "job.json"
 _FACTS = "facts.json"

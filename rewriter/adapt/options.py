@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rewriter.documents import read
-from rewriter.errors import RewriterError
-from rewriter.recipes.schema import Adaptation
-from rewriter.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import read
+from rewriter.recipes.recipe import Adaptation
 
 Method = Literal["sft", "distill"]
 Zero = Literal["1", "2", "3", "plus-plus"]

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.adapt.ranks import Ranks
-from rewriter.errors import RewriterError
+from rewriter.adapt.run_ranks import Ranks
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.loss import IGNORED
-from rewriter.trace.model import find_layers
+from rewriter.tracing.meta_model import find_layers
 
 LINEAR = (nn.Linear, Conv1D)
 RIDGE = 1e-4  # λ, as a share of the mean square of the inputs

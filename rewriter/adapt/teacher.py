@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rewriter.adapt.students import base_of
-from rewriter.errors import RewriterError
-from rewriter.trace.model import load_config, parameters_on_meta
+from rewriter.common.errors import RewriterError
+from rewriter.tracing.meta_model import load_config, parameters_on_meta
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:

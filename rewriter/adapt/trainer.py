@@ -23,10 +23,10 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from rewriter.adapt import checkpoints, losses
 from rewriter.adapt.batches import Order, stack
-from rewriter.adapt.ranks import Ranks
+from rewriter.adapt.run_ranks import Ranks
 from rewriter.adapt.students import Batch, Model
-from rewriter.errors import RewriterError
-from rewriter.runtime.zero.stages import StagedOptimizer
+from rewriter.common.errors import RewriterError
+from rewriter.training.zero.stages import StagedOptimizer
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]

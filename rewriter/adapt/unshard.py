@@ -1,7 +1,7 @@
 """Trained shards put back into the tensors of a checkpoint.
 
-Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.expressions`). The expression of a
-parameter, evaluated over the elements' places in place of the elements, says where each trained one belongs.
+Every element of a rank's parameter is an element of a checkpoint tensor (`rewriter.weights.expressions`). The expression of
+a parameter, evaluated over the elements' places in place of the elements, says where each trained one belongs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from rewriter.errors import RewriterError
-from rewriter.program import Parameter, Program
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Parameter, Program
 from rewriter.weights import Checkpoint
 from rewriter.weights.checkpoint import evaluate, torch_dtype
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from rewriter.analysis.labels import is_pointwise, is_tensor
 from rewriter.analysis.projections import is_projection
-from rewriter.program import Body, Module
+from rewriter.ir import Body, Module
 
 _POINTWISE = frozenset({operator.mul, operator.imul, torch.mul, F.gelu, F.relu, F.silu, torch.relu, torch.tanh})
 

@@ -18,9 +18,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import computes
-from rewriter.analysis.shapes import wiring_shapes
+from rewriter.ir import Body, Module, Program, args_of
+from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
-from rewriter.program import Body, Module, Program, args_of
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
 

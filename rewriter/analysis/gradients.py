@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from rewriter.analysis.placement import differentiable
-from rewriter.program import Body, Module, Program, args_of, parameters_of
+from rewriter.ir import Body, Module, Program, args_of, parameters_of
 
 
 def with_constant_inputs(program: Program) -> dict[str, Module]:

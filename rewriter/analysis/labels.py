@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.program import args_of
+from rewriter.ir import args_of
 
 aten = torch.ops.aten
 

@@ -32,7 +32,7 @@ from rewriter.analysis.labels import (
 from rewriter.analysis.products import Product, product_of
 from rewriter.analysis.projections import Shard, column_parallel, held, is_projection, resized, row_parallel
 from rewriter.analysis.units import Ranges, Units
-from rewriter.program import Body, Leaf, Module, args_of, copy_graph
+from rewriter.ir import Body, Leaf, Module, args_of, copy_graph
 
 AXIS = "tp"
 # operators through which a sum over ranks may be taken later: linear in their first tensor

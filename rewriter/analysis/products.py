@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rewriter.analysis.labels import aten, value_of
-from rewriter.program import args_of
+from rewriter.ir import args_of
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rewriter.analysis.units import Ranges
-from rewriter.program import Leaf, Module
+from rewriter.ir import Leaf, Module
 
 # per kind of projection: its options for the number of inputs and outputs, and the weight's dimension of outputs
 _LAYOUT = {"Linear": ("in_features", "out_features", 0), "Conv1D": ("nx", "nf", 1)}

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Opaque, Program
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Leaf, Module, Opaque, Program
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from rewriter import ops
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 IN_PLACE = frozenset({ops.all_reduce, ops.all_reduce_start})
 

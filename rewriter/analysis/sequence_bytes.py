@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, vector_bytes
 from rewriter.ops import SequencePlan
 

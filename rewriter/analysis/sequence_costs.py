@@ -123,7 +123,7 @@ def channels(
     """What each axis of the grid talks through.
 
     Tensor-parallel ranks are neighbours, then those of a column, of a row, and those that exchange heads, as in
-    `rewriter.runtime.attention.grid`. `links` gives an axis one link of its own instead of the fabric's; the
+    `rewriter.runtime.attention.mesh`. `links` gives an axis one link of its own instead of the fabric's; the
     transposition takes the slower of its plane.
     """
     heads, rows, columns = plan.grid

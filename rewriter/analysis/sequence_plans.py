@@ -10,7 +10,7 @@ from typing import Literal
 from rewriter.analysis.sequence_bound import Bound, lower_bound
 from rewriter.analysis.sequence_bytes import AttentionShape, Axis, WireBytes, impossible, slowest, wire_bytes
 from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from rewriter import __version__
 from rewriter.cli import (
     adapt,
     convert,
@@ -24,8 +23,9 @@ from rewriter.cli import (
     recipes,
     verify,
 )
-from rewriter.errors import RewriterError
-from rewriter.suggestions import nearest
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import nearest
+from rewriter.common.version import VERSION
 
 HELP = """Rewrite a language model so that it communicates less when it is sharded.
 
@@ -74,7 +74,7 @@ COMMANDS = ("inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "ve
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"rewriter {__version__}")
+        typer.echo(f"rewriter {VERSION}")
         raise typer.Exit
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rewriter.cli import options
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 
 def convert(

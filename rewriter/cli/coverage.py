@@ -12,7 +12,7 @@ import typer
 from rewriter.cli import options
 
 if TYPE_CHECKING:
-    from rewriter.coverage.result import Coverage
+    from rewriter.coverage.coverage_row import Coverage
 
 
 def coverage(
@@ -48,18 +48,18 @@ def coverage(
 
         typer.echo(dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False))
     elif markdown:
-        from rewriter.coverage import report
+        from rewriter.coverage import coverage_table
 
-        typer.echo(report.markdown(rows, [_read(path) for path in compare or ()]), nl=False)
+        typer.echo(coverage_table.markdown(rows, [_read(path) for path in compare or ()]), nl=False)
     else:
         from rich.console import Console
 
-        from rewriter.coverage import report
+        from rewriter.coverage import coverage_table
 
-        Console(highlight=False).print(report.table(rows))
+        Console(highlight=False).print(coverage_table.table(rows))
     wrong = [row.type for row in rows if row.wrong]
     if wrong:
-        from rewriter.errors import VerificationError
+        from rewriter.common.errors import VerificationError
 
         raise VerificationError(f"{len(wrong)} of {len(rows)} types are wrong: {', '.join(wrong)}")
 
@@ -87,8 +87,8 @@ def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
 def _read(path: Path) -> list[Coverage]:
     from json import loads
 
-    from rewriter.coverage.result import Coverage
-    from rewriter.errors import RewriterError
+    from rewriter.common.errors import RewriterError
+    from rewriter.coverage.coverage_row import Coverage
 
     try:
         return [Coverage.from_dict(row) for row in loads(path.read_text(encoding="utf-8"))]

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rewriter.fabric import Fabric
-from rewriter.fabric import tables as measured
-from rewriter.fabric.measured import table_errors
+from rewriter.fabric import shipped_tables as measured
+from rewriter.fabric.measured_delays import table_errors
 
 
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:

@@ -57,7 +57,7 @@ def import_logs(
     ] = None,
 ) -> None:
     """Make a fabric of what nccl-tests printed; other commands take it with --fabric FILE."""
-    from rewriter.errors import RewriterError
+    from rewriter.common.errors import RewriterError
     from rewriter.fabric.nccl_tests import op_named, read_log
     from rewriter.fabric.writing import imported, write
 

@@ -30,7 +30,7 @@ def start_ranks(arguments: Sequence[str], ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from rewriter.errors import RewriterError
+    from rewriter.common.errors import RewriterError
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

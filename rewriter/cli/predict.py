@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rewriter.cli import options
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 
 def predict(
@@ -116,7 +116,7 @@ def predict(
         return
     from rich.console import Console
 
-    from rewriter.predict.tables import Report
+    from rewriter.predict.comparison_tables import Report
 
     console = Console(highlight=False)
     console.print(Report(found, pareto))

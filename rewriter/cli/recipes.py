@@ -34,7 +34,7 @@ def listing(context: typer.Context) -> None:
 @app.command()
 def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)]) -> None:
     """Print a recipe's YAML file."""
-    from rewriter.documents import read_file
+    from rewriter.common.yaml_documents import read_file
     from rewriter.recipes.catalogue import find
 
     text = read_file(find(name))

@@ -22,24 +22,24 @@ from transformers.utils import logging as hf_logging
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
+from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.coverage.configs import small_config
-from rewriter.coverage.lanes import computed_whole, desync_modes
-from rewriter.coverage.result import Coverage, explain
+from rewriter.coverage.coverage_row import Coverage, explain
+from rewriter.coverage.desync_reference import computed_whole, desync_modes
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.errors import RewriterError, VerificationError
+from rewriter.ir import Program
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program
-from rewriter.trace import trace
-from rewriter.verify.compare import DIFFERENT, EXACT, RANKS, compare, relative_error
-from rewriter.verify.lane_reference import LaneReference
+from rewriter.tracing import trace
+from rewriter.verify.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
+from rewriter.verify.ladder_reference import ladder_reference
+from rewriter.verify.per_rank_reference import LaneReference
 from rewriter.verify.random_model import EAGER, build_model, random_ids, randomize
-from rewriter.verify.reference import ladder_reference
-from rewriter.verify.rehearsal import test_lengths
+from rewriter.verify.shrunken_check import test_lengths
 from rewriter.verify.simulate import load_weights, simulate
-from rewriter.verify.stream import decoder_layers
+from rewriter.verify.stream_hooks import decoder_layers
 
 
 def check(model_type: str) -> Coverage:

@@ -14,8 +14,8 @@ import yaml
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rewriter.errors import RewriterError
-from rewriter.suggestions import nearest
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import nearest
 from rewriter.verify.shrink import representatives, shrink, text_table
 
 # Sizes divide by it, so that two and four ranks can be tried.

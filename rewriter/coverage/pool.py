@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rewriter.coverage.result import Coverage, explain
+from rewriter.coverage.coverage_row import Coverage, explain
 
 Check = Callable[[str], Coverage]
 """Everything about one type; must be importable by name in another process."""

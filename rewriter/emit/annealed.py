@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.errors import RewriterError
-from rewriter.program import Program
+from rewriter.ir import Program
 
 # what of an output directory is about the shipped file
 _OWN = ("config.json", "rewrite.json", "golden.safetensors", "README.md", "runtime")

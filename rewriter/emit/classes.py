@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rewriter import ops
+from rewriter.common.errors import RewriterError
 from rewriter.emit.statements import Names, body_lines
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module
+from rewriter.ir import Body, Leaf, Module
 
 _GROUP_OPS = frozenset({
     ops.enter, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,

@@ -13,10 +13,10 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
+from rewriter.common.errors import RewriterError
 from rewriter.emit.naming import Names
 from rewriter.emit.python import bracketed, call_parts, operands
-from rewriter.errors import RewriterError
-from rewriter.program import Program
+from rewriter.ir import Program
 
 _INDENT = 8  # statements of a method
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import rewriter
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.version import VERSION
 
 if TYPE_CHECKING:
-    from rewriter.program import Program
+    from rewriter.ir import Program
 
 MANIFEST = "rewrite.json"
 SCHEMA = 1
@@ -221,7 +221,7 @@ def versions() -> dict[str, str]:
     import transformers
 
     return {
-        "rewriter": rewriter.__version__,
+        "rewriter": VERSION,
         "torch": torch.__version__.partition("+")[0],
         "transformers": transformers.__version__,
         "python": platform.python_version(),

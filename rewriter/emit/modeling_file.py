@@ -17,8 +17,8 @@ import transformers
 from rewriter import ops
 from rewriter.emit.naming import identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
-from rewriter.emit.source import Argument, config_module
-from rewriter.program import Program, Source
+from rewriter.emit.source_classes import Argument, config_module
+from rewriter.ir import Program, Source
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
 

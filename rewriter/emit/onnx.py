@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit.manifest import read_manifest
-from rewriter.errors import RewriterError, VerificationError
 
 # A protobuf file ends at 2 GiB; above this many bytes of weights they lie in FILE.data. Some room is for the graph.
 MAX_INLINE_BYTES = 1_900_000_000

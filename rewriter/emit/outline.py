@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rewriter import ops
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 SCHEDULED = frozenset({ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.repeat_shard})
 

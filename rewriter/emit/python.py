@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.errors import RewriterError
-from rewriter.program import Input, LayerArgument, PythonCall
-from rewriter.trace.wiring import SPLAT
+from rewriter.common.errors import RewriterError
+from rewriter.ir import SPLAT, Input, LayerArgument, PythonCall
 
 LINE_LENGTH = 120
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import is_add
-from rewriter.program import Body, Program, args_of
+from rewriter.ir import Body, Program, args_of
 
 _SUMS = (ops.all_reduce_wait, ops.all_reduce, ops.all_gather, ops.repeat_shard)
 

@@ -9,15 +9,15 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import reduced_shape, value_of
-from rewriter.analysis.lanes import local_values
+from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
+from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
-from rewriter.emit.expressions import Printer
+from rewriter.emit.node_code import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
 from rewriter.emit.roles import Roles
 from rewriter.emit.statements import Lines, Names
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Leaf, Module, Program, args_of
+from rewriter.ir import Body, Leaf, Module, Program, args_of
 
 _PREFIXES = {"ladder": "Ladder", "own_partial": "OwnPartialLadder", "desync": "Desync", "parallel": "Parallel"}
 _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all

@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.absolute_positions import counts_tokens
 from rewriter.analysis.schedule import with_readers_first
-from rewriter.analysis.sequence import sequence_plan
-from rewriter.analysis.whole import counts_tokens
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers
-from rewriter.emit.expressions import Printer
+from rewriter.emit.node_code import Printer
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
 from rewriter.emit.runtime_layers import Layer, LayerPrinter, is_dropout
 from rewriter.emit.statements import Lines, Names
 from rewriter.emit.wrapping import wrapped
-from rewriter.errors import RewriterError
-from rewriter.program import Body, Opaque, Program, args_of
+from rewriter.ir import Body, Opaque, Program, args_of
 
 
 def emit_runtime_module(program: Program, header: str = "") -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.expressions import Printer, is_infix
-from rewriter.program import Body, args_of
+from rewriter.emit.node_code import Printer, is_infix
+from rewriter.ir import Body, args_of
 
 aten = torch.ops.aten
 

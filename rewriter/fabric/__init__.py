@@ -6,11 +6,11 @@ ours but how errors are told and YAML is read, and no torch.
 """
 
 from rewriter.fabric.calls import KINDS, Call, Kind
-from rewriter.fabric.catalogue import fabrics, load_fabric
 from rewriter.fabric.delays import Delay, DelayModel
 from rewriter.fabric.fabric import Fabric
 from rewriter.fabric.links import Channel, Device, Link
 from rewriter.fabric.sharing import Links
+from rewriter.fabric.shipped_fabrics import fabrics, load_fabric
 from rewriter.fabric.what_if import WhatIf
 
 __all__ = [

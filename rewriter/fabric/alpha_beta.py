@@ -28,9 +28,9 @@ from typing import Literal, get_args
 
 from rewriter.fabric.calls import Call
 from rewriter.fabric.delays import Delay
-from rewriter.fabric.groups import Placement, occupied, place, refuse_spanning
 from rewriter.fabric.links import Link
 from rewriter.fabric.protocols import PLAIN, Protocol
+from rewriter.fabric.rank_groups import Placement, occupied, place, refuse_spanning
 
 Algorithm = Literal["ring", "tree", "one-shot", "two-shot", "hierarchical", "auto"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)

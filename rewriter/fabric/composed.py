@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rewriter.fabric.alpha_beta import AlphaBeta, split
 from rewriter.fabric.calls import Call
 from rewriter.fabric.delays import Delay
-from rewriter.fabric.groups import occupied, place
-from rewriter.fabric.measured import Measured
+from rewriter.fabric.measured_delays import Measured
+from rewriter.fabric.rank_groups import occupied, place
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 
 @dataclass(frozen=True)

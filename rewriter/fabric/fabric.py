@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric.alpha_beta import Algorithm, AlphaBeta
 from rewriter.fabric.calls import Call, Kind
 from rewriter.fabric.composed import Composed
 from rewriter.fabric.delays import Delay, DelayModel
-from rewriter.fabric.groups import received_bytes
 from rewriter.fabric.links import Channel, Device, Link
-from rewriter.fabric.measured import Measured
+from rewriter.fabric.measured_delays import Measured
 from rewriter.fabric.plugins import find_model
 from rewriter.fabric.protocols import PLAIN, Protocol
-from rewriter.fabric.tables import Table, find
+from rewriter.fabric.rank_groups import received_bytes
+from rewriter.fabric.shipped_tables import Table, find
 
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
@@ -26,7 +26,7 @@ _NCCL_BLOCK, _CUSTOM_BLOCK = 8 * 512, 16 * 512
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A shipped table by name: see `rewriter.fabric.tables.find`."""
+    """A shipped table by name: see `rewriter.fabric.shipped_tables.find`."""
 
     system: str
     library: str

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rewriter.documents import read_file
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import read_file
 from rewriter.fabric.calls import Kind
-from rewriter.suggestions import did_you_mean
 
 MAX_BYTES = 8 << 20
 

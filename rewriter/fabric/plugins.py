@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.delays import DelayModel
-from rewriter.suggestions import did_you_mean
 
 GROUP = "rewriter.delay_models"
 BUILT_IN = ("measured", "alpha-beta")

@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rewriter.documents import Document, Problem, read
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import Document, Problem, read
 from rewriter.fabric.alpha_beta import Algorithm
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.fabric import Fabric, TableChoice
 from rewriter.fabric.links import Device, Link
 from rewriter.fabric.protocols import PLAIN, Wire, nccl
-from rewriter.fabric.tables import Table, TableKey
-from rewriter.suggestions import did_you_mean
+from rewriter.fabric.shipped_tables import Table, TableKey
 
 MAX_BYTES = 1 << 20
 """A file with measurements of its own may be so large."""

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.calls import KINDS, Call, Kind
 from rewriter.fabric.delays import Delay, DelayModel
-from rewriter.suggestions import did_you_mean
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"

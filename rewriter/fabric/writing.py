@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from rewriter.documents import read
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.yaml_documents import read
 from rewriter.fabric.calls import Kind
-from rewriter.fabric.catalogue import LIBRARY, fabrics, load_fabric
 from rewriter.fabric.curves import Point
 from rewriter.fabric.nccl_tests import Log, per_node
 from rewriter.fabric.schema import parse
+from rewriter.fabric.shipped_fabrics import LIBRARY, fabrics, load_fabric
 
 
 def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str, Any]]:

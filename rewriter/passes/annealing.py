@@ -12,11 +12,11 @@ from typing import Any
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.lanes import local_values
+from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, residual_blocks, stream_values
-from rewriter.errors import RewriterError
-from rewriter.program import Module, Program, args_of, drop_dead_nodes
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Module, Program, args_of, drop_dead_nodes
 
 _COLLECTIVES = (ops.enter, ops.all_reduce)
 

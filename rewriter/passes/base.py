@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar, Literal, Protocol
 
-from rewriter.program import PassRecord, Program
+from rewriter.ir import PassRecord, Program
 
 Effect = Literal["exact", "approximating", "timing only"]
 Scope = Literal["model", "lanes", "runtime"]
@@ -36,14 +35,13 @@ def record(
     program: Program, rewrite: Any, summary: str, notes: tuple[str, ...] = (), fired: bool = True, **changes: Any
 ) -> Program:
     """`program` with `changes` and one more entry in its history."""
-    options = {f.name: getattr(rewrite, f.name) for f in dataclasses.fields(rewrite)}
-    entry = PassRecord(rewrite.name, rewrite.effect, options, summary, notes, fired)
+    entry = PassRecord(rewrite, summary, notes, fired)
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 
 
 def scopes(program: Program) -> tuple[Scope, ...]:
     """The scope of every pass that was applied."""
-    return tuple(_rebuilt(entry).scope for entry in program.history)
+    return tuple(entry.rewrite.scope for entry in program.history)
 
 
 def bound_ranks(program: Program) -> int | None:
@@ -60,7 +58,7 @@ def single_device(program: Program) -> Program:
     bound = bound_ranks(program) is not None
     single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
     for entry in program.history:
-        rewrite = _rebuilt(entry)
+        rewrite = entry.rewrite
         if rewrite.scope != "runtime" or (bound and rewrite.name in SHARDING):
             single = rewrite.apply(single)
     return single
@@ -68,9 +66,3 @@ def single_device(program: Program) -> Program:
 
 # what lanes are made of: passes of scope "runtime" that say which rank computes what
 SHARDING = ("tensor_parallel", "merge_reductions")
-
-
-def _rebuilt(entry: PassRecord) -> Any:
-    from rewriter.passes import available
-
-    return available()[entry.name](**entry.options)

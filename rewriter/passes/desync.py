@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.lanes import local_values
+from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
-from rewriter.errors import RewriterError
-from rewriter.expressions import Concat
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Parameter, Program
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.quantize_collectives import STREAM
-from rewriter.passes.rewiring import (
+from rewriter.passes.residual_rewrite import (
     check_ranks,
     chosen_blocks,
     partial_of,
@@ -26,8 +26,8 @@ from rewriter.passes.rewiring import (
     split_writes,
     travel_of,
 )
-from rewriter.program import Parameter, Program
-from rewriter.selection import Selection
+from rewriter.passes.selection import Selection
+from rewriter.weights.expressions import Concat
 
 Choice = Literal["keep", "drop"]
 Resync = Literal["mean", "sum"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rewriter.analysis.residual import Block, residual_blocks
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.desync import desynchronise
-from rewriter.passes.rewiring import check_ranks, chosen_blocks, is_reduced
-from rewriter.program import Program
-from rewriter.selection import Selection, resolve
+from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, is_reduced
+from rewriter.passes.selection import Selection, resolve
 
 
 @dataclass(frozen=True)

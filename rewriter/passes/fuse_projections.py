@@ -12,10 +12,10 @@ from typing import ClassVar
 from torch import fx
 
 from rewriter import ops
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Module, Parameter, Program
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.passes.fused_bodies import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
-from rewriter.program import Body, Module, Parameter, Program
+from rewriter.passes.fused_entries import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
 
 
 @dataclass(frozen=True)

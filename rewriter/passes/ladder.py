@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.passes.rewiring import check_ranks, chosen_blocks, settle_reads
-from rewriter.program import Program
-from rewriter.selection import Selection
+from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
+from rewriter.passes.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import is_add
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.program import Program, args_of, drop_dead_nodes
 
 _PRODUCTS = (operator.mul, torch.mul, torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
 

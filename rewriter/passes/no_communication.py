@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rewriter import ops
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
 
 
 @dataclass(frozen=True)

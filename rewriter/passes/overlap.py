@@ -12,9 +12,9 @@ from rewriter import ops
 from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
+from rewriter.ir import Program, copy_graph
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.passes.rewiring import is_reduced
-from rewriter.program import Program, copy_graph
+from rewriter.passes.residual_rewrite import is_reduced
 
 
 @dataclass(frozen=True)

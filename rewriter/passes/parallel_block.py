@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 from torch import fx
 
 from rewriter.analysis.residual import Block, blocks_of, computes, read_index
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.passes.rewiring import chosen_blocks, replace_stream_value, settle_reads
-from rewriter.program import Program
-from rewriter.selection import Selection
+from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
+from rewriter.passes.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rewriter.analysis.interchange import Interchangeable, interchangeable
+from rewriter.analysis.permutable_units import Interchangeable, interchangeable
 from rewriter.analysis.placement import AXIS
-from rewriter.errors import RewriterError
-from rewriter.expressions import Take
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Parameter, Program
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.program import Parameter, Program
+from rewriter.weights.expressions import Take
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

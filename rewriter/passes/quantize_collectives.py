@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.sequence import AXIS, attention_shapes, sequence_plan
-from rewriter.errors import RewriterError
+from rewriter.analysis.sequence_layout import AXIS, attention_shapes, sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program, args_of
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.sequence_parallel import replanned
-from rewriter.program import Program, args_of
 
 _REDUCTIONS = (ops.all_reduce, ops.all_reduce_start)
 

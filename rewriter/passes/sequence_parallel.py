@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.sequence import AXIS, attention_shapes, attentions, planning, sequence_plan
+from rewriter.analysis.sequence_layout import AXIS, attention_shapes, attentions, planning, sequence_plan
 from rewriter.analysis.sequence_plans import allowed, choose
-from rewriter.analysis.tokens import check_tokens
-from rewriter.errors import RewriterError
+from rewriter.analysis.token_locality import check_tokens
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.program import Body, Module, Program, args_of, copy_graph, map_bodies
 
 Grid = tuple[int, int, int]
 

@@ -16,9 +16,9 @@ from rewriter.analysis.placement import AXIS, SplitBody, split_body
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
 from rewriter.analysis.residual import attends
 from rewriter.analysis.units import Ranges
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 
 
 @dataclass(frozen=True)

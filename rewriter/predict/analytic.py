@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
+from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.device import rates_of
 from rewriter.predict.forward import Forward, Runner, model_dtype
-from rewriter.predict.memory import bytes_per_rank
-from rewriter.predict.modules import Pass
+from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped, generation_seconds
 from rewriter.predict.steps import Begin, Place, Step, steps
 from rewriter.predict.timeline import Durations, Timeline
-from rewriter.program import Program
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Predictor:
         place = self._place(program)
         fuse, batch = load.graphed, batch or load.batch
         passes = (
-            Pass(batch, load.prompt, fused=fuse),
-            Pass(batch, 1, keys=load.prompt + load.generate, fused=fuse),
+            ForwardPass(batch, load.prompt, fused=fuse),
+            ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse),
         )
         phases, made, notes = [], [], {}
         for given in passes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml

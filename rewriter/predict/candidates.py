@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rewriter.apply import Applied, apply_recipe, load_recipe
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.inspect.rules import unfired, with_supposed_costs
 from rewriter.predict.analytic import Candidate
 from rewriter.predict.results import Skipped
-from rewriter.report_rules import unfired, with_supposed_costs
+from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
 
 if TYPE_CHECKING:
-    from rewriter.program import Program
+    from rewriter.ir import Program
     from rewriter.recipes import Recipe
 
 _SHARDS_TOKENS = "sequence_parallel"

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rewriter.analysis.sequence import context_length
-from rewriter.apply import load_recipe
-from rewriter.errors import RewriterError
+from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
+from rewriter.ir import Program
 from rewriter.predict.analytic import Predictor, Workload
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.forward import model_dtype
 from rewriter.predict.pareto import BATCHES, DEGREES
 from rewriter.predict.results import Comparison, Point
-from rewriter.program import Program
+from rewriter.recipes.apply import load_recipe
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
@@ -83,8 +83,8 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
         if model.history:
             raise RewriterError(f"{model!r} is rewritten already: start from the program as traced")
         return model.source.path or model.source.model_type, model
-    from rewriter.trace import trace_skeleton
-    from rewriter.trace.model import build_skeleton, load_config
+    from rewriter.tracing import trace_skeleton
+    from rewriter.tracing.meta_model import build_skeleton, load_config
 
     config = load_config(model, trust_remote_code)
     program = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)

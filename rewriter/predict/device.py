@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device
 
 

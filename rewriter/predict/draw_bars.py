@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rewriter.common.numbers import rate, times
 from rewriter.predict.results import Prediction
 from rewriter.predict.svg import drawing, number, path, rectangle, text, ticks
-from rewriter.predict.units import rate, times
 
 WIDTH, LEFT, RIGHT = 1000.0, 200.0, 260.0
 ROW, BAR = 28.0, 18.0

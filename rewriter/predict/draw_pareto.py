@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log
 
+from rewriter.common.numbers import duration, rate
 from rewriter.predict.results import Point
 from rewriter.predict.svg import SERIES, drawing, log_ticks, number, path, text
-from rewriter.predict.units import duration, rate
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 460.0, 76.0, 230.0, 16.0, 46.0
 LEGEND = 17.0

@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rewriter.common.numbers import digits, duration
 from rewriter.predict.results import Phase, Span
 from rewriter.predict.svg import drawing, number, path, rectangle, strokes, text, ticks
-from rewriter.predict.units import digits, duration
 
 WIDTH, LEFT, RIGHT = 1000.0, 104.0, 12.0
 LANE, ZOOMED = 14.0, 24.0  # heights

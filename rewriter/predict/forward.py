@@ -16,11 +16,12 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_bytes import local_tokens
-from rewriter.analysis.shapes import wiring_shapes
-from rewriter.predict.experts import NAME as _EXPERTS
-from rewriter.predict.kernels import Exchange, Item, Kernel, as_launched
-from rewriter.predict.modules import ModuleRun, Pass
-from rewriter.program import Leaf, Module, Opaque, Program, args_of, parameters_of
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
+from rewriter.ir.shapes import wiring_shapes
+from rewriter.predict.expert_cost import NAME as _EXPERTS
+from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched
+from rewriter.predict.module_cost import ModuleRun
 
 _GROUPED = (
     "experts: as grouped products with a uniform router. The emitted module computes them one by one, outside of a "
@@ -63,13 +64,13 @@ class Runner:
         self.known: dict[Hashable, tuple[Any, tuple[Item, ...], str | None]] = {}
         self.held: list[Any] = []  # keeps keys' ids from being used again
 
-    def run(self, program: Program, given: Pass) -> Forward:
+    def run(self, program: Program, given: ForwardPass) -> Forward:
         """What `program` does in this pass, on one rank."""
         return _Run(self, program, given).forward()
 
 
 class _Run:
-    def __init__(self, runner: Runner, program: Program, given: Pass) -> None:
+    def __init__(self, runner: Runner, program: Program, given: ForwardPass) -> None:
         self.runner, self.program, self.given = runner, program, given
         self.dtype = model_dtype(program)
         self.mesh = dict(program.mesh)

@@ -8,14 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import duration, percent, rate, times
+from rewriter.predict.comparison_tables import (
+    COLUMNS,
+    LEGEND,
+    MODELLED,
+    cells,
+    degree,
+    model_name,
+    parts,
+    setting,
+    shared_notes,
+)
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import Scale, label_of, named, scale, shown, timeline
 from rewriter.predict.results import Comparison, Phase, Point, Prediction
 from rewriter.predict.svg import STYLE
-from rewriter.predict.tables import COLUMNS, LEGEND, MODELLED, cells, degree, model_name, parts, setting, shared_notes
-from rewriter.predict.units import duration, percent, rate, times
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
 

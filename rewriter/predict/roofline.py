@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rewriter.predict.device import Rates
-from rewriter.predict.kernels import Kernel
+from rewriter.predict.kernel_cost import Kernel
 
 _TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
 

@@ -12,10 +12,10 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.communication import producer
 from rewriter.fabric import Call
+from rewriter.ir import args_of
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork
-from rewriter.predict.kernels import Exchange, Item, Kernel
-from rewriter.program import args_of
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel
 
 
 @dataclass(frozen=True, eq=False)

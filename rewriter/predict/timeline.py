@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
 from rewriter.predict.device import Rates
-from rewriter.predict.kernels import Kernel
+from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import Phase, Span
 from rewriter.predict.roofline import ALONE, Contention, seconds
 from rewriter.predict.steps import Begin, Run, Step

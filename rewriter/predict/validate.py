@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rewriter.errors import RewriterError
-from rewriter.predict.measured import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
-from rewriter.predict.ranks import Seconds, calibrate, run, slowest
+from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import size
+from rewriter.predict.measurement import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
+from rewriter.predict.rank_launcher import Seconds, calibrate, run, slowest
 from rewriter.predict.validation import PASSES, Row, Validation
-from rewriter.report_tables import size
 
 if TYPE_CHECKING:
-    from rewriter.program import Program
+    from rewriter.ir import Program
 
 
 def how_real(job: Job, bytes_per_rank: int) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def validate(
     On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
     this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
     """
-    from rewriter.analysis.memory import memory
+    from rewriter.analysis.rank_memory import memory
 
     try:
         where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rewriter.predict.units import duration
+from rewriter.common.numbers import duration
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -1,6 +1,6 @@
 """Recipes: a list of passes with their options, as YAML. `Recipe.load("ladder-upper-half").build()` gives the passes.
 
-`rewriter.documents` turns YAML into plain data with line numbers, `schema` says what a recipe holds, `faults` words
+`rewriter.common.yaml_documents` reads YAML with line numbers, `recipe` says what a recipe holds, `recipe_errors` words
 what is wrong with one, `build` makes the passes, `catalogue` lists what ships in `library/`. The catalogue needs
 neither pydantic nor torch, so this room is lazy too.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rewriter.recipes.schema import Adaptation, PassSpec, Recipe
+    from rewriter.recipes.pass_spec import PassSpec
+    from rewriter.recipes.recipe import Adaptation, Recipe
 
 __all__ = ["Adaptation", "PassSpec", "Recipe"]
 
@@ -18,6 +19,6 @@ __all__ = ["Adaptation", "PassSpec", "Recipe"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'rewriter.recipes' has no attribute {name!r}")
-    from rewriter.recipes import schema
+    from rewriter.recipes import recipe
 
-    return getattr(schema, name)
+    return getattr(recipe, name)

@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from rewriter.documents import read, read_file
-from rewriter.errors import RewriterError
-from rewriter.suggestions import did_you_mean
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import read, read_file
 
 
 class Entry(NamedTuple):

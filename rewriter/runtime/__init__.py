@@ -3,8 +3,9 @@ compiler."""
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import attention
-from rewriter.runtime.attention.grid import sequence_mesh
+from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.cache import SlotSpec, StaticCache
+from rewriter.runtime.collective_log import Event, mark, record_events
 from rewriter.runtime.collectives import (
     Pending,
     Shared,
@@ -26,10 +27,9 @@ from rewriter.runtime.collectives import (
 )
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context
-from rewriter.runtime.events import Event, mark, record_events
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generate import generate
-from rewriter.runtime.groups import group_rank
+from rewriter.runtime.gradient_sums import sum_gradients
 from rewriter.runtime.load import load
 from rewriter.runtime.module import LocalLogits, LossOutput, RuntimeModel
 from rewriter.runtime.parallel import (
@@ -44,9 +44,10 @@ from rewriter.runtime.parallel import (
     VocabParallelEmbedding,
     vocab_embedding,
 )
-from rewriter.runtime.sequence import SequenceAxis, Shards, gather_tokens, last_tokens, shard_tokens
+from rewriter.runtime.process_groups import group_rank
+from rewriter.runtime.sequence import gather_tokens, last_tokens, shard_tokens
+from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 from rewriter.runtime.sequence_cache import SequenceCache
-from rewriter.runtime.training import shard_parameters, sum_gradients
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -96,7 +97,6 @@ __all__ = [
     "record_events",
     "repeat_shard",
     "sequence_mesh",
-    "shard_parameters",
     "shard_tokens",
     "share",
     "shared_gradient",

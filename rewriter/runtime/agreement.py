@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.errors import RewriterError
-from rewriter.runtime.wire import gather_start
+from rewriter.common.errors import RewriterError
+from rewriter.runtime.exchange import gather_start
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64: neighbouring places get weights that look random
 _PIECE = 1 << 22  # elements at a time: places take 8 bytes each

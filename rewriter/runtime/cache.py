@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 
 @dataclass(frozen=True)

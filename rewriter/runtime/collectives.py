@@ -13,7 +13,7 @@ every rank computes the same loss. Here a value is either *replicated* (equal on
     share                   the value / ranks           mean over ranks               replicated → partial, used alone
     shared_gradient         identity                    sum over every copy           overlapping shards → rank-local
 
-`quantized_…` are those of `rewriter.runtime.quantized.functions`, whose messages are of a few bits per element.
+`quantized_…` are those of `rewriter.runtime.quantized.autograd`, whose messages are of a few bits per element.
 
 `group` is a ProcessGroup; None or a group of one rank makes each of them the identity. Gloo on CPU and NCCL on CUDA
 run the same code.
@@ -32,11 +32,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from rewriter.runtime.entering import enter
-from rewriter.runtime.events import observe
-from rewriter.runtime.groups import group_rank, group_size
-from rewriter.runtime.pending import Pending, all_reduce_wait
-from rewriter.runtime.quantized.functions import (
+from rewriter.runtime.collective_log import observe
+from rewriter.runtime.copy_to_group import enter
+from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
+from rewriter.runtime.process_groups import group_rank, group_size
+from rewriter.runtime.quantized.autograd import (
     quantized_all_gather,
     quantized_all_reduce,
     quantized_all_reduce_start,

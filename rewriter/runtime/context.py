@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewriter.errors import RewriterError
-
-if TYPE_CHECKING:
-    from rewriter.runtime.cache import StaticCache
-    from rewriter.runtime.sequence import Shards
-    from rewriter.runtime.sequence_cache import SequenceCache
+from rewriter.common.errors import RewriterError
+from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.sequence_axis import Shards
+from rewriter.runtime.sequence_cache import SequenceCache
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
 
 

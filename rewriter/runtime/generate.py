@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.cache import StaticCache
 from rewriter.runtime.context import Context
 from rewriter.runtime.replicas import Replicas
-from rewriter.runtime.sequence import SequenceAxis
+from rewriter.runtime.sequence_axis import SequenceAxis
 from rewriter.runtime.sequence_cache import SequenceCache
 
 

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import check_agreement
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.context import Context, segment_positions
 from rewriter.runtime.generate import positions
+from rewriter.runtime.gradient_sums import sum_gradients
 from rewriter.runtime.loss import IGNORED, global_loss, next_tokens
 from rewriter.runtime.replicas import Replicas
-from rewriter.runtime.sequence import SequenceAxis, shard_tokens
-from rewriter.runtime.training import sum_gradients
+from rewriter.runtime.sequence import shard_tokens
+from rewriter.runtime.sequence_axis import SequenceAxis
 
 
 class LocalLogits(NamedTuple):
@@ -73,7 +74,7 @@ class RuntimeModel(nn.Module):
         With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
         that transformers computes on one device: position t is asked for label t + 1, and the mean is that of all
         targets of all rows, on whatever ranks. Without any target it is 0, and so are gradients. Backward leaves every
-        rank the gradient of this mean: see `rewriter.runtime.training`.
+        rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
         Raises RewriterError for tokens behind a cache without their positions, for labels, positions or segments of
         another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.collectives import Shared, enter, once, share, shared_gradient
-from rewriter.runtime.groups import group_rank
+from rewriter.runtime.process_groups import group_rank
 
 
 class ColumnParallelLinear(nn.Linear):

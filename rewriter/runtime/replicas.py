@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rewriter.runtime.attention.grid import DIMENSIONS, flattened
+from rewriter.runtime.attention.mesh import DIMENSIONS, flattened
 
 
 @dataclass(frozen=True)

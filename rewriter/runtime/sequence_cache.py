@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.cache import SlotSpec
-from rewriter.runtime.sequence import SequenceAxis, Shards
+from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 
 NEVER = torch.iinfo(torch.int64).max  # a position that no query reaches
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rewriter.analysis.interchange import Interchangeable, interchangeable
+from rewriter.analysis.permutable_units import Interchangeable, interchangeable
 from rewriter.analysis.projections import is_row_split
-from rewriter.apply import apply_recipe
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Module, Program, walk_modules
 from rewriter.passes.base import SHARDING, bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, moved_units, order_of
-from rewriter.program import Module, Program, walk_modules
-from rewriter.verify.dealing import deal
+from rewriter.recipes.apply import apply_recipe
 from rewriter.verify.drift import Comparison, host_of, other_weights, windows
 from rewriter.verify.simulate import Lanes, Simulator, load_weights
+from rewriter.verify.unit_assignment import deal
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewriter.analysis.sequence import context_length
+from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import Drift
-from rewriter.errors import RewriterError
-from rewriter.program import Program
-from rewriter.verify.host import load_host, opaque_modules
+from rewriter.ir import Program
+from rewriter.verify.live_model import load_host, opaque_modules
 from rewriter.verify.simulate import load_weights, simulate
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rewriter.errors import RewriterError
-from rewriter.verify.compare import relative_error
+from rewriter.common.errors import RewriterError
+from rewriter.verify.comparison import relative_error
 from rewriter.verify.shrink import text_config
-from rewriter.verify.stream import decoder_layers
+from rewriter.verify.stream_hooks import decoder_layers
 
 # How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
 EAGER: Mapping[str, Any] = {

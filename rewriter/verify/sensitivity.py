@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from rewriter.analysis.residual import Block, stream_values
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.program import Program, args_of, drop_dead_nodes
 from rewriter.verify.drift import Comparison, host_of, windows
 from rewriter.verify.simulate import Simulator, load_weights
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.verify.shrink_sizes import LAYERS, shrunken_sizes
 
 _LISTS_OF_LAYERS = (

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from rewriter import ops
-from rewriter.errors import RewriterError
-from rewriter.expressions import Expression
-from rewriter.program import Body, Leaf, Module, Opaque, Parameter, Program, args_of
-from rewriter.verify.host import Host, load_host, opaque_modules
-from rewriter.verify.quantized import arrived, quantized_sum
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of
+from rewriter.verify.live_model import Host, load_host, opaque_modules
+from rewriter.verify.quantized_reference import arrived, quantized_sum
 from rewriter.verify.token_layout import TokenLayout
+from rewriter.weights.expressions import Expression
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.sink import BUFFER, O_DIRECT, Sink, WriteBehind, reflink_into
 from rewriter.weights.space import available

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from rewriter.errors import RewriterError
-from rewriter.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.common.errors import RewriterError
+from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 
 
 def available(path: Path) -> int:

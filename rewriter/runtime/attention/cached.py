@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.decode import decode_attention
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.context import Context, segment_positions
-from rewriter.runtime.sequence import Shards
+from rewriter.runtime.sequence_axis import Shards
 from rewriter.runtime.sequence_cache import SequenceCache
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.autocast import in_autocast_dtype
 from rewriter.runtime.attention.local import kernel_forward
-from rewriter.runtime.attention.merge import merge
-from rewriter.runtime.wire import gather_start
+from rewriter.runtime.attention.partial_merge import merge
+from rewriter.runtime.exchange import gather_start
 
 _groups: dict[str, ProcessGroup | None] = {}
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.plane import interleaved
+from rewriter.runtime.attention.attention2d import interleaved
+from rewriter.runtime.attention.mesh import Grid
 from rewriter.runtime.attention.tiles import accumulation_dtype
-from rewriter.runtime.wire import all_to_all_start
+from rewriter.runtime.exchange import all_to_all_start
 
 
 def to_heads(tensors: Sequence[Tensor], grid: Grid, name: str) -> tuple[Tensor, ...]:

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewriter.errors import RewriterError
-from rewriter.runtime.attention.merge import accumulation_dtype
+from rewriter.common.errors import RewriterError
+from rewriter.runtime.attention.partial_merge import accumulation_dtype
 
 aten = torch.ops.aten
 

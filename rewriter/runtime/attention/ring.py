@@ -28,19 +28,19 @@ from torch import Tensor
 
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.call import Call
-from rewriter.runtime.attention.layout import Run, zigzag
-from rewriter.runtime.attention.line import Line
-from rewriter.runtime.attention.merge import Merger, unseen
+from rewriter.runtime.attention.attention_call import Call
+from rewriter.runtime.attention.partial_merge import Merger, unseen
+from rewriter.runtime.attention.ring_exchange import Line
 from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.token_runs import Run, zigzag
 from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.wire import Tensors, Transfer, pack, unpack
+from rewriter.runtime.exchange import Tensors, Transfer, pack, unpack
 
 
 def forward(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: Call, sinks_H: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(o_BHSE, lse_BHS, k_kept, v_kept); see `rewriter.runtime.attention.call`. k and v are kept as they are."""
+    """(o_BHSE, lse_BHS, k_kept, v_kept); see `attention_call`. k and v are kept as they are."""
     merger = Merger()
     for source, arrived in _rounds((k_BKSD, v_BKSE), Line.column(call.grid)):
         k, v = call.opened(arrived)
@@ -64,7 +64,7 @@ def forward(
 def backward(
     do_BHSE: Tensor, q_BHSD: Tensor, k_kept: Tensor, v_kept: Tensor, o_BHSE: Tensor, lse_BHS: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); see `rewriter.runtime.attention.call`."""
+    """(dq, dk, dv); see `rewriter.runtime.attention.attention_call`."""
     line = Line.column(call.grid)
     queries = do_BHSE, q_BHSD, o_BHSE, lse_BHS
     dtype, sums = q_BHSD.dtype, accumulation_dtype(q_BHSD.dtype)

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format, vector_bytes
 from rewriter.ops import MaskKind, MaskSpec, SequencePlan
-from rewriter.runtime.attention import heads, layout, overlapped, plane, ring
+from rewriter.runtime.attention import attention2d, attention2d_overlap, heads, ring, token_runs
 from rewriter.runtime.attention import sinks as sink_logits
+from rewriter.runtime.attention.attention_call import Call
 from rewriter.runtime.attention.autocast import in_autocast_dtype
-from rewriter.runtime.attention.call import Call
-from rewriter.runtime.attention.grid import Grid
-from rewriter.runtime.attention.keys import Quantized
 from rewriter.runtime.attention.local import check_kernels
+from rewriter.runtime.attention.mesh import Grid
+from rewriter.runtime.attention.quantized_kv import Quantized
 from rewriter.runtime.attention.tiles import accumulation_dtype
 from rewriter.runtime.attention.visibility import Visibility
-from rewriter.runtime.interrupted import messages_under_way
+from rewriter.runtime.interruption import messages_under_way
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Axis:
         if self.plan.kind == "ring":
             return ring
         if self.plan.overlap and self.grid.rows * self.grid.columns > 1:
-            return overlapped
-        return plane
+            return attention2d_overlap
+        return attention2d
 
     @property
     def exchanges_heads(self) -> bool:
@@ -134,11 +134,11 @@ def check(
         raise RewriterError(f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one floating dtype")
     check_kernels(q)
     check_heads(axis.plan, q.shape[1], k.shape[1])
-    local = layout.padded(length, axis.plan.multiple) // axis.plan.ranks
+    local = token_runs.padded(length, axis.plan.multiple) // axis.plan.ranks
     if q.shape[2] != local:
         raise RewriterError(
             f"{name}: {length} tokens on {axis.plan.ranks} ranks are {local} on each, padding included, but q has "
-            f"{q.shape[2]}. Shard with rewriter.runtime.attention.layout.take_tokens, which pads"
+            f"{q.shape[2]}. Shard with rewriter.runtime.attention.token_runs.take_tokens, which pads"
         )
     batch = q.shape[0]
     if first_valid is not None and first_valid.shape != (batch,):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewriter.runtime.attention.layout import Run
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
-from rewriter.runtime.attention.merge import accumulation_dtype, add_part, merged
+from rewriter.runtime.attention.partial_merge import accumulation_dtype, add_part, merged
+from rewriter.runtime.attention.token_runs import Run
 from rewriter.runtime.attention.visibility import Visibility
 
 __all__ = ["Gradients", "accumulation_dtype", "tile_backward", "tile_forward"]

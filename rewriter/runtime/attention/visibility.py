@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rewriter.errors import RewriterError
+from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.layout import Run
+from rewriter.runtime.attention.token_runs import Run
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rewriter.errors import RewriterError
-from rewriter.runtime import wire
-from rewriter.runtime.groups import group_rank, group_size, new_groups
+from rewriter.common.errors import RewriterError
+from rewriter.runtime import exchange
+from rewriter.runtime.process_groups import group_rank, group_size, new_groups
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Axis:
         group = self.group
         return f"{self.members} {self.name} {'' if group is None else group.group_name}"
 
-    def all_to_all_start(self, sent_PB: Tensor, name: str) -> wire.Transfer:
+    def all_to_all_start(self, sent_PB: Tensor, name: str) -> exchange.Transfer:
         """Row r goes to rank r; see `wire.all_to_all_rows_start`."""
         group = self.group
         assert group is not None
-        return wire.all_to_all_rows_start(sent_PB, group, name, self.name)
+        return exchange.all_to_all_rows_start(sent_PB, group, name, self.name)
 
-    def gather_start(self, rows_PB: Tensor, name: str) -> wire.Transfer:
+    def gather_start(self, rows_PB: Tensor, name: str) -> exchange.Transfer:
         """The rows of all ranks, in place; see `wire.gather_rows_start`."""
         group = self.group
         assert group is not None
-        return wire.gather_rows_start(rows_PB, group, name, self.name)
+        return exchange.gather_rows_start(rows_PB, group, name, self.name)
 
     @classmethod
     def of(cls, group: ProcessGroup | None, name: str = "") -> Axis:

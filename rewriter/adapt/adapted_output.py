@@ -1,0 +1,134 @@
+"""What a run leaves: the trained weights under the source's names, rewritten again, with what was done and measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rewriter.adapt.options import FREE, Options, Schedule
+from rewriter.adapt.rewritten_source import Opened, rewritten, write_source
+from rewriter.adapt.run_log import METRICS, read_metrics
+from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.student_setup import Student
+from rewriter.adapt.students import base_of
+from rewriter.adapt.unshard import full_tensors, write_model, write_trained
+from rewriter.convert.conversion import Level, save
+from rewriter.emit.manifest import AdaptationEntry
+from rewriter.training.zero.comm_hooks import free_gathered
+from rewriter.weights import Checkpoint
+
+
+def merge(built: Student) -> None:
+    """Add adapters to the weights that they adapt: what is stored has none.
+
+    What is around the model stays: by it FSDP2 gathers what is in no layer.
+    """
+    module = built.model.module
+    if base_of(module) is not module:
+        free_gathered(module)
+        cast(Any, module).merge_and_unload()
+
+
+@torch.no_grad()
+def round_to(module: nn.Module, dtype: torch.dtype) -> None:
+    """Round all weights to the dtype that they are stored in: the loss after training is of those."""
+    free_gathered(module)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.copy_(local.to(dtype))
+
+
+def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Ranks, tp: int) -> None:
+    """Write the trained weights under the source's names, beside the source's config. Every rank calls it."""
+    like, trained, module = Checkpoint.open(source), run / "trained", built.model.module
+    free_gathered(module)
+    program = built.program
+    if program is None:
+        base = base_of(module)
+        state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
+        ranks.on_first(lambda: write_model(base, state, like, run / "made", trained))
+    else:
+        shards = run / "shards"
+        own = {name: _whole(parameter) for name, parameter in module.named_parameters()}
+        ranks.on_first(lambda: shards.mkdir(exist_ok=True))
+        if ranks.rank < tp:  # of the first replica, and of its sequence ranks the first
+            save_file(own, shards / f"{built.own}.safetensors")
+        ranks.barrier()
+
+        def put_together() -> None:
+            full = full_tensors(program, like, [load_file(shards / f"{rank}.safetensors") for rank in range(tp)])
+            write_trained(like, full.__getitem__, trained)
+
+        ranks.on_first(put_together)
+    ranks.on_first(lambda: write_source(opened, trained, weights=False) and None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().contiguous().clone()
+
+
+def entry(
+    options: Options,
+    settings: Mapping[str, Any],
+    told: Mapping[str, Any],
+    sizes: Schedule,
+    losses: dict[str, float],
+    run: Path,
+    ranks: Ranks,
+) -> AdaptationEntry:
+    """What the manifest says of a run. `told` are its data in words and counts."""
+    plain = {f.name: f.default for f in dataclasses.fields(Options)}
+    given = {k: v for k, v in asdict(options).items() if k != "settings" and v != plain[k]}
+    return AdaptationEntry(
+        method=options.method,
+        data=told["data"],
+        counts=told["counts"],
+        evaluation=told["evaluation"],
+        steps=sizes.steps,
+        tokens=sizes.steps * sizes.batch * told["length"] + options.refit,
+        rows_per_step=sizes.batch,
+        length=told["length"],
+        settings={k: v for k, v in settings.items() if k not in (*FREE, "num_train_epochs")},
+        options=given,
+        ranks={"dp": ranks.replicas, "sp": options.sp, "tp": options.tp},
+        losses=losses,
+        seconds=round(_seconds(run), 1),
+    )
+
+
+def _seconds(run: Path) -> float:
+    """How long steps took, in all parts of a run that was interrupted."""
+    total, before = 0.0, 0
+    for line in read_metrics(run):
+        if "tokens_per_second" in line:
+            total += (line["tokens"] - before) / line["tokens_per_second"]
+            before = line["tokens"]
+    return total
+
+
+def write(
+    opened: Opened, out: Path, run: Path, done: AdaptationEntry, verify: Level, progress: Callable[..., None]
+) -> None:
+    """Rewrite the trained weights by the recipe, and write the output directory."""
+    beside = {f"training/{METRICS}": run / METRICS}
+    for file in sorted((run / "tensorboard").glob("*tfevents*")):
+        beside[f"training/{file.name}"] = file
+    save(
+        rewritten(opened, run / "trained"),
+        out,
+        name=opened.manifest.source.name,
+        verify=verify,
+        adaptation=done,
+        beside=beside,
+        progress=progress,
+    )

@@ -1,0 +1,88 @@
+"""The schedule of annealed conversion: by how much each rewired layer has left the original's wiring, step by step.
+
+It is a function of the step alone, so a run that is resumed goes on where it was. The layers that it is about are found
+in the model, which was emitted for it (`emit.annealed.write_annealed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from rewriter.common.errors import RewriterError
+
+Order = Literal["together", "first-to-last", "last-to-first"]
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """λ of every annealed layer at every step: 0 at step 0, exactly 1 from step `steps` on, rising linearly between.
+
+    `order` "together": all layers rise over all steps. "first-to-last", "last-to-first": one layer after another, each
+    over an equal share of the steps. `layers` are indices of decoder layers (`annealed_layers`).
+
+    Raises RewriterError when `steps` is not positive, there are no layers, or an order is unknown.
+    """
+
+    steps: int
+    layers: tuple[int, ...]
+    order: Order = "together"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise RewriterError(
+                f"annealing: steps={self.steps}: expected 1 or more. Leave annealing out to do without."
+            )
+        if not self.layers:
+            raise RewriterError("annealing: no layer of the model anneals")
+        if self.order not in get_args(Order):
+            raise RewriterError(f"annealing: order={self.order!r}: expected one of {', '.join(get_args(Order))}")
+
+    def at(self, step: int) -> dict[int, float]:
+        """λ by layer while step `step` is taken, counting optimizer steps from 0."""
+        if self.order == "together":
+            return dict.fromkeys(self.layers, _within(step / self.steps))
+        count, ordered = len(self.layers), sorted(self.layers, reverse=self.order == "last-to-first")
+        # whole numbers up to the division: the last layer ends at 1 exactly
+        return {layer: _within((step * count - k * self.steps) / self.steps) for k, layer in enumerate(ordered)}
+
+
+def _within(value: float) -> float:
+    return min(max(value, 0.0), 1.0)
+
+
+def annealed_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The layers of `model` that anneal, by their index among the decoder layers; adapters around it do not matter.
+
+    Raises RewriterError when there are none.
+    """
+    layers = {
+        int(name.rpartition(".")[2]): module for name, module in model.named_modules() if hasattr(module, "annealing")
+    }
+    if not layers:
+        raise RewriterError(
+            f"annealing: no layer of {type(model).__name__} has the attribute `annealing`. Load the model that "
+            "rewriter.emit.annealed.write_annealed wrote"
+        )
+    return layers
+
+
+def set_annealing(model: nn.Module, values: Mapping[int, float]) -> None:
+    """Set λ of layers of `model` by index; other layers keep theirs. Nothing is recompiled or loaded for it.
+
+    Raises RewriterError for a layer that does not anneal and for a λ outside 0 … 1.
+    """
+    layers = annealed_layers(model)
+    for index, value in values.items():
+        if index not in layers:
+            raise RewriterError(f"annealing: layer {index} does not anneal; layers that do: {sorted(layers)}")
+        if not 0.0 <= value <= 1.0:
+            raise RewriterError(f"annealing: λ = {value} of layer {index}: expected 0 (the original) to 1 (the recipe)")
+    for index, value in values.items():
+        layers[index].annealing = value  # type: ignore[assignment]
+
+
+__all__ = ["Annealing", "Order", "annealed_layers", "set_annealing"]

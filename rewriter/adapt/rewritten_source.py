@@ -1,0 +1,135 @@
+"""An output directory, opened for training: its weights under the original wiring, its recipe applied to them again.
+
+The adapted checkpoint keeps the source's tensor names. With the source's config beside them the same weights are the
+original model: what a teacher computes, and what is traced again to write the trained result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewriter.common.errors import RewriterError
+from rewriter.emit.manifest import Manifest, read_manifest
+from rewriter.ir import Program
+from rewriter.passes.base import bound_ranks
+from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
+from rewriter.tracing import trace
+
+_OURS = ("auto_map", "rewriter_layers", "rewriter_ranks", "rewriter_pattern")
+_NOT_SOURCE = ("rewrite.json", "golden.safetensors")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A directory that `rewrite` or `rewrite adapt` wrote."""
+
+    root: Path
+    manifest: Manifest
+    config: dict[str, Any]
+
+    @property
+    def dtype(self) -> str:
+        """The name of the torch dtype that its weights are kept in."""
+        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.manifest.mesh.get("tp", 1)
+
+    @property
+    def bound(self) -> bool:
+        """Whether the function differs with the number of tensor-parallel ranks."""
+        return self.manifest.lanes is not None
+
+
+def open_output(directory: str | os.PathLike[str]) -> Opened:
+    """Read manifest and config. Raises RewriterError for a directory that cannot be trained, with the reason."""
+    root = Path(directory)
+    manifest = read_manifest(root)
+    timing = [entry.name for entry in manifest.passes if entry.kind == "timing only"]
+    if timing:
+        raise RewriterError(f"{root}: {timing[0]} is for timing only. There is nothing to train.")
+    if manifest.lanes is not None and manifest.lanes.untied:
+        raise RewriterError(
+            f"{root}: {len(manifest.lanes.untied)} of its norm weights are each rank's own (desync.untie_norms), so it "
+            "cannot be told from the original's weights. Rewrite the model without untie_norms, or train it with a "
+            "trainer of your own: the checkpoint loads in transformers"
+        )
+    return Opened(root, manifest, json.loads((root / "config.json").read_text(encoding="utf-8")))
+
+
+def source_config(opened: Opened) -> dict[str, Any]:
+    """config.json of the original model: that of the directory without what `rewrite` put there."""
+    entry = opened.manifest.source
+    kept = {name: value for name, value in opened.config.items() if name not in _OURS}
+    return kept | {"architectures": [entry.architecture], "model_type": entry.model_type}
+
+
+def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
+    """Make `out` the original model over the directory's weights (links to them, unless `weights` is False).
+
+    Everything that stands beside weights (their index, tokenizer, generation config, licenses) is copied.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(opened.root.iterdir()):
+        if not path.is_file() or path.name in (*_NOT_SOURCE, "config.json") or path.suffix == ".py":
+            continue
+        if path.suffix == ".safetensors":
+            if weights:
+                (out / path.name).unlink(missing_ok=True)
+                (out / path.name).symlink_to(path.resolve())
+        else:
+            shutil.copyfile(path, out / path.name)
+    (out / "config.json").write_text(json.dumps(source_config(opened), indent=2) + "\n", encoding="utf-8")
+    return out
+
+
+def recipe_of(opened: Opened) -> Recipe:
+    """The recipe as it was applied, with every option as it was measured or overridden, for the directory's weights.
+
+    Those are in the order that `permute` gave them, and are not to be moved a second time.
+    """
+    told = dict(opened.manifest.recipe)
+    told.setdefault("summary", "Rewritten by a list of passes.")
+    told.setdefault("paper", "-")
+    recipe = Recipe.model_validate(told)
+    for index, spec in enumerate(recipe.passes):
+        if spec.pass_name == "permute":
+            recipe = recipe.with_options(index, {"applied": True})
+    return recipe
+
+
+def rewritten(opened: Opened, source: Path, *, tp: int | None = None, sp: int | None = None) -> Program:
+    """The recipe applied again to the checkpoint in `source`, which has the weights of the directory or trained ones.
+
+    `tp` and `sp` are by default those of the manifest. With other sequence ranks than it has, tokens are sharded by a
+    plan of the planner's choice.
+    """
+    recipe, mesh = recipe_of(opened), opened.manifest.mesh
+    tensor, sequence = (mesh.get(axis, 1) if n is None else n for axis, n in (("tp", tp), ("sp", sp)))
+    if sequence != mesh.get("sp", 1):
+        others = [spec.to_dict() for spec in recipe.passes if spec.pass_name != "sequence_parallel"]
+        added = [{"pass": "sequence_parallel"}] if sequence > 1 else []
+        recipe = Recipe.model_validate({**recipe.to_dict(), "passes": [*others, *added]})
+    program, _ = apply_recipe(trace(source), recipe, tensor, sp=sequence)
+    if bound_ranks(program) not in (None, opened.tensor_parallel):
+        raise RewriterError(
+            f"{opened.root} is bound to tp={opened.tensor_parallel}: it cannot be trained on {tensor} ranks. Use --tp "
+            f"{opened.tensor_parallel}, or --tp 1, which computes the lanes of all ranks on one device"
+        )
+    return program
+
+
+def original(source: Path, *, tp: int = 1, sp: int = 1) -> Program:
+    """The original model of the checkpoint in `source`, sharded exactly over `tp` and `sp` ranks."""
+    passes = [{"pass": "tensor_parallel"}]
+    if sp > 1:
+        passes.append({"pass": "sequence_parallel"})
+    recipe = Recipe.model_validate({"name": "original", "summary": "The original.", "paper": "-", "passes": passes})
+    return apply_recipe(trace(source), recipe, tp, sp=sp)[0]

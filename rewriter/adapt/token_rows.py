@@ -1,0 +1,226 @@
+"""Training data: examples of a file or of the Hub as rows of tokens, of one length each, with their targets."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rewriter.adapt.chat import ChatEncoder, checked_text
+from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
+from rewriter.adapt.packing import first_fit
+from rewriter.common.errors import RewriterError
+
+TooLong = Literal["truncate", "split", "refuse"]
+NO_TARGET = -100  # what transformers' losses leave out
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the examples. Tokens are those in rows, padding apart; targets are what the loss is taken over."""
+
+    examples: int = 0  # all that were read
+    rows: int = 0
+    tokens: int = 0
+    targets: int = 0
+    padding: int = 0  # tokens
+    truncated: int = 0  # examples
+    truncated_tokens: int = 0  # taken from them
+    dropped: int = 0  # truncated examples without a target in what was left; also counted as truncated
+    split: int = 0  # examples
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows of `length` tokens. `rows[i]` has four int64 tensors [length]:
+
+    input_ids     the tokens
+    labels        the tokens again, unshifted; -100 where not a target: prompts, padding, the first token of a segment
+    position_ids  0, 1, … from the start of each segment
+    segment_ids   0, 1, … for the examples of the row; its padding is one more segment
+
+    Held as int32 and a byte for each token, whatever the number of rows.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[np.int32],
+        targets: NDArray[np.bool_],
+        ends: NDArray[np.int64],
+        *,
+        length: int,
+        padding_id: int,
+        packing: bool,
+        counts: Counts,
+    ) -> None:
+        """`ids` and `targets` [tokens] of all segments, one after the other; `ends` [segments], where each ends."""
+        sizes = np.diff(ends, prepend=0)
+        row_of = first_fit(sizes, length) if packing else np.arange(len(sizes))
+        rows = int(row_of.max()) + 1 if len(row_of) else 0
+        self.length = length
+        self._ids, self._targets, self._padding_id = ids, targets, padding_id
+        self._starts, self._ends = ends - sizes, ends
+        self._order = np.argsort(row_of, kind="stable")  # segments row by row, in the file's order within a row
+        self._row_starts = np.searchsorted(row_of[self._order], np.arange(rows + 1))
+        tokens = int(sizes.sum())
+        self.counts = replace(
+            counts, rows=rows, tokens=tokens, targets=int(targets.sum()), padding=rows * length - tokens
+        )
+
+    def __len__(self) -> int:
+        return len(self._row_starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        ids = np.full(self.length, self._padding_id, np.int64)
+        labels = np.full(self.length, NO_TARGET, np.int64)
+        positions, segments = np.zeros((2, self.length), np.int64)
+        at = 0
+        members = self._order[self._row_starts[index] : self._row_starts[index + 1]]
+        for number, member in enumerate(members):
+            held = slice(self._starts[member], self._ends[member])
+            size = held.stop - held.start
+            here = slice(at, at + size)
+            ids[here] = self._ids[held]
+            labels[here] = np.where(self._targets[held], self._ids[held], NO_TARGET)
+            positions[here], segments[here] = np.arange(size), number
+            at += size
+        positions[at:], segments[at:] = np.arange(self.length - at), len(members)
+        arrays = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": segments}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+
+def load_rows(
+    source: str | Path, tokenizer: Any, *, length: int, too_long: TooLong = "truncate", packing: bool = True
+) -> Rows:
+    """The examples of `source` as rows of `length` tokens.
+
+    `source` is a file with one JSON object per line, or the id of a data set on the Hub, `owner/name` or
+    `owner/name:split`. An example has "messages" (and "tools", if its template takes them) or "text"; other keys are
+    not read. Of messages, what the assistant wrote is a target, with its end-of-turn token; of a text every token but
+    the first, and an end-of-sequence token is put behind it where the tokenizer has one.
+
+    An example of more than `length` tokens is cut there ("truncate"), goes on in a segment of its own whose first
+    token is the last of the one before, so that no target is lost ("split", texts only), or is a fault ("refuse").
+    One without a target in what truncation left is dropped and counted. With `packing`, several examples share a row
+    and an example never lies in two; without, each has a row of its own.
+
+    Raises RewriterError with the place and reason of all faults of the source, ten in full.
+    """
+    if length < 2:
+        raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
+    if too_long not in get_args(TooLong):
+        raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
+    reader = _Reader(tokenizer, length, too_long)
+    faults = Faults()
+    for place, example in read_examples(source, faults):
+        try:
+            reader.add(example)
+        except BadExample as fault:
+            faults.add(place, fault)
+        except RewriterError as error:
+            raise RewriterError(f"{place}: {error}") from error
+    faults.check()
+    if not reader.counts.examples:
+        raise RewriterError(f"{source}: holds no examples. {EXPECTED}")
+    if not reader.ends:
+        raise RewriterError(
+            f"{source}: no target is left in any of its {reader.counts.examples} examples when they are truncated to "
+            f"{length} tokens. Give a greater length"
+        )
+    return reader.rows(packing)
+
+
+class _Reader:
+    """Collects the segments of examples in arrays that hold 5 bytes for each token."""
+
+    def __init__(self, tokenizer: Any, length: int, too_long: TooLong) -> None:
+        self.tokenizer, self.length, self.too_long = tokenizer, length, too_long
+        self.chat: ChatEncoder | None = None
+        self.ids, self.targets, self.ends = array("i"), bytearray(), array("q")
+        self.counts = Counts()
+
+    def add(self, example: dict[str, Any]) -> None:
+        """Encode an example and keep its segments. Raises BadExample."""
+        messages, text = example.get("messages"), example.get("text")
+        if messages is None and text is None:
+            keys = ", ".join(map(repr, list(example)[:8])) or "no keys"
+            raise BadExample(f'neither "messages" nor "text": it has {keys}')
+        if messages is not None and text is not None:
+            raise BadExample('both "messages" and "text", where one was expected')
+        self.counts = replace(self.counts, examples=self.counts.examples + 1)
+        if text is not None:
+            ids, targets = self._encode_text(checked_text(text, '"text"'))
+        else:
+            if self.chat is None:
+                self.chat = ChatEncoder(self.tokenizer)
+            ids, targets = self.chat(messages, example.get("tools"))
+        if not any(targets[1:]):
+            raise BadExample(
+                f"empty after masking: none of its {len(ids)} tokens is a target"
+                + ("" if messages is None else ", the chat template marks nothing as the assistant's")
+            )
+        for segment_ids, segment_targets in self._fitted(ids, targets, splits=text is not None):
+            self.ids.extend(segment_ids)
+            self.targets.append(False)  # nothing before it predicts the first token
+            self.targets.extend(segment_targets[1:])
+            self.ends.append(len(self.ids))
+
+    def _encode_text(self, text: str) -> tuple[list[int], list[bool]]:
+        if not text:
+            raise BadExample('"text" is empty')
+        ids = list(self.tokenizer(text)["input_ids"])
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1:] != [end]:
+            ids.append(end)
+        return ids, [True] * len(ids)
+
+    def _fitted(self, ids: list[int], targets: list[bool], splits: bool) -> Iterator[tuple[list[int], list[bool]]]:
+        """The segments that an example makes, each of `length` tokens at most."""
+        excess = len(ids) - self.length
+        if excess <= 0:
+            yield ids, targets
+        elif self.too_long == "truncate":
+            dropped = not any(targets[1 : self.length])
+            counts = self.counts
+            self.counts = replace(
+                counts,
+                truncated=counts.truncated + 1,
+                truncated_tokens=counts.truncated_tokens + (len(ids) if dropped else excess),
+                dropped=counts.dropped + dropped,
+            )
+            if not dropped:
+                yield ids[: self.length], targets[: self.length]
+        elif self.too_long == "split" and splits:
+            self.counts = replace(self.counts, split=self.counts.split + 1)
+            for start in range(0, len(ids) - 1, self.length - 1):
+                part = slice(start, start + self.length)
+                yield ids[part], targets[part]
+        else:
+            why = "conversations cannot be split" if self.too_long == "split" else "too long examples are refused"
+            raise BadExample(
+                f"{len(ids)} tokens, more than the length of {self.length}, and {why}. Give a greater length, or "
+                "truncate"
+            )
+
+    def rows(self, packing: bool) -> Rows:
+        """What was collected, as rows."""
+        padding = [self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0]
+        return Rows(
+            np.frombuffer(self.ids, np.int32),
+            np.frombuffer(self.targets, np.bool_),
+            np.frombuffer(self.ends, np.int64),
+            length=self.length,
+            padding_id=next(token for token in padding if token is not None),
+            packing=packing,
+            counts=self.counts,
+        )

@@ -1,0 +1,180 @@
+"""Values that differ by rank beyond a partial sum: a rank's own residual ("lane"), and the bodies that read it.
+
+A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a rank's own
+residual. Gradients of a local value are local too, so whatever all ranks share passes `enter` (whose gradient is an
+all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.labels import is_tensor, tensor_inputs, value_of
+from rewriter.analysis.placement import AXIS, differentiable, insertion_point
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Leaf, Module, Parameter, copy_graph
+
+_REPLICATING = frozenset({ops.all_reduce, ops.all_reduce_wait, ops.all_gather})
+
+
+def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[str, Module]:
+    """`modules` where the row-split projections under `paths` add bias / P on every rank, not the bias on one.
+
+    Σ_r f_r is the same, and no rank's own residual is special.
+    """
+    done: dict[int, Module] = {}
+
+    def shared(module: Module) -> Module:
+        if id(module) not in done:
+            if isinstance(module, Body):
+                inner = {name: shared(child) for name, child in module.modules.items()}
+                alike = all(inner[name] is child for name, child in module.modules.items())
+                done[id(module)] = module if alike else replace(module, modules=inner)
+            elif isinstance(module, Leaf) and module.kind.startswith("RowParallel") and "bias" in module.parameters:
+                done[id(module)] = replace(module, options={**module.options, "bias_share": True})
+            else:
+                done[id(module)] = module
+        return done[id(module)]
+
+    return {path: shared(module) if path in paths else module for path, module in modules.items()}
+
+
+def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx.Node]:
+    """The values of a wiring that differ by rank."""
+    owners = [name.split(".")[:-1] for name, p in parameters.items() if p.ranges is not None]
+    prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
+    local: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or node.target in _REPLICATING:
+            continue
+        split = node.op == "call_module" and str(node.target) in prefixes
+        if split or node.target is ops.enter or any(n in local for n in node.all_input_nodes):
+            local.add(node)
+    return local
+
+
+def without_idle_enters(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
+    """Take out of a wiring each `enter` of a value that is local already: it would sum gradients of different ones."""
+    local = local_values(graph, parameters)
+    for node in list(graph.nodes):
+        if node.target is ops.enter and node.all_input_nodes[0] in local:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping[str, Parameter]) -> dict[str, Module]:
+    """`modules` with bodies fit for the local values that reach them in the wiring `graph`; alike layers stay alike.
+
+    Raises RewriterError when a body reduces over ranks what it computed from a local value.
+    """
+    local = local_values(graph, parameters)
+    result = dict(modules)
+    done: dict[tuple[int, frozenset[int]], Module] = {}
+    reached: dict[str, frozenset[int]] = {}
+    for node in graph.nodes:
+        if node.op != "call_module":
+            continue
+        path = str(node.target)
+        inputs = frozenset(i for i, source in enumerate(node.args) if source in local)
+        if reached.setdefault(path, inputs) != inputs:
+            raise RewriterError(f"{path} is called with values that differ by rank, and with others that do not")
+        if not inputs:
+            continue
+        module = modules[path]
+        key = (id(module), inputs)
+        if key not in done:
+            split = frozenset(
+                name.removeprefix(f"{path}.")
+                for name, p in parameters.items()
+                if p.ranges is not None and name.startswith(f"{path}.")
+            )
+            done[key] = _localised(module, inputs, split, path)
+        result[path] = done[key]
+    return result
+
+
+def _localised(module: Module, inputs: frozenset[int], split: frozenset[str], path: str) -> Module:
+    """`module` for local values at `inputs`; `split` are those of its parameters of which ranks hold parts."""
+    if isinstance(module, Body):
+        return _Localiser(module, inputs, split, path).run()
+    if (
+        not isinstance(module, Leaf)
+        or module.kind.startswith(("ColumnParallel", "RowParallel"))
+        or not set(module.parameters) - split
+    ):
+        return module
+    return replace(module, options={**module.options, "entered": True})
+
+
+class _Localiser:
+    def __init__(self, body: Body, inputs: frozenset[int], split: frozenset[str], path: str) -> None:
+        self.body, self.split, self.path = body, split, path
+        self.graph, _ = copy_graph(body.graph)
+        self.modules: dict[str, Module] = dict(body.modules)
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.varying = {placeholders[i] for i in inputs}
+        self.local = set(self.varying)
+        self.entered: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> Body:
+        for node in list(self.graph.nodes):
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.op == "get_attr":
+                if str(node.target) in self.split:
+                    self.local.add(node)
+                continue
+            sources = node.all_input_nodes
+            if node.target is ops.enter:
+                self._enter(node, sources[0])
+                continue
+            varying = any(n in self.varying for n in sources)
+            if node.target in _REPLICATING:
+                if varying:
+                    raise RewriterError(
+                        f"{self.path} ({self.body.class_name}) reduces over the ranks inside, at {node.name}: with "
+                        "a residual of each rank's own that would mix the ranks. Leave its layer out of the selection."
+                    )
+                continue
+            if varying:
+                self.varying.add(node)
+            if node.op == "call_module":
+                self._call(node)
+            elif any(n in self.local for n in sources):
+                self._share(node)
+        return replace(self.body, graph=self.graph, modules=self.modules)
+
+    def _enter(self, node: fx.Node, source: fx.Node) -> None:
+        """An `enter` of a value that is local already would sum gradients of different values."""
+        if source not in self.local:
+            self.local.add(node)
+            return
+        node.replace_all_uses_with(source)
+        self.graph.erase_node(node)
+
+    def _call(self, node: fx.Node) -> None:
+        name = str(node.target)
+        child = self.modules[name]
+        inputs = frozenset(i for i, n in enumerate(node.all_input_nodes) if n in self.local)
+        within = frozenset(s.removeprefix(f"{name}.") for s in self.split if s.startswith(f"{name}."))
+        if inputs & {i for i, n in enumerate(node.all_input_nodes) if n in self.varying}:
+            self.modules[name] = _localised(child, inputs, within, f"{self.path}.{name}")
+        if inputs or within:
+            self.local.add(node)
+
+    def _share(self, node: fx.Node) -> None:
+        self.local.add(node)
+        for source in tensor_inputs(node):
+            if source in self.local or not is_tensor(source) or not differentiable(source, self.body):
+                continue
+            if source not in self.entered:
+                with self.graph.inserting_after(insertion_point(source)):
+                    new = self.graph.call_function(ops.enter, (source, AXIS))
+                new.meta["val"] = value_of(source)
+                self.entered[source] = new
+                self.local.add(new)
+            node.replace_input_with(source, self.entered[source])

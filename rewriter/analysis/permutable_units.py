@@ -1,0 +1,152 @@
+"""Units of a block that may change places: key/value heads with their query heads, MLP channels.
+
+Where each unit lies in each parameter is read from the block split over as many ranks as it has units: what rank i
+would hold are the elements of unit i. So whatever tensor parallelism can split, in whatever layout, can be reordered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.chains import Chain, chains
+from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
+from rewriter.analysis.placement import split_body
+from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, row_parallel
+from rewriter.analysis.residual import attends
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Leaf, Program, args_of, walk_modules
+
+
+@dataclass(frozen=True)
+class Interchangeable:
+    """A block's `count` units and where they lie: by parameter (canonical runtime name), per unit, ranges along a dim.
+
+    `path` is the block's module; for an MLP whose projections are the layer's own children, its last one. `heads` says
+    that units are key/value heads with their queries. `reason` says in words why the units may not move; None: they
+    may.
+    """
+
+    path: str
+    layer: int
+    heads: bool
+    count: int
+    places: Mapping[str, Shard]
+    reason: str | None = None
+
+    def index(self, name: str, order: Sequence[int], size: int) -> tuple[int, ...]:
+        """The place in parameter `name` that each of its `size` elements along the dim comes from, in a new order.
+
+        Unit order[i] comes to the place of unit i. What several units share, or none has, stays where it is.
+        """
+        ranges = self.places[name].ranges
+        holders = Counter(place for unit in ranges for start, stop in unit for place in range(start, stop))
+        own = [[p for start, stop in unit for p in range(start, stop) if holders[p] == 1] for unit in ranges]
+        index = list(range(size))
+        for place, unit in enumerate(order):
+            for target, source in zip(own[place], own[unit], strict=True):
+                index[target] = source
+        return tuple(index)
+
+
+def interchangeable(program: Program) -> list[Interchangeable]:
+    """The blocks of an unsharded program that hold units, in the order of the wiring.
+
+    Raises RewriterError for a sharded program.
+    """
+    if any(parameter.ranges is not None for parameter in program.parameters.values()):
+        raise RewriterError("heads and channels are reordered before they are split: put it before tensor_parallel")
+    found = [*_bodies(program), *_chains(program)]
+    order = {str(n.target): i for i, n in enumerate(program.graph.nodes) if n.op == "call_module"}
+    users = Counter(name for block in found for name in block.places)
+    result = []
+    for block in sorted(found, key=lambda block: order[block.path]):
+        shared = [name for name in block.places if users[name] > 1 or name in program.ties.values()]
+        if block.reason is None and shared:
+            block = _fixed(block.path, block.layer, block.heads, f"it shares {shared[0]} with another module")
+        result.append(block)
+    return result
+
+
+def _fixed(path: str, layer: int, heads: bool, reason: str) -> Interchangeable:
+    return Interchangeable(path, layer, heads, 0, {}, reason)
+
+
+def _bodies(program: Program) -> Iterator[Interchangeable]:
+    done: dict[int, tuple[int, Mapping[str, Shard]] | str] = {}
+    calls = Counter(str(n.target) for n in program.graph.nodes if n.op == "call_module")
+    seen: set[str] = set()
+    for node in program.graph.nodes:
+        path = str(node.target)
+        body = program.modules.get(path) if node.op == "call_module" else None
+        if not isinstance(body, Body) or node.meta.get("layer") is None or path in seen:
+            continue
+        if not body.modules and not attends(body):
+            continue  # norms and other small modules
+        seen.add(path)
+        layer, heads = node.meta["layer"], attends(body)
+        if id(body) not in done:
+            try:
+                done[id(body)] = _units(body)
+            except Unsplittable as reason:
+                done[id(body)] = str(reason)
+        units = done[id(body)]
+        if calls[path] > 1:
+            units = "it is called more than once"
+        if isinstance(units, str):
+            yield _fixed(path, layer, heads, units)
+            continue
+        named = {program.ties.get(name := f"{path}.{inner}", name): shard for inner, shard in units[1].items()}
+        yield Interchangeable(path, layer, heads, units[0], named)
+
+
+def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
+    """(number of units, where they lie) of one body. Raises Unsplittable with the reason in words."""
+    inside = [body, *(module for _, module in walk_modules(body.modules) if isinstance(module, Body))]
+    attentions = [n for b in inside for n in b.graph.nodes if n.target is ops.attention]
+    if attentions:
+        queries, keys = (gcd(*(_heads(n, operand) for n in attentions)) for operand in (0, 1))
+        # one key/value head for all queries stays where it is, and every query head may move
+        count = queries if keys == 1 else keys
+    else:
+        whole = split_body(body, 1)
+        count = gcd(*(held(shard.ranges) for shard in whole.shards.values()))
+    split = split_body(body, count)
+    bodies = [split.body, *(m for _, m in walk_modules(split.body.modules) if isinstance(m, Body))]
+    if any(n.target is ops.own_shard for b in bodies for n in b.graph.nodes):
+        raise Unsplittable("each head adds a position bias of its own, which is no parameter of the block")
+    return count, split.shards
+
+
+def _heads(node: fx.Node, operand: int) -> int:
+    return reduced_shape(value_of(args_of(node)[operand]))[1]
+
+
+def _chains(program: Program) -> Iterator[Interchangeable]:
+    for chain in chains(program.graph, program.modules):
+        path, layer = str(chain.exit.target), chain.exit.meta["layer"]
+        leaf = program.modules[path]
+        assert isinstance(leaf, Leaf)
+        count = inputs_of(leaf)
+        if {outputs_of(entry) for entry in _entries(program, chain).values()} != {count}:
+            yield _fixed(path, layer, False, "its projections have different numbers of channels")
+            continue
+        each = tuple(((i, i + 1),) for i in range(count))
+        splits = {entry: column_parallel(found, each) for entry, found in _entries(program, chain).items()}
+        splits[path] = row_parallel(leaf, each)
+        places = {
+            program.ties.get(full := f"{owner}.{name}", full): shard
+            for owner, (_, shards) in splits.items()
+            for name, shard in shards.items()
+        }
+        yield Interchangeable(path, layer, False, count, places)
+
+
+def _entries(program: Program, chain: Chain) -> dict[str, Leaf]:
+    found = {str(node.target): program.modules[str(node.target)] for node in chain.entries}
+    return {path: leaf for path, leaf in found.items() if isinstance(leaf, Leaf)}

@@ -1,0 +1,96 @@
+"""What one rank holds: parameters, keys and values per token, and the largest temporaries per token.
+
+An estimate for planning, not a profile: temporaries are the logits (every rank gathers the full vocabulary), the values
+that the projections of the widest block make at once, and the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.communication import model_dtype_bytes
+from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.ir.shapes import Value, is_shape, wiring_shapes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them."""
+
+    parameters: int
+    parameters_per_rank: int
+    cache_per_token: int
+    windowed_cache_per_token: int
+    logits_per_token: int
+    block_per_token: int
+    stream_per_token: int
+
+
+def memory(program: Program) -> Memory:
+    """What one rank of `program` holds, in the dtype that the config says."""
+    size = model_dtype_bytes(program)
+    full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
+    local = sum(math.prod(p.shape) for p in program.parameters.values())
+    cache = windowed = widest = stream = 0
+    known: dict[int, tuple[int, int, int]] = {}
+    shapes = wiring_shapes(program)
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            module = program.modules[str(node.target)]
+            if id(module) not in known:
+                known[id(module)] = (*_cache(module), _widths(module))
+            everything, bounded, width = known[id(module)]
+            cache, windowed = cache + everything, windowed + bounded
+            if node.meta.get("layer") is not None:
+                widest = max(widest, width)
+        if "stream" in node.meta:
+            stream = max(stream, _width(shapes[node]))
+    logits = _width(shapes[program.graph.output_node()])
+    return Memory(full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size)
+
+
+def _width(shape: Value) -> int:
+    return math.prod(s for s in shape if isinstance(s, int)) if is_shape(shape) else 0
+
+
+def _cache(module: Module) -> tuple[int, int]:
+    """(elements cached per token, those of them in windows or chunks) by one call of a module."""
+    if not isinstance(module, Body):
+        return 0, 0
+    total = bounded = 0
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            inner = _cache(module.modules[str(node.target)])
+            total, bounded = total + inner[0], bounded + inner[1]
+        elif node.target is ops.attention:
+            elements = sum(_head_size(node, operand) for operand in (1, 2)) * _kv_heads(node)
+            total += elements
+            bounded += elements * (node.kwargs["mask"].kind in ("window", "chunk"))
+    return total, bounded
+
+
+def _head_size(node: fx.Node, operand: int) -> int:
+    return int(args_of(node)[operand].meta["val"].shape[-1])
+
+
+def _kv_heads(node: fx.Node) -> int:
+    """Key/value heads on this rank: its own ones, or all where they are replicated."""
+    return int(node.meta.get("local_kv_heads", args_of(node)[1].meta["val"].shape[1]))
+
+
+def _widths(module: Module) -> int:
+    """Elements per token that the projections of one module make together, on this rank."""
+    if isinstance(module, Leaf):
+        return int(module.options.get("out_features") or module.options.get("nf") or "0")
+    if isinstance(module, Opaque):
+        return 0  # what it makes inside is not known
+    own = sum(_widths(m) for m in module.modules.values())
+    for node in module.graph.nodes:
+        if node.target is ops.experts:  # each token passes top-k experts, three values of the intermediate size in each
+            down, chosen = args_of(node)[4], args_of(node)[1].meta["val"].shape[-1]
+            own += 3 * int(chosen) * module.parameters[str(down.target)][1 if node.kwargs.get("transposed") else 2]
+    return own

@@ -1,0 +1,130 @@
+"""How a program's tokens lie on ranks, and the attention that has to find the keys of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.communication import model_dtype_bytes
+from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
+from rewriter.analysis.sequence_plans import TOKENS, Setting
+from rewriter.fabric import load_fabric
+from rewriter.ir import Body, Module, Program, args_of
+
+AXIS = "sp"
+
+
+def sequence_plan(program: Program) -> ops.SequencePlan | None:
+    """The plan that the program's tokens are sharded by, one per model; None where every rank has all tokens."""
+    for node in program.graph.nodes:
+        if node.target is ops.shard_tokens:
+            plan: ops.SequencePlan = args_of(node)[2]
+            return plan
+    return None
+
+
+def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """(path of the called body, node) of every attention of a forward pass; a body called twice counts twice."""
+    for node in program.graph.nodes:
+        if node.op == "call_module":
+            yield from _inside(str(node.target), program.modules[str(node.target)])
+
+
+def _inside(path: str, module: Module) -> Iterator[tuple[str, fx.Node]]:
+    if not isinstance(module, Body):
+        return
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            yield from _inside(f"{path}.{node.target}", module.modules[str(node.target)])
+        elif node.target is ops.attention:
+            yield path, node
+
+
+def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
+    """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each.
+
+    Heads are a rank's own whether `tensor_parallel` was applied already or not. What that pass leaves replicated has
+    all heads, which is known only behind it.
+    """
+    ranks = program.mesh.get("tp", 1)
+    split = any(entry.name == "tensor_parallel" for entry in program.history)
+    size = model_dtype_bytes(program)
+    counts: Counter[AttentionShape] = Counter()
+    for _, node in attentions(program):
+        q, k, v = (_sizes(operand) for operand in args_of(node)[:3])
+        mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
+        q_heads, kv_heads = q[1], k[1]
+        if split:
+            q_heads = int(node.meta.get("local_q_heads", q_heads))
+            kv_heads = int(node.meta.get("local_kv_heads", kv_heads))
+        elif q_heads % ranks == 0:
+            q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
+        causal = mask.kind != "bidirectional"
+        counts[AttentionShape(q_heads, kv_heads, q[3], v[3], dtype_bytes=size, causal=causal, window=mask.size)] += 1
+    return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The positions that a config says the model has; where it says none, very many."""
+    table = {**config, **(config.get("text_config") or {})}
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
+
+
+def planning(program: Program, tokens: int | None = None) -> Setting:
+    """What plans for a program are compared for, wherever they are: on one fabric, within its device's memory.
+
+    Without `tokens`, for the positions that the model has, of which more than TOKENS are not planned for.
+    """
+    length = tokens or min(TOKENS, context_length(program.source.config))
+    fabric = load_fabric("h100-nvlink")
+    ranks = program.mesh.get("tp", 1)
+    return Setting(length, fabric, tensor_parallel=ranks, memory_limit=fabric.device.memory)
+
+
+def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
+    """{"forward" | "backward": {message: bytes}}: what attention of all layers sends per token that a rank holds.
+
+    Of a rank that sends most, in the model's dtype, and of sequences long enough for keys and values to be quantized,
+    if they are. Empty where every rank has all tokens.
+    """
+    plan = sequence_plan(program)
+    if plan is None:
+        return {}
+    plan = replace(plan, min_bytes=0)
+    local = local_tokens(plan, plan.multiple)
+    found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for shape in attention_shapes(program):
+        for message in messages(plan, shape, plan.multiple, slowest(plan)):
+            when = "backward" if message.backward else "forward"
+            found[when][message.name] += shape.layers * message.nbytes // local
+    return {when: dict(sizes) for when, sizes in found.items()}
+
+
+def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(query heads, key/value heads) that a rank of `ranks` holds: of the latter, those that its query heads read."""
+    own, groups = q_heads // ranks, q_heads // kv_heads
+    return own, max((r * own + own - 1) // groups - r * own // groups + 1 for r in range(ranks))
+
+
+def _sizes(node: fx.Node) -> Mapping[int, int]:
+    value: torch.Tensor = node.meta["val"]
+    return {1: int(value.shape[1]), 3: int(value.shape[3])}
+
+
+__all__ = [
+    "AXIS",
+    "attention_shapes",
+    "attentions",
+    "bytes_per_token",
+    "context_length",
+    "local_heads",
+    "planning",
+    "sequence_plan",
+]

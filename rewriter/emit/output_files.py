@@ -1,0 +1,233 @@
+"""What an output directory holds besides its manifest: planned from a program, then written in one pass."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.emit.changed_weights import changed_tensors, untied_tensors
+from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
+from rewriter.emit.output_directory import OutputDirectory
+from rewriter.ir import Program
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
+from rewriter.weights.ahead import Ahead
+from rewriter.weights.checkpoint import INDEX, SINGLE
+from rewriter.weights.expressions import Expression, Tensor
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_BESIDE_WEIGHTS = (
+    "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content)."""
+
+    checkpoint: Checkpoint
+    copies: tuple[tuple[Path, str], ...]
+    shards: Mapping[str, Mapping[str, tuple[Expression, torch.dtype | None]]]
+    metadata: Mapping[str, Mapping[str, str]]
+    texts: Mapping[str, str]
+    modeling: str | None
+    model_type: str
+    runtime: Mapping[str, Runtime] = field(default_factory=dict)
+    lanes: Lanes | None = None
+
+    def names(self) -> list[str]:
+        """Every file, sorted."""
+        return sorted([*(name for _, name in self.copies), *self.shards, *self.texts])
+
+    def nbytes(self) -> int:
+        """Bytes to write if nothing can be shared with the source."""
+        plans = [ShardPlan(Path(name), tensors) for name, tensors in self.shards.items()]
+        copied = sum(source.stat().st_size for source, _ in self.copies)
+        return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
+
+
+def plan(program: Program, dtype: str | None = None) -> Layout:
+    """The files of a program's output directory; reads headers only.
+
+    `dtype` (bf16, fp16, fp32) converts floating-point weights. Raises RewriterError for a program without a checkpoint,
+    one that can only be timed, and everything that the emitters refuse.
+    """
+    from rewriter.emit.huggingface import emit_huggingface
+    from rewriter.emit.runtime_module import emit_runtime_module
+
+    if program.source.path is None:
+        raise RewriterError("this program was traced from a config and has no weights: trace a checkpoint to write one")
+    timing = [entry.name for entry in program.history if entry.kind == "timing only"]
+    if timing:
+        raise RewriterError(
+            f"{timing[0]} is for timing only: what it computes is meaningless, so no checkpoint is written from it. "
+            "Benchmark it instead"
+        )
+    source = Path(program.source.path)
+    checkpoint = Checkpoint.open(source)
+    target = DTYPES[dtype] if dtype is not None else None
+    single = single_device(program)
+    emitted, changed = emit_huggingface(single), changed_tensors(single, checkpoint.shapes)
+    config = dict(emitted.config)
+    if target is not None:
+        config["dtype"] = str(target).removeprefix("torch.")
+    texts = {"config.json": _json(config)}
+    if emitted.modeling_name is not None and emitted.modeling is not None:
+        texts[emitted.modeling_name] = emitted.modeling
+    copies: list[tuple[Path, str]] = []
+    shards: dict[str, dict[str, tuple[Expression, torch.dtype | None]]] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
+    for file in checkpoint.files:
+        name = file.relative_to(checkpoint.directory).as_posix()
+        inside = {n: changed.get(n, Tensor(n)) for n, info in checkpoint.tensors.items() if info.file == file}
+        if target is None and not any(n in changed for n in inside):
+            copies.append((file, name))
+        else:
+            shards[name] = {n: (kept, _cast(checkpoint, kept, target)) for n, kept in inside.items()}
+            metadata[name] = checkpoint.metadata[file]
+    if checkpoint.files != (source / SINGLE,):
+        texts[INDEX] = _index(checkpoint, source, target, changed)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
+            copies.append((path, path.name))
+    ranks = program.mesh.get("tp", 1)
+    mesh = mesh_name(mesh_of(program))
+    folder = f"runtime/{mesh}"
+    texts[f"{folder}/module.py"] = emit_runtime_module(program)
+    if ranks == 1 and _is_one_file_of_parameters(program, checkpoint):
+        files = [SINGLE]
+    else:
+        files = [f"{folder}/rank-{rank}.safetensors" for rank in range(ranks)]
+        for rank, name in enumerate(files):
+            shards[name] = {
+                parameter: (expression := spec.on_rank(rank), _cast(checkpoint, expression, target))
+                for parameter, spec in program.parameters.items()
+            }
+            metadata[name] = {"format": "pt"}
+    shared = sequence_plan(program)
+    sequence = shared and SequenceEntry(**asdict(shared))
+    runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
+    lanes = None
+    if (bound := bound_ranks(program)) is not None:
+        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=untied_tensors(changed))
+    return Layout(
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
+    )
+
+
+def write(
+    layout: Layout,
+    output: OutputDirectory,
+    link: bool = False,
+    progress: Callable[..., None] = lambda *_: None,
+    ahead: Ahead | None = None,
+) -> dict[str, str]:
+    """Write everything but manifest and card; returns the sha256 of the source's weight files by name.
+
+    Files that an interrupted run finished are kept; those that `ahead` has copied are taken from it. Raises
+    RewriterError and OSError as `convert_files` does.
+    """
+    output.require_space(layout.nbytes())
+    for name, text in layout.texts.items():
+        if output.finished(name) is None:
+            output.write(name, text)
+    copies = [(source, output.path(name)) for source, name in layout.copies if output.finished(name) is None]
+    plans = [
+        ShardPlan(output.path(name), tensors, layout.metadata[name])
+        for name, tensors in layout.shards.items()
+        if output.finished(name) is None
+    ]
+    total, done = len(copies) + len(plans), 0
+
+    def finished(path: Path, sha256: str) -> None:
+        nonlocal done
+        done += 1
+        output.record(path, sha256)
+        progress("weights", done, total)
+
+    progress("weights", 0, total)
+    begun = ahead.stop() if ahead is not None else set()
+    others = [copy for copy in copies if copy[0] not in begun]
+    convert_files(layout.checkpoint, others, plans, link=link, finished=finished)
+    failed = []
+    for source, target in copies:
+        if ahead is not None and source in begun:
+            if digest := ahead.take(source, target):
+                finished(target, digest)
+            else:
+                failed.append((source, target))
+    if failed:
+        convert_files(layout.checkpoint, failed, [], link=link, finished=finished)
+    hashes: dict[str, str] = {}
+    copied = dict(layout.copies)
+    for file in layout.checkpoint.files:
+        name = file.relative_to(layout.checkpoint.directory).as_posix()
+        known = output.finished(copied[file]) if file in copied else None
+        hashes[name] = known or _sha256(file)
+    return hashes
+
+
+def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:
+    kinds = {checkpoint.info(name).dtype for name in expression.tensors()}
+    return target if target is not None and kinds <= set(_FLOATS) else None
+
+
+def _is_one_file_of_parameters(program: Program, checkpoint: Checkpoint) -> bool:
+    """Whether model.safetensors is already what one rank loads: the same names, nothing fused, nothing else in it."""
+    if [file.name for file in checkpoint.files] != [SINGLE]:
+        return False
+    direct = all(spec.expression == Tensor(name) for name, spec in program.parameters.items())
+    return direct and set(checkpoint.tensors) <= set(program.parameters) | set(program.ties)
+
+
+def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None, changed: Mapping[str, Expression]) -> str:
+    if target is None and not changed:
+        return (source / INDEX).read_text(encoding="utf-8")
+    sizes = {n: info.nbytes for n, info in checkpoint.tensors.items()}
+    for name, info in checkpoint.tensors.items():
+        if _cast(checkpoint, Tensor(name), target) is not None:
+            assert target is not None
+            sizes[name] = target.itemsize * _count(info.shape)
+        if name in changed:
+            sizes[name] = sizes[name] * _count(changed[name].shape(checkpoint.shapes)) // _count(info.shape)
+    weight_map = {n: info.file.relative_to(checkpoint.directory).as_posix() for n, info in checkpoint.tensors.items()}
+    return _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def public_name(path: str | None, given: str | None = None) -> str:
+    """How a model is named in what is published: a hub id, or the bare name of its directory, never a path."""
+    for name in (given, path):
+        if name is None:
+            continue
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() and not name.startswith("."):
+            return name
+        return Path(name).resolve().name
+    return "model"

@@ -1,0 +1,388 @@
+"""What has to change inside a child of a decoder layer so that it computes every rank's lane on one device.
+
+Little has. Inside a block, what rank r holds of a split value (its heads, its channels) is a part of the whole value,
+so all ranks' parts together are the value that the source's own code computes: attention, its cache and activations
+stay as they are. Only the projections at the ends know lanes: an entry projection reads each lane's own input for the
+outputs that the rank holds, an exit projection returns each rank's partial sum. `lane_child` walks a rank-local body
+and either finds these projections or refuses, naming what else would have to know lanes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.labels import REDUCTIONS, aten, is_pointwise, is_tensor, reduced_shape, value_of
+from rewriter.analysis.units import Ranges
+from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of
+
+_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_PIECES = frozenset({aten.slice.Tensor, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
+_SAME_SHAPE = frozenset({aten.contiguous.default, aten.clone.default})
+_SCALED = frozenset({aten.mul.Tensor, aten.div.Tensor, operator.mul, operator.truediv})
+_PROJECTIONS = ("Linear", "Conv1D")
+
+
+@dataclass(frozen=True)
+class LaneModule:
+    """How one module knows lanes. `role` names a class of the generated file, `kind` the source's class (empty: it is
+    found when the model is built); `options` are the attributes that it needs, as Python."""
+
+    role: Literal["Entry", "Exit", "TokenEntry", "TokenExit", "Experts", "Norm"]
+    kind: str
+    options: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class LaneChild:
+    """The modules of one child that know lanes, by path relative to it.
+
+    `groups` are the query heads per key/value head of attention modules, where lanes hold more key/value heads than
+    the source has. `classes` are the source's classes of which this was found true. `tokens` says that lanes are
+    tokens of the child (see `lane_tokens`).
+    """
+
+    modules: dict[str, LaneModule] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    classes: set[str] = field(default_factory=set)
+    tokens: bool = False
+
+
+def computes_partial(module: Module) -> bool:
+    """Whether a rank's result is a part of a sum: some exit is split by its inputs."""
+    if isinstance(module, Leaf):
+        return module.kind.startswith("RowParallel")
+    if not isinstance(module, Body):
+        return False
+    return any(n.target is ops.experts for n in module.graph.nodes) or any(
+        computes_partial(m) for m in module.modules.values()
+    )
+
+
+def is_entry(module: Module) -> bool:
+    """Whether it is a projection of which ranks hold a part of the outputs."""
+    return isinstance(module, Leaf) and module.kind.startswith("ColumnParallel")
+
+
+def token_by_token(module: Module) -> bool:
+    """Whether it maps each token's vector alone, so that the source's module takes [B, S, lanes, D] as it is."""
+    if isinstance(module, Leaf):
+        return module.kind in ("Linear", "Conv1D", "LayerNorm", "Dropout")
+    if not isinstance(module, Body):
+        return False
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            if not token_by_token(module.modules[str(node.target)]):
+                return False
+        elif node.op == "get_attr":
+            name = str(node.target)
+            shape = module.parameters[name] if name in module.parameters else module.buffers[name].shape
+            if len(shape) > 1 and not all(u.target is aten.linear.default for u in node.users):
+                return False
+        elif node.op == "call_function" and not (
+            is_pointwise(node)
+            or node.target is aten.linear.default
+            or (node.target is aten.layer_norm.default and len(args_of(node)[1]) == 1)
+            or (node.target in REDUCTIONS and _dims(node) == {-1} and args_of(node)[2:] == (True,))
+        ):
+            return False
+    return True
+
+
+def lane_child(program: Program, path: str, lane_inputs: Sequence[bool], lane_output: bool) -> LaneChild:
+    """The modules of `path`, a split child of a layer, that know lanes.
+
+    `lane_inputs` says which of its inputs differ by lane; `lane_output` whether each lane's partial sum is needed, and
+    not just their total. Raises Stopped with the reason where that is not enough.
+    """
+    walk = _Walk(program, path, lane_output)
+    result = walk.module(program.modules[path], "", [_LANE if lane else _WHOLE for lane in lane_inputs])
+    if lane_output and result.kind != "partial":
+        raise Stopped("its output is not a sum of the lanes' parts")
+    return walk.found
+
+
+class Stopped(Exception):
+    """What else would have to know lanes."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a value is in the source's own code.
+
+    whole: what it is in the source. lane: all lanes' inputs, packed. partial: each lane's part of a sum. heads: the
+    source's, but `count` rows of heads, one lane's after the other's, stand in dimension `dim` (-1: packed with the
+    head size).
+    """
+
+    kind: Literal["whole", "lane", "partial", "heads"]
+    count: int = 0
+    dim: int = -1
+
+
+_WHOLE, _LANE, _PARTIAL = _State("whole"), _State("lane"), _State("partial")
+
+
+class _Walk:
+    def __init__(self, program: Program, path: str, lane_output: bool) -> None:
+        self.program, self.path, self.lane_output = program, path, lane_output
+        self.ranks = program.mesh["tp"]
+        self.found = LaneChild()
+
+    def module(self, module: Module, prefix: str, inputs: Sequence[_State]) -> _State:
+        if isinstance(module, Leaf):
+            return self._leaf(module, prefix, inputs[0])
+        if not isinstance(module, Body):
+            raise Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
+        if any(state.kind == "lane" for state in inputs):
+            self.found.classes.add(module.class_name)
+        given = iter(inputs)
+        env: dict[fx.Node, _State] = {}
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(given, _WHOLE)
+            elif node.op == "get_attr":
+                env[node] = _WHOLE
+            elif node.op == "output":
+                results = {env[n] for n in node.all_input_nodes}
+                if len(results) != 1:
+                    raise Stopped(f"{module.class_name} returns values that know lanes beside others that do not")
+                return results.pop()
+            elif node.op == "call_module":
+                name = str(node.target)
+                inner = f"{prefix}.{name}" if prefix else name
+                env[node] = self.module(module.modules[name], inner, [env[n] for n in node.all_input_nodes])
+            else:
+                env[node] = self._function(node, env, prefix, module)
+        raise AssertionError("a graph without output")
+
+    # --- modules
+
+    def _leaf(self, leaf: Leaf, name: str, source: _State) -> _State:
+        if leaf.kind == "Dropout":
+            return source
+        if not leaf.kind.endswith(_PROJECTIONS):
+            if source.kind == "whole" or (source.kind == "heads" and source.dim != -1 and leaf.kind == "LayerNorm"):
+                return source
+            raise Stopped(f"{name} ({leaf.kind}) reads {_described(source)}")
+        if leaf.kind.startswith("RowParallel"):
+            return self._exit(leaf, name, source)
+        if source.kind == "whole":
+            return _WHOLE
+        if source.kind != "lane":
+            raise Stopped(f"{name} reads {_described(source)}")
+        return self._entry(leaf, name)
+
+    def _entry(self, leaf: Leaf, name: str) -> _State:
+        spec = self._weight(name)
+        kind = projection(leaf)
+        size = (spec.full_shape or spec.shape)[0 if kind == "Linear" else 1]
+        ranges = spec.ranges or (((0, size),),) * self.ranks
+        runs = segments(ranges, size)
+        if runs is not None:
+            options = (("segments", f"[{', '.join(map(str, runs))}]"),) if len(runs) > 1 else ()
+            self.found.modules[name] = LaneModule("Entry", kind, options)
+            return _WHOLE
+        if any(len(r) != 1 for r in ranges):
+            raise Stopped(f"{name or self.path} makes outputs of each lane's own beside some that lanes have in common")
+        rows = ", ".join(f"({a}, {b})" for ((a, b),) in ranges)
+        self.found.modules[name] = LaneModule("Entry", kind, (("rows", f"[{rows}]"),))
+        return _State("heads", sum(b - a for ((a, b),) in ranges))
+
+    def _exit(self, leaf: Leaf, name: str, source: _State) -> _State:
+        if source.kind != "whole":
+            raise Stopped(f"{name} reads {_described(source)}")
+        if not self.lane_output:
+            return _WHOLE
+        spec = self._weight(name)
+        assert spec.ranges is not None
+        kind = projection(leaf)
+        size = (spec.full_shape or spec.shape)[1 if kind == "Linear" else 0]
+        if segments(spec.ranges, size) != (size,):
+            raise Stopped(f"the inputs of {name} are not equal runs, one per rank")
+        if "bias" in leaf.parameters and not leaf.options.get("bias_share"):
+            raise Stopped(f"rank 0 alone adds the bias of {name}")
+        self.found.modules[name] = LaneModule("Exit", kind)
+        return _PARTIAL
+
+    def _weight(self, name: str) -> Parameter:
+        return self.program.parameters[".".join(filter(None, (self.path, name, "weight")))]
+
+    # --- functions
+
+    def _function(self, node: fx.Node, env: Mapping[fx.Node, _State], prefix: str, body: Body) -> _State:
+        target = node.target
+        # a `like` argument only lends its dtype
+        sources = node.all_input_nodes[:1] if target is ops.type_as_model else node.all_input_nodes
+        states = [env[n] for n in sources]
+        kinds = {s.kind for s in states}
+        if target in (ops.all_reduce, ops.all_reduce_start):
+            if kinds != {"whole"} or "lane" in {s.kind for s in env.values()}:
+                raise Stopped(f"it reduces over the ranks inside, at {node.name}")
+            return _WHOLE
+        if target is ops.enter:
+            return states[0]
+        if target is ops.attention:
+            return self._attention(node, env, prefix, body)
+        if target is ops.experts:
+            if self.lane_output or kinds != {"whole"}:
+                raise Stopped("its experts would have to know lanes")
+            return _WHOLE
+        if kinds <= {"whole"}:
+            return _WHOLE
+        if "lane" in kinds:
+            if target is aten.sym_size.int and args_of(node)[1] in (0, 1):
+                return _WHOLE
+            raise Stopped(f"{name_of(node)} reads what differs by lane, beside the projections")
+        if "partial" in kinds:
+            return self._partial(node, states)
+        return self._heads(node, env)
+
+    def _partial(self, node: fx.Node, states: list[_State]) -> _State:
+        scaled = node.target in _SCALED and len(states) == 1 and isinstance(args_of(node)[0], fx.Node)
+        added = node.target in (aten.add.Tensor, operator.add) and [s.kind for s in states] == ["partial"] * 2
+        if scaled or added or node.target in (aten.to.dtype, aten.neg.default, *_SAME_SHAPE):
+            return _PARTIAL
+        if node.target is ops.type_as_model:
+            return _PARTIAL
+        raise Stopped(f"{name_of(node)} reads the lanes' parts of a sum")
+
+    def _heads(self, node: fx.Node, env: Mapping[fx.Node, _State]) -> _State:
+        """Glue on more heads than the source has: allowed where no size of theirs is written in the source's code."""
+        source = next(n for n in node.all_input_nodes if env[n].kind == "heads")
+        state, args = env[source], args_of(node)
+        rank = value_of(source).dim() if is_tensor(source) else 0
+        refused = Stopped(f"{name_of(node)} fixes the number of key/value heads")
+        if node.target in _SAME_SHAPE or node.target is operator.getitem:
+            return state
+        if node.target in _VIEWS and state.dim == -1:
+            sizes = list(args[1])
+            if len(sizes) == rank + 1 and sizes[-2] == -1 and sizes.count(-1) == 1:
+                return _State("heads", state.count // int(sizes[-1]), rank - 1)
+        elif node.target is aten.sym_size.int and args[1] % rank != _place(state, rank):
+            return _WHOLE
+        elif state.dim == -1:
+            raise Stopped(f"{name_of(node)} reads a projection that every rank makes in full, of each lane's own input")
+        elif node.target is aten.transpose.int:
+            places = list(range(rank))
+            places[args[1] % rank], places[args[2] % rank] = args[2] % rank, args[1] % rank
+            return _State("heads", state.count, places.index(state.dim))
+        elif node.target is aten.permute.default:
+            return _State("heads", state.count, [d % rank for d in args[1]].index(state.dim))
+        elif node.target in _PIECES:
+            dim = (args[2] if len(args) > 2 else 0) if node.target is not aten.slice.Tensor else args[1]
+            if dim % rank != state.dim:
+                return state
+        elif node.target is aten.cat.default:
+            if (args[1] if len(args) > 1 else 0) % rank != state.dim and {env[n] for n in args[0]} == {state}:
+                return state
+        elif node.target is aten.stack.default:
+            if (args[1] if len(args) > 1 else 0) % (rank + 1) > state.dim and {env[n] for n in args[0]} == {state}:
+                return state
+        elif node.target is aten.flatten.using_ints:
+            if (args[1] if len(args) > 1 else 0) % rank > state.dim:
+                return state
+        elif node.target in REDUCTIONS:
+            if args[2:] == (True,) and state.dim not in {d % rank for d in args[1]}:
+                return state
+        elif is_pointwise(node) and all(_fits(n, env[n], state, rank) for n in node.all_input_nodes if is_tensor(n)):
+            return state
+        raise refused
+
+    def _attention(self, node: fx.Node, env: Mapping[fx.Node, _State], prefix: str, body: Body) -> _State:
+        q, k, v = args_of(node)[:3]
+        states = [env[n] for n in (q, k, v)]
+        if any(env[n].kind != "whole" for n in node.all_input_nodes if n not in (k, v)):
+            raise Stopped("its queries are not those of the source")
+        if [s.kind for s in states] == ["whole"] * 3:
+            return _WHOLE
+        if [s.kind for s in states] != ["whole", "heads", "heads"] or {s.dim for s in states[1:]} != {1}:
+            raise Stopped("its keys and values do not have the same heads")
+        if states[1].count != states[2].count:
+            raise Stopped("its keys and values have different numbers of heads")
+        heads = reduced_shape(value_of(q))[1]
+        if "num_key_value_groups" not in _source_of(self.program, body):
+            raise Stopped(
+                f"lanes hold {states[1].count} key/value heads together, and {body.class_name} has no "
+                "num_key_value_groups to say so"
+            )
+        self.found.groups[prefix] = heads // states[1].count
+        return _WHOLE
+
+
+def segments(ranges: Sequence[Ranges], size: int) -> tuple[int, ...] | None:
+    """The sizes of runs that follow each other and are each split evenly over the ranks; None where they are not."""
+    if len({len(r) for r in ranges}) != 1:
+        return None
+    sizes, end = [], 0
+    for parts in zip(*ranges, strict=True):
+        length = parts[0][1] - parts[0][0]
+        if list(parts) != [(end + i * length, end + (i + 1) * length) for i in range(len(parts))]:
+            return None
+        sizes.append(length * len(parts))
+        end += sizes[-1]
+    return tuple(sizes) if end == size else None
+
+
+def projection(leaf: Leaf) -> str:
+    return next(kind for kind in _PROJECTIONS if leaf.kind.endswith(kind))
+
+
+def _dims(node: fx.Node) -> set[int]:
+    rank = value_of(args_of(node)[0]).dim()
+    return {d % rank - rank for d in args_of(node)[1]}
+
+
+def _place(state: _State, rank: int) -> int:
+    return state.dim % rank
+
+
+def _fits(node: fx.Node, state: _State, heads: _State, rank: int) -> bool:
+    """Whether an operand has these heads where `heads` has them, or is the same for all of them."""
+    shape = reduced_shape(value_of(node))
+    place = heads.dim - rank
+    if state.kind == "heads":
+        return state.count == heads.count and state.dim - len(shape) == place
+    return -place > len(shape) or shape[place] == 1
+
+
+def _source_of(program: Program, body: Body) -> str:
+    cls = getattr(importlib.import_module(program.source.module), body.class_name, None)
+    return "" if cls is None else inspect.getsource(cls)
+
+
+def _described(state: _State) -> str:
+    return {
+        "whole": "a whole value",
+        "lane": "what differs by lane",
+        "partial": "the lanes' parts of a sum",
+        "heads": "key/value heads of all lanes",
+    }[state.kind]
+
+
+def name_of(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target)
+    return getattr(node.target, "__name__", None) or str(node.target)
+
+
+__all__ = [
+    "LaneChild",
+    "LaneModule",
+    "Stopped",
+    "computes_partial",
+    "is_entry",
+    "lane_child",
+    "name_of",
+    "projection",
+    "segments",
+    "token_by_token",
+]

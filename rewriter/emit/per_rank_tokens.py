@@ -1,0 +1,151 @@
+"""Children of a layer that treat tokens one by one (experts and their routers), where every lane's tokens are tokens.
+
+Such a child takes [B, S · lanes, D], the lanes of a token one after the other: each lane's router sees that lane's
+input. Only what a rank holds a part of has to know which lane a token is of: experts, shared experts' projections.
+`token_child` walks a rank-local body, proves that nothing in it looks across tokens, and finds these modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.labels import aten, dynamic, is_pointwise, value_of
+from rewriter.emit.per_rank_modules import LaneChild, LaneModule, Stopped, name_of, projection, segments
+from rewriter.ir import Body, Leaf, Module, Program, args_of
+
+_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints})
+_HARMLESS = frozenset({
+    ops.enter, operator.getitem, aten.sym_size.int, aten.unsqueeze.default, aten.contiguous.default, aten.clone.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.expand.default,
+})  # fmt: skip
+# operators that look along one dimension, and where they say which
+_ALONG: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.softmax.int: lambda a: a[1],
+    aten.topk.default: lambda a: a[2] if len(a) > 2 else -1,
+    aten.sum.dim_IntList: lambda a: a[1],
+    aten.mean.dim: lambda a: a[1],
+    aten.amax.default: lambda a: a[1],
+    aten.gather.default: lambda a: a[1],
+    aten.scatter.src: lambda a: a[1],
+    aten.scatter.value: lambda a: a[1],
+    aten.chunk.default: lambda a: a[2] if len(a) > 2 else 0,
+    aten.slice.Tensor: lambda a: a[1] if len(a) > 1 else 0,
+}
+
+
+def has_experts(module: Module) -> bool:
+    """Whether some experts are called inside."""
+    return isinstance(module, Body) and (
+        any(n.target is ops.experts for n in module.graph.nodes) or any(map(has_experts, module.modules.values()))
+    )
+
+
+def token_child(program: Program, path: str) -> LaneChild:
+    """The modules of `path` that know lanes when it is called with every lane's tokens.
+
+    Raises Stopped where something in it looks across tokens, or depends on lanes in a way that is not known.
+    """
+    walk = _Walk(program, path)
+    walk.module(program.modules[path], "")
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, program: Program, path: str) -> None:
+        self.program, self.path = program, path
+        self.found = LaneChild(tokens=True)
+
+    def module(self, module: Module, prefix: str) -> None:
+        if isinstance(module, Leaf):
+            self._leaf(module, prefix)
+            return
+        if not isinstance(module, Body):
+            raise Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
+        self.found.classes.add(module.class_name)
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                name = str(node.target)
+                self.module(module.modules[name], f"{prefix}.{name}" if prefix else name)
+            elif node.op == "get_attr":
+                split = self._ranges(f"{prefix}.{node.target}" if prefix else str(node.target)) is not None
+                if split and any(u.target is not ops.experts for u in node.users):
+                    raise Stopped(f"{node.target} is split over ranks, and read by more than the experts")
+            elif node.target is ops.experts:
+                self._experts(node, prefix)
+            elif node.op == "call_function" and not _by_token(node):
+                raise Stopped(f"{name_of(node)} may look across tokens")
+
+    def _ranges(self, name: str) -> Any:
+        spec = self.program.parameters.get(f"{self.path}.{name}")
+        return None if spec is None else spec.ranges
+
+    def _leaf(self, leaf: Leaf, name: str) -> None:
+        if leaf.kind in ("Linear", "Conv1D", "LayerNorm", "Dropout"):
+            return
+        spec = self.program.parameters[f"{self.path}.{name}.weight"]
+        kind, row = projection(leaf), leaf.kind.startswith("RowParallel")
+        dim = int(row) if kind == "Linear" else 1 - int(row)
+        size = (spec.full_shape or spec.shape)[dim]
+        if spec.ranges is None or segments(spec.ranges, size) != (size,):
+            raise Stopped(f"the parts of {name} are not equal runs, one per rank")
+        if row and "bias" in leaf.parameters and not leaf.options.get("bias_share"):
+            raise Stopped(f"rank 0 alone adds the bias of {name}")
+        self.found.modules[name] = LaneModule("TokenExit" if row else "TokenEntry", kind)
+
+    def _experts(self, node: fx.Node, prefix: str) -> None:
+        names = [_parameter(n) for n in args_of(node)[3:] if isinstance(n, fx.Node)]
+        homes = {name.rpartition(".")[0] for name in names}
+        if len(homes) != 1:
+            raise Stopped(f"the weights of its experts lie in several modules: {', '.join(names)}")
+        parts = []
+        for name in names:
+            inner = f"{prefix}.{name}" if prefix else name
+            spec = self.program.parameters[f"{self.path}.{inner}"]
+            if spec.ranges is None:  # a bias of the second projection: each rank adds its share
+                parts.append(f'"{name.rpartition(".")[2]}": None')
+                continue
+            assert spec.dim is not None
+            runs = segments(spec.ranges, (spec.full_shape or spec.shape)[spec.dim])
+            if runs is None or len(set(runs)) != 1:
+                raise Stopped(f"the parts of {inner} are not equal runs")
+            parts.append(f'"{name.rpartition(".")[2]}": ({spec.dim}, {len(runs)})')
+        home = f"{prefix}.{homes.pop()}" if prefix else homes.pop()
+        self.found.modules[home] = LaneModule("Experts", "", (("parts", f"{{{', '.join(parts)}}}"),))
+
+
+def _parameter(node: fx.Node) -> str:
+    """The name of the parameter that a value is made of."""
+    while node.op != "get_attr":
+        if len(node.all_input_nodes) != 1:
+            raise Stopped(f"{node.name} is no parameter of the experts")
+        node = node.all_input_nodes[0]
+    return str(node.target)
+
+
+def _by_token(node: fx.Node) -> bool:
+    """Whether an operator gives each token what it would give that token alone."""
+    if node.target in _HARMLESS or is_pointwise(node) or node.target is aten.linear.default:
+        return True
+    if not isinstance(value_of(node), (torch.Tensor, tuple, list)):
+        return True  # a size
+    source = args_of(node)[0]
+    if node.target in _VIEWS:
+        return _tokens_first(value_of(source)) and _tokens_first(value_of(node))
+    if node.target in _ALONG and isinstance(value_of(source), torch.Tensor):
+        dims = _ALONG[node.target](args_of(node))
+        return not any(
+            dynamic(value_of(source).shape[d]) for d in (dims if isinstance(dims, (list, tuple)) else [dims])
+        )
+    return False
+
+
+def _tokens_first(value: torch.Tensor) -> bool:
+    """Whether batch and length stand before every other dimension, so that a view keeps the order of tokens."""
+    kinds = [dynamic(size) for size in value.shape]
+    return kinds == sorted(kinds, reverse=True)

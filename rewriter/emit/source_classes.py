@@ -1,0 +1,100 @@
+"""What the source's own classes say: the signature of the decoder layer, and where the config is defined."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from rewriter.common.errors import RewriterError
+from rewriter.emit.python import constant
+from rewriter.ir import Source
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One parameter of the source layer's `forward`. `default` is Python text, None where it has none.
+
+    `read` says that the source's code reads it.
+    """
+
+    name: str
+    default: str | None
+    read: bool
+
+    def __str__(self) -> str:
+        return self.name if self.default is None else f"{self.name}={self.default}"
+
+
+def require_importable(source: Source) -> None:
+    """Raise RewriterError unless the source's classes come with transformers, where an emitted file can import them."""
+    if not source.module.startswith("transformers."):
+        raise RewriterError(
+            f"{source.architecture} comes from the model's own code ({source.module}), which an emitted file cannot "
+            "import. Convert a model whose classes are part of transformers."
+        )
+
+
+def layer_arguments(source: Source) -> list[Argument]:
+    """The parameters of the decoder layer's `forward`, the hidden state first, without **kwargs."""
+    forward, definition = _forward(source)
+    read = {n.id for n in ast.walk(definition) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    parameters = inspect.signature(forward).parameters
+    return [
+        Argument(
+            name,
+            None if parameters[name].default is inspect.Parameter.empty else constant(parameters[name].default),
+            name in read,
+        )
+        for name in source.layer_arguments
+    ]
+
+
+def returned_values(source: Source) -> int | None:
+    """How many values the layer's `forward` returns as a tuple; None where it returns the hidden state alone.
+
+    Raises RewriterError where its code does not show it.
+    """
+    _, definition = _forward(source)
+    lengths: set[int | None] = set()
+    for node in ast.walk(definition):
+        if not isinstance(node, ast.Return):
+            continue
+        if isinstance(node.value, ast.Tuple):
+            lengths.add(len(node.value.elts))
+        elif isinstance(node.value, ast.Name) and _is_built_as_tuple(definition, node.value.id):
+            raise RewriterError(
+                f"{source.layer_class}.forward builds the tuple that it returns; that is not supported yet"
+            )
+        else:
+            lengths.add(None)
+    if len(lengths) != 1:
+        raise RewriterError(f"{source.layer_class}.forward does not always return the same number of values")
+    return lengths.pop()
+
+
+def _forward(source: Source) -> tuple[Any, ast.stmt]:
+    """The forward of the source's layer, and its definition as a syntax tree."""
+    module = importlib.import_module(source.module_of(source.layer_class))
+    forward = getattr(module, source.layer_class).forward
+    return forward, ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+
+
+def _is_built_as_tuple(definition: ast.stmt, name: str) -> bool:
+    return any(
+        isinstance(node, (ast.Assign, ast.AugAssign))
+        and isinstance(node.value, ast.Tuple)
+        and any(isinstance(t, ast.Name) and t.id == name for t in getattr(node, "targets", None) or [node.target])
+        for node in ast.walk(definition)
+    )
+
+
+def config_module(source: Source) -> str:
+    """The module that defines the config class; a type may borrow the model's classes from another one."""
+    imported = getattr(importlib.import_module(source.module), source.config_class, None)
+    return str((imported or CONFIG_MAPPING[source.model_type]).__module__)

@@ -1,0 +1,110 @@
+"""The backend "emulated" of torch.distributed: one job per process, until destroy_process_group."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.config import VARIABLE, EmulationConfig
+from rewriter.emulation.delay import DelayEngines
+from rewriter.emulation.engine import Engine
+from rewriter.emulation.group import EmulatedGroup
+from rewriter.emulation.identity import NAME, compact
+from rewriter.emulation.rendezvous import Meetings
+from rewriter.emulation.wire_mode import WireEngine
+from rewriter.fabric import DelayModel
+
+
+@dataclass(frozen=True)
+class _Job:
+    engine: Engine
+    real: tuple[int, ...]
+    seconds_file: str | None = None
+    begun: float = field(default_factory=time.monotonic)
+
+
+_job: _Job | None = None  # from its default group on: its other groups share the engine
+
+
+def register() -> None:
+    """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
+
+    What is emulated is told by REWRITER_EMULATE (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
+    init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
+    only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
+    """
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, given: Any) -> EmulatedGroup:
+    """A process group, as torch asks for it. `options.global_ranks_in_group` is empty for the default group."""
+    global _job
+    seconds = options.timeout.total_seconds()
+    members = list(options.global_ranks_in_group)
+    if members:
+        if _job is None:
+            raise RewriterError('emulated group: the default group is not. Call init_process_group("emulated") first')
+        return EmulatedGroup(compact(members), options.group_rank, _job.engine, seconds, options.store, _job.real)
+    _close()
+    _job = _job_of(given, options, seconds)
+    everyone = range(options.group_size)
+    return EmulatedGroup(everyone, options.group_rank, _job.engine, seconds, options.store, _job.real, _close)
+
+
+@atexit.register
+def _close() -> None:
+    """Also where a program forgets to: a thread that comes back to an interpreter that is gone would crash."""
+    global _job
+    if _job is not None:
+        _job.engine.close()
+        if _job.seconds_file is not None:
+            Path(_job.seconds_file).write_text(f"{time.monotonic() - _job.begun}", encoding="ascii")
+        _job = None
+
+
+def _job_of(given: Any, options: Any, seconds: float) -> _Job:
+    if given is None:
+        given = EmulationConfig.from_environment()
+    if isinstance(given, EmulationConfig):
+        return _configured(given, None, options, seconds)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
+        return _configured(given[0], given[1], options, seconds)
+    own = (options.group_rank,)
+    if isinstance(given, DelayModel):
+        return _Job(DelayEngines(given), own)
+    if isinstance(given, Engine):
+        return _Job(given, own)
+    raise RewriterError(
+        f"emulated backend: {VARIABLE} is not set, and pg_options is {given!r}. Start the script with "
+        "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
+    )
+
+
+def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _Job:
+    rank, real = options.group_rank, config.real
+    if config.world_size != options.group_size:
+        raise RewriterError(
+            f"emulated backend: init_process_group has {options.group_size} ranks, but {config.world_size} are emulated"
+        )
+    if rank not in real:
+        names = ", ".join(map(str, real))
+        raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {names}")
+    if config.mode == "wire":
+        if config.environment is None:
+            raise RewriterError(
+                "emulated backend: mode wire, but no environment process. Start the script with "
+                "`python -m rewriter.emulation --mode wire`"
+            )
+        pace = config.pace() if model is None else model
+        # no other rank's objects travel
+        return _Job(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
+    meetings = Meetings(options.store, real, rank, seconds) if len(real) > 1 else None
+    engines = DelayEngines(config.delay_model() if model is None else model, meetings)
+    return _Job(engines, real, config.seconds_file)

@@ -1,0 +1,88 @@
+"""What is emulated: how large a world, which of its ranks are real, on what fabric."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rewriter.common.errors import RewriterError
+from rewriter.fabric import DelayModel, WhatIf, load_fabric
+
+VARIABLE = "REWRITER_EMULATE"
+UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but those of the wire
+
+
+class EmulationConfig(BaseModel):
+    """An emulated job.
+
+    `world_size`: ranks of the job. `real`: those that run as processes, one of each class of ranks whose modules are
+    alike; all others are emulated. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
+    fabric's first if None). `graphed`:
+    delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as `all_reduce=+5us`. `timeout`:
+    seconds, where a program names none. `seconds_file`: where a rank writes how long its job took.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    world_size: Annotated[int, Field(ge=1)]
+    real: tuple[int, ...] = (0,)
+    fabric: str = "h100-nvlink"
+    library: str | None = None
+    graphed: bool = False
+    mode: Literal["delay", "wire"] = "delay"
+    what_if: tuple[str, ...] = ()
+    timeout: Annotated[float, Field(gt=0)] = 1800.0
+    environment: str | None = None  # host:port of the environment process, in wire mode
+    seconds_file: str | None = None
+
+    @field_validator("real")
+    @classmethod
+    def _sorted(cls, real: tuple[int, ...]) -> tuple[int, ...]:
+        if not real or len(set(real)) != len(real):
+            raise ValueError(f"real ranks {list(real)}: expected at least one, each once")
+        return tuple(sorted(real))
+
+    @model_validator(mode="after")
+    def _inside(self) -> EmulationConfig:
+        outside = [rank for rank in self.real if not 0 <= rank < self.world_size]
+        if outside:
+            raise ValueError(f"real: rank {outside[0]}, expected 0 to {self.world_size - 1}")
+        return self
+
+    def delay_model(self) -> DelayModel:
+        """How long collectives take. Raises RewriterError where the fabric or a change is not known."""
+        model = load_fabric(self.fabric).delay_model(self.library, self.graphed)
+        return WhatIf.parse(model, self.what_if) if self.what_if else model
+
+    def pace(self) -> DelayModel | None:
+        """`delay_model`, or None where the wire alone sets the time."""
+        return None if self.fabric == UNPACED else self.delay_model()
+
+    def to_environment(self) -> str:
+        """The value of REWRITER_EMULATE."""
+        return self.model_dump_json(exclude_defaults=True)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> EmulationConfig | None:
+        """What REWRITER_EMULATE says; None where it is not set. Raises RewriterError for what it cannot mean."""
+        text = (os.environ if environment is None else environment).get(VARIABLE)
+        if not text:
+            return None
+        return _checked(lambda: cls.model_validate_json(text), VARIABLE)
+
+    @classmethod
+    def of(cls, **values: Any) -> EmulationConfig:
+        """As the constructor, with RewriterError where it raises pydantic's."""
+        return _checked(lambda: cls(**values), "emulation")
+
+
+def _checked(make: Any, what: str) -> EmulationConfig:
+    try:
+        config: EmulationConfig = make()
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
+        raise RewriterError(f"{what}: {faults}") from None
+    return config

@@ -1,0 +1,291 @@
+"""Operations that take as long as a model of delays says, on a CUDA device: as kernels on the stream that NCCL's would
+be on. The CPU never waits for them, and all of it can be captured in a CUDA graph.
+
+Streams are ProcessGroupNCCL's since torch 2.8: a synchronous operation is on the current stream; an asynchronous one on
+a stream of its group, behind what the current stream had to do, and `wait` makes the then current stream wait. Tensors
+are held by the Work until then, and not recorded on streams.
+
+Delays lie in a table on the device. A captured graph reads it when it is replayed: `CudaDelayEngine.change` gives all
+collectives that were ever called other delays, and so the same graph another fabric.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.link_directions import directed
+from rewriter.emulation.operation import Operation
+from rewriter.emulation.work import CollectiveTimeout, OperationWork
+from rewriter.fabric import Call, Delay, DelayModel
+
+_ROWS = 1 << 14  # different calls
+_EAGER = 1 << 12  # launches under way at a time, outside of graphs
+_CAPTURED = 1 << 16  # launches in graphs
+_LINKS = 1 << 12
+_SCRATCH = 1 << 27  # bytes read, and as many written: more than caches hold
+_FUSED = 1 << 18  # bytes for each block up to which the kernel writes sums itself
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CudaDelayEngine:
+    """Of one device. `launch_nanoseconds`: what a launch takes that is to last no time, subtracted from delays; it is
+    measured when the engine is made, which waits for the device once.
+
+    Raises RewriterError where it is first needed while a CUDA graph is captured.
+    """
+
+    def __init__(self, model: DelayModel, device: torch.device) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RewriterError(
+                "emulated backend: its first collective is in a CUDA graph that is captured. Run what is captured once "
+                "eagerly first"
+            )
+        from rewriter.kernels import hold_triton
+
+        self._kernels = hold_triton
+        self.model, self.device = model, device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._rows: dict[tuple[Call, int, bool], int] = {}
+        self._blocks: dict[int, int] = {}
+        self._link_numbers: dict[str, int] = {}
+        self._launched = self._captured = 0
+        self._held: dict[torch.cuda.Event, Operation] = {}  # asynchronous ones until `wait`, oldest first
+        with torch.cuda.device(device):
+            self._table = torch.zeros(_ROWS, hold_triton.ROW, dtype=torch.int64, device=device)
+            self._free = torch.zeros(_LINKS, dtype=torch.int64, device=device)
+            self._lock = torch.zeros(1, dtype=torch.int64, device=device)
+            self._state = torch.zeros(_EAGER + _CAPTURED, hold_triton.STATE, dtype=torch.int64, device=device)
+            self._scratch = torch.zeros(2 * _SCRATCH // 4, dtype=torch.int32, device=device)
+            self._nothing = torch.zeros(1, device=device)
+            self.launch_nanoseconds = self._measured()
+
+    def submit(self, operation: Operation) -> CudaWork:
+        """Begin `operation`. Raises RewriterError where a graph is captured that has collectives which were not called
+        before: their delays cannot be put into the table then."""
+        with torch.cuda.device(self.device):
+            row = self._row(operation)
+            current = torch.cuda.current_stream()
+            stream = current
+            if operation.asynchronous:
+                if operation.group not in self._streams:
+                    self._streams[operation.group] = torch.cuda.Stream()
+                stream = self._streams[operation.group]
+                stream.wait_stream(current)
+            with torch.cuda.stream(stream) if stream is not current else nullcontext():
+                self._enqueue(operation, row)
+                return self._work(operation, stream is not current)
+
+    def change(self, model: DelayModel) -> None:
+        """From now on, and in graphs that were captured, collectives take what `model` says."""
+        self.model = model
+        for what, row in self._rows.items():
+            self._write(row, self._directed(*what))
+
+    def close(self) -> None:
+        """Let go of tensors; kernels under way come to their ends."""
+        self._held.clear()
+
+    # --- the table ---
+
+    def _row(self, operation: Operation) -> int:
+        call = operation.call
+        key = call, operation.own, operation.receives
+        if key in self._rows:
+            return self._rows[key]
+        if torch.cuda.is_current_stream_capturing():
+            raise RewriterError(
+                f"{operation.title}: a CUDA graph is captured, but it was not called before. Run what is captured once "
+                "eagerly first"
+            )
+        if len(self._rows) == _ROWS:
+            raise RewriterError(f"{operation.title}: more than {_ROWS} different calls of collectives in one job")
+        delay = self._directed(*key)
+        row = self._rows[key] = len(self._rows)
+        self._write(row, delay)
+        return row
+
+    def _directed(self, call: Call, rank: int, receives: bool) -> Delay:
+        return Delay(0.0, 0.0, ()) if call.size < 2 else directed(self.model.delay(call), call, rank, receives)
+
+    def _write(self, row: int, delay: Delay) -> None:
+        if len(delay.links) > self._kernels.LINKS:
+            raise RewriterError(f"a collective on {len(delay.links)} links, expected at most {self._kernels.LINKS}")
+        numbers = [self._link_numbers.setdefault(link, len(self._link_numbers)) for link in delay.links]
+        numbers += [-1] * (self._kernels.LINKS - len(numbers))
+        own = self.launch_nanoseconds
+        seconds = max(0, round(delay.seconds * 1e9) - own)
+        values = [seconds, min(seconds, round(delay.transfer * 1e9)), delay.memory_bytes, *numbers]
+        values += [0] * (self._kernels.ROW - len(values))
+        self._blocks[row] = max(1, delay.blocks)
+        self._table[row].copy_(torch.tensor(values, dtype=torch.int64))
+
+    # --- the kernels ---
+
+    def _enqueue(self, operation: Operation, row: int) -> None:
+        factor = _fused(operation, self._blocks[row])
+        if factor is None and operation.outputs and not operation.receives:
+            state = self._slot()
+            self._kernels.arrive_kernel[(1,)](
+                self._table[row], self._free, self._lock, state, self._kernels.LINKS, num_warps=1
+            )
+            operation.fill()
+            self._hold(row, state, alone=False)
+        else:
+            x, count = (operation.outputs[0].data, operation.outputs[0].numel()) if factor else (self._nothing, 0)
+            self._hold(row, self._slot(), alone=True, x=x, factor=factor or 1.0, count=count)
+
+    def _hold(
+        self, row: int, state: Tensor, alone: bool, x: Tensor | None = None, factor: float = 1.0, count: int = 0
+    ) -> None:
+        self._kernels.hold_kernel[(self._blocks.get(row, 1),)](
+            self._table[row],
+            self._free,
+            self._lock,
+            state,
+            self._nothing if x is None else x,
+            factor,
+            count,
+            self._scratch,
+            _SCRATCH // 4,
+            ALONE=alone,
+            LINKS=self._kernels.LINKS,
+            TILE=self._kernels.TILE,
+            num_warps=self._kernels.WARPS,
+            num_stages=1,
+        )
+
+    def _slot(self) -> Tensor:
+        """The state of a launch. Those in graphs are kept: they are launched again."""
+        if torch.cuda.is_current_stream_capturing():
+            if self._captured == _CAPTURED:
+                raise RewriterError(f"CUDA graphs with more than {_CAPTURED} emulated collectives in one job")
+            self._captured += 1
+            return self._state[_EAGER + self._captured - 1]
+        self._launched += 1
+        return self._state[self._launched % _EAGER]
+
+    def _measured(self, launches: int = 50) -> int:
+        """Nanoseconds of a launch that is to last no time, where one follows the other."""
+        self.launch_nanoseconds = 0
+        self._write(0, Delay(0.0, 0.0, ()))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._hold(0, self._state[0], alone=True)  # compiles
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(launches):
+                    self._hold(0, self._state[0], alone=True)
+            for _ in range(2):
+                begin.record()
+                graph.replay()
+                end.record()
+            end.synchronize()
+        return round(begin.elapsed_time(end) * 1e6 / launches)
+
+    # --- what waits for them ---
+
+    def _work(self, operation: Operation, apart: bool) -> CudaWork:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not apart:
+            return CudaWork(operation, None, None, self.device, self._held)
+        done = torch.cuda.Event()
+        done.record()
+        outside = None
+        if capturing:  # else who waits after the capture would wait for nothing (pytorch #192000)
+            outside = torch.cuda.Event(external=True)
+            outside.record()
+        else:
+            # a program may forget its Work: what it wrote to could be used again before it is through
+            while self._held and (oldest := next(iter(self._held))).query():
+                del self._held[oldest]
+            self._held[done] = operation
+        return CudaWork(operation, done, outside, self.device, self._held)
+
+
+def _fused(operation: Operation, blocks: int) -> float | None:
+    """The factor by which the kernel itself multiplies the tensor, where that is all that is to be written."""
+    if operation.call.kind != "all_reduce" or len(operation.outputs) != 1 or operation.reduction != "sum":
+        return None
+    (x,) = operation.outputs
+    if x.dtype not in _SUMMED or not x.is_contiguous() or x.nbytes > blocks * _FUSED:
+        return None
+    return float(operation.call.size)
+
+
+class CudaWork(OperationWork):
+    """An operation on a stream: `wait` makes the current stream wait. Only that of a barrier waits itself."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        done: torch.cuda.Event | None,
+        outside: torch.cuda.Event | None,
+        device: torch.device,
+        held: dict[torch.cuda.Event, Operation],
+    ) -> None:
+        super().__init__(operation)
+        self.title, self.timeout = operation.title, operation.timeout
+        self._done, self._outside, self._device = done, outside, device
+        self._held = held
+        self._received = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True. Raises CollectiveTimeout from a barrier that takes longer than its timeout."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            if self._done is not None:
+                apart = self._outside is not None and not torch.cuda.is_current_stream_capturing()
+                stream.wait_event(self._outside if apart and self._outside is not None else self._done)
+                self._held.pop(self._done, None)
+            self._receive()
+            if self.operation.call.kind == "barrier" and not torch.cuda.is_current_stream_capturing():
+                given = timeout is not None and timeout > timedelta(0)
+                self._host(timeout.total_seconds() if given and timeout is not None else self.timeout)
+        return True
+
+    def _receive(self) -> None:
+        """What a message brings is known when it is waited for: sends may have been called after it."""
+        if self.operation.receives and not self._received:
+            self._received = True
+            self.operation.fill()
+
+    def _host(self, seconds: float) -> None:
+        reached = torch.cuda.Event()
+        reached.record()
+        limit = time.monotonic() + seconds
+        while not reached.query():
+            if time.monotonic() > limit:
+                raise CollectiveTimeout(f"{self.title}: not done within {seconds:g} s")
+            time.sleep(0)
+
+    def is_completed(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def exception(self) -> None:
+        return None
+
+    def get_future(self) -> Any:
+        """Done at once, for streams: who asks for its value makes its own stream wait."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            if self._done is None:
+                stream.wait_stream(torch.cuda.current_stream())
+            else:
+                stream.wait_event(self._done)
+            with torch.cuda.stream(stream):
+                self._receive()
+                future.set_result(list(self.operation.outputs))
+        return future

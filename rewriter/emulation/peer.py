@@ -1,0 +1,197 @@
+"""A real rank as the environment process sees it: its connection, and its part of each operation."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.frames import (
+    ANNOUNCE,
+    ANNOUNCED_LIMIT,
+    DATA,
+    ERROR,
+    HEADER,
+    HELLO_LIMIT,
+    MAGIC,
+    Announced,
+    Header,
+    Hello,
+    Position,
+    header,
+)
+from rewriter.emulation.plan import Plan
+from rewriter.fabric.calls import Call
+
+_STAGED = 16 << 10
+_SCRATCH = memoryview(bytearray(1 << 20))  # what a rank sends is not looked at
+_DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # read, but do not copy
+
+
+class Played:
+    """The part that the environment has in one operation of one real rank.
+
+    The paper's bitmap of messages: as those of one direction follow each other, it is told by how many are through.
+    """
+
+    __slots__ = ("announced", "begin", "call", "end", "number", "peer", "rank", "received", "sent", "started", "total")
+
+    def __init__(self, peer: Peer, number: int, call: Call, rank: int, found: Plan) -> None:
+        self.peer, self.number, self.call = peer, number, call
+        self.rank = call.ranks[rank]
+        self.received, self.sent = Position(found.sends), Position(found.receives)
+        self.total = found.received_bytes
+        self.announced = time.monotonic()
+        self.begin = self.end = 0.0
+        self.started = False
+
+    @property
+    def receives(self) -> bool:
+        """Of a send: whether its rank is the receiver."""
+        return self.call.kind == "send" and self.rank == self.call.ranks[1]
+
+    @property
+    def title(self) -> str:
+        return f"{self.call.kind} of {self.call.nbytes} bytes among {self.call.size} ranks"
+
+    def start(self, begin: float, end: float) -> None:
+        """Its messages pass from `begin` to `end`, seconds of `time.monotonic`."""
+        self.begin, self.end, self.started = begin, end, True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the predecessors of the next message are done."""
+        return self.started and self.sent.messages[self.sent.done].needs <= self.received.done
+
+    @property
+    def moment(self) -> float:
+        """From when on the next frame may pass: frames are spread over the time that the collective takes."""
+        share = self.sent.bytes / self.total if self.total else 0.0
+        return self.begin + share * (self.end - self.begin)
+
+    @property
+    def due(self) -> int:
+        """Nanoseconds from its announcement to its end, at least 1."""
+        return max(1, round((self.end - self.announced) * 1e9))
+
+    @property
+    def over(self) -> bool:
+        return self.sent.over and self.received.over
+
+
+class Peer:
+    """A connection of a real rank. `pending`: bytes on their way to it, of one frame at most, and reports."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.number = connection, connection.fileno()
+        self.hello: Hello | None = None
+        self.operations: dict[int, Played] = {}
+        self.turns: dict[int, int] = {}  # messages by tag
+        self.pending: deque[memoryview] = deque()
+        self._staged = bytearray()
+        self._frame: tuple[Played, Header] | None = None  # whose bytes are coming
+        self._left = 0  # of them
+
+    def flush(self) -> None:
+        """Write what the socket takes."""
+        with contextlib.suppress(BlockingIOError):
+            while self.pending:
+                count = self.socket.sendmsg(self.pending)
+                while self.pending and count >= len(self.pending[0]):
+                    count -= len(self.pending.popleft())
+                if count:
+                    self.pending[0] = self.pending[0][count:]
+
+    def report(self, text: str) -> None:
+        """Tell the rank of an error, as far as that is still possible."""
+        body = text.encode()
+        self.pending.extend((memoryview(Header(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(1.0)
+            for view in self.pending:
+                self.socket.sendall(view)
+            self.socket.shutdown(socket.SHUT_WR)
+        self.pending.clear()
+
+    def read(self, begin: Callable[[int, Announced], None]) -> None:
+        """Take in what has come; `begin` is called for each operation that is announced. Raises RewriterError for a
+        message that is not the expected one, ConnectionError at the end."""
+        with contextlib.suppress(BlockingIOError):
+            if self._left:
+                count = self.socket.recv_into(_SCRATCH, min(self._left, len(_SCRATCH)), _DROP)
+                self._left -= count
+                if count and not self._left:
+                    self._arrived()
+            else:
+                some = self.socket.recv(_STAGED)
+                count = len(some)
+                self._staged += some
+                self._parse(begin)
+            if not count:
+                raise ConnectionError("closed")
+
+    def _parse(self, begin: Callable[[int, Announced], None]) -> None:
+        if self.hello is None and not self._greeted():
+            return
+        staged, at = self._staged, 0
+        while len(staged) - at >= HEADER and not self._left:
+            head = header(staged, at)
+            here = min(head.length, len(staged) - at - HEADER)
+            if head.type == ANNOUNCE:
+                if head.length > ANNOUNCED_LIMIT:
+                    raise RewriterError(
+                        f"an operation announced with {head.length} bytes: expected less than a hundred"
+                    )
+                if here < head.length:
+                    break
+                begin(head.operation, Announced.unpack(bytes(staged[at + HEADER : at + HEADER + here])))
+            else:
+                self._expect(head)
+                self._left = head.length - here
+                if not self._left:
+                    self._arrived()
+            at += HEADER + here
+        del staged[:at]
+
+    def _arrived(self) -> None:
+        """The frame that was coming is there."""
+        assert self._frame is not None
+        played, head = self._frame
+        played.received.advance(head.length)
+        if played.over:
+            self.operations.pop(played.number, None)
+
+    def _expect(self, head: Header) -> None:
+        """Check that this is the next message of its operation."""
+        played = self.operations.get(head.operation)
+        got = f"message {head.message}, {head.length} bytes at {head.offset}"
+        if head.type != DATA or played is None:
+            raise RewriterError(f"{got} of operation {head.operation}: no such operation was announced")
+        if played.received.over:
+            raise RewriterError(f"{played.title}, rank {played.rank}: got {got}, expected none: all have come")
+        index, offset, length = played.received.next()
+        if (head.message, head.offset, head.length) != (index, offset, length):
+            raise RewriterError(
+                f"{played.title}, rank {played.rank}: got {got}, expected message {index}, {length} bytes at {offset}"
+            )
+        self._frame = (played, head)
+
+    def _greeted(self) -> bool:
+        """Whether the greeting is there, which comes first."""
+        start = len(MAGIC)
+        if bytes(self._staged[:start]) != MAGIC[: len(self._staged)]:
+            raise RewriterError("environment: a connection of another program, or of another version of this one")
+        if len(self._staged) < start + 4:
+            return False
+        length = int.from_bytes(self._staged[start : start + 4], "little")
+        if length > HELLO_LIMIT:
+            raise RewriterError(f"environment: a Hello of {length} bytes, expected at most {HELLO_LIMIT}")
+        if len(self._staged) < start + 4 + length:
+            return False
+        self.hello = Hello.unpack(bytes(self._staged[start + 4 : start + 4 + length]))
+        del self._staged[: start + 4 + length]
+        return True

@@ -1,0 +1,247 @@
+"""Several real ranks in one job: each tells the others when it comes to a collective, over TCP.
+
+A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
+values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.operation import Operation
+from rewriter.emulation.work import CollectiveAborted
+
+Then = Callable[[float, bytes | None, BaseException | None], None]
+
+_HEAD = struct.Struct("!II")  # bytes of the JSON line, and of the values behind it
+_SMALL = 1 << 16  # bytes of floating-point values that are carried
+_LARGE = 1 << 26  # of integers: pickled objects, counts, tokens
+
+
+@dataclass
+class _Meeting:
+    operation: Operation
+    last: float
+    missing: set[int]
+    then: Then
+    values: bytes | None = None
+
+
+@dataclass
+class _Peer:
+    rank: int
+    connection: socket.socket
+    near: bool  # its clock is ours
+    received: bytearray = field(default_factory=bytearray)
+    sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in threads of their own
+
+
+class Meetings:
+    """The connections of real rank `own` to the other `real` ones, found through `store`.
+
+    All real ranks make it at one point. Raises RewriterError where one does not come within `timeout` seconds.
+    """
+
+    def __init__(self, store: Any, real: tuple[int, ...], own: int, timeout: float) -> None:
+        self.real, self.own = real, own
+        self._lock = threading.Lock()
+        self._meetings: dict[str, _Meeting] = {}
+        self._early: dict[str, list[tuple[int, dict[str, Any], bytes, float]]] = {}
+        self._gone: dict[int, str] = {}
+        self._peers = {peer.rank: peer for peer in _connected(store, real, own, timeout)}
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name="rewriter-meetings", daemon=True)
+        self._thread.start()
+
+    def shared(self, operation: Operation) -> bool:
+        """Whether other real ranks take part."""
+        return any(rank != self.own and rank in operation.call.ranks for rank in self.real)
+
+    def last(self, operation: Operation, now: float, then: Then) -> None:
+        """This rank came to `operation` at `now`. `then(time, values, error)` is called once, from any thread: with the
+        time at which the last came, and what the root of a broadcast or the sender of a message gave."""
+        members = [rank for rank in self.real if rank != self.own and rank in operation.call.ranks]
+        key = _key(operation)
+        self._tell(members, {"key": key, "what": _what(operation), "time": now}, _carried(operation))
+        with self._lock:
+            meeting = _Meeting(operation, now, set(members), then)
+            self._meetings[key] = meeting
+            early = self._early.pop(key, [])
+        for rank, said, values, came in early:
+            self._came(rank, said, values, came)
+        for rank in members:
+            if rank in self._gone:
+                self._fail(key, rank)
+
+    def _tell(self, ranks: list[int], line: dict[str, Any], values: bytes) -> None:
+        text = json.dumps(line).encode()
+        message = _HEAD.pack(len(text), len(values)) + text + values
+        for rank in ranks:
+            peer = self._peers[rank]
+            with contextlib.suppress(OSError), peer.sending:  # who is gone is noticed by the thread
+                peer.connection.sendall(message)
+
+    def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
+        with self._lock:
+            meeting = self._meetings.get(line["key"])
+            if meeting is None:
+                self._early.setdefault(line["key"], []).append((rank, line, values, came))
+                return
+            wrong = line["what"] != _what(meeting.operation)
+            meeting.missing.discard(rank)
+            meeting.last = max(meeting.last, came)
+            meeting.values = values or meeting.values
+            if meeting.missing and not wrong:
+                return
+            del self._meetings[line["key"]]
+        error = None
+        if wrong:
+            error = RewriterError(
+                f"{meeting.operation.title}: rank {rank} calls {line['what']} there. Real ranks have to call the same "
+                "collectives in the same order"
+            )
+        meeting.then(meeting.last, meeting.values, error)
+
+    def _fail(self, key: str, rank: int) -> None:
+        with self._lock:
+            meeting = self._meetings.get(key)
+            if meeting is None or rank not in meeting.missing:
+                return
+            del self._meetings[key]
+        meeting.then(0.0, None, CollectiveAborted(f"{meeting.operation.title}: rank {rank} {self._gone[rank]}"))
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            for peer in self._peers.values():
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
+            while True:
+                for ready, _ in selector.select():
+                    if ready.data is None:
+                        return
+                    if not self._read(ready.data):
+                        selector.unregister(ready.data.connection)
+                        self._leave(ready.data)
+
+    def _read(self, peer: _Peer) -> bool:
+        """Whether the connection is open still."""
+        try:
+            data = peer.connection.recv(1 << 20)
+        except OSError:
+            return False
+        peer.received += data
+        while len(peer.received) >= _HEAD.size:
+            text, values = _HEAD.unpack_from(peer.received)
+            end = _HEAD.size + text + values
+            if len(peer.received) < end:
+                break
+            line = json.loads(peer.received[_HEAD.size : _HEAD.size + text])
+            carried = bytes(peer.received[_HEAD.size + text : end])
+            del peer.received[:end]
+            self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
+        return bool(data)
+
+    def _leave(self, peer: _Peer) -> None:
+        self._gone[peer.rank] = "has left the job"
+        for key in list(self._meetings):
+            self._fail(key, peer.rank)
+
+    def close(self) -> None:
+        """Leave: the others' operations with this rank fail from now on."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        for connection in (self._wake, self._woken, *(peer.connection for peer in self._peers.values())):
+            connection.close()
+
+
+def _key(operation: Operation) -> str:
+    call = operation.call
+    ends = f" {call.ranks[0]}>{call.ranks[1]}" if call.kind == "send" else ""
+    return f"{operation.group}{ends} {operation.sequence}"
+
+
+def _what(operation: Operation) -> str:
+    call = operation.call
+    # splits of an all-to-all, and so its bytes, may be other ones on each rank
+    size = "" if call.kind == "all_to_all" else f" of {call.nbytes} bytes"
+    return f"{call.kind}{size} among {call.size} ranks"
+
+
+def _carried(operation: Operation) -> bytes:
+    """The values that go along, on the rank that has them."""
+    call, tensors = operation.call, operation.inputs
+    gives = (call.kind == "broadcast" and operation.root == operation.rank) or (call.kind == "send" and bool(tensors))
+    if not gives or any(x.device.type != "cpu" for x in tensors):
+        return b""
+    limit = _SMALL if any(x.is_floating_point() for x in tensors) else _LARGE
+    if call.nbytes > limit:
+        return b""
+    return b"".join(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for x in tensors)
+
+
+def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
+    """Fill `outputs` with what `_carried` gave."""
+    start = 0
+    for x in outputs:
+        part = torch.frombuffer(bytearray(values[start : start + x.nbytes]), dtype=torch.uint8)
+        with torch.no_grad():
+            x.data.copy_(part.view(x.dtype).view(x.shape))
+        start += x.nbytes
+
+
+def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> list[_Peer]:
+    """A connection to each other real rank: the higher rank connects to the lower."""
+    here = f"{socket.gethostname()} {_boot()}"
+    peers = []
+    address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
+    with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
+        server.settimeout(timeout)
+        store.set(f"rewriter/meet/{own}", json.dumps([address, server.getsockname()[1], here]))
+        for rank in (r for r in real if r < own):
+            host, port, there = json.loads(store.get(f"rewriter/meet/{rank}"))
+            connection = socket.create_connection((host, port), timeout)
+            connection.sendall(json.dumps([own, here]).encode() + b"\n")
+            peers.append(_Peer(rank, connection, there == here))
+        for _ in (r for r in real if r > own):
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                raise RewriterError(
+                    f"emulated job: not all real ranks {list(real)} came within {timeout:g} s. Start each of them"
+                ) from None
+            rank, there = json.loads(connection.makefile("rb", buffering=0).readline())
+            peers.append(_Peer(rank, connection, there == here))
+    for peer in peers:
+        peer.connection.settimeout(None)
+        peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peers
+
+
+def _local() -> bool:
+    """Whether all ranks are started on this machine, as the launcher does."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost")
+
+
+def _boot() -> str:
+    """Processes of one boot of one machine read one clock."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

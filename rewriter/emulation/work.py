@@ -1,0 +1,229 @@
+"""The handle of an operation under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rewriter.common.errors import RewriterError
+from rewriter.emulation.operation import Operation
+
+_SPIN = 2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
+_RETURN = 4e-5  # seconds from the end of watching to the caller's next instruction
+
+
+class CollectiveTimeout(RewriterError, dist.DistError):
+    """A collective that took longer than its timeout. Also what torch's own backends raise: a RuntimeError."""
+
+
+class CollectiveAborted(RewriterError, dist.DistError):
+    """A collective whose process group was aborted, or whose peer is gone."""
+
+
+class OperationWork(dist.Work):
+    """What handles of an operation have in common, wherever it takes place."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return list(self.operation.outputs)
+
+    def source_rank(self) -> int:
+        """Of a message: its sender's rank in the group."""
+        return -1 if self.operation.root is None else self.operation.root
+
+    _source_rank = source_rank
+
+
+class EmulatedWork(OperationWork):
+    """An operation between its start and its end on the CPU, as `torch.distributed.Work`.
+
+    An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, until
+    `deadline`): who waits watches the clock, so that no thread has to be woken at the moment.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(operation)
+        self.begun = operation.called
+        self._ready = threading.Event()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    # --- for engines ---
+
+    def ready(self) -> None:
+        """The outputs are written; the operation ends at `deadline`."""
+        self._ready.set()
+
+    def deadline(self) -> float:
+        """When an operation that is ready ends, if the rank waits for it: seconds of `time.monotonic`. It may be later
+        when it is asked again. For engines that call `ready` to define."""
+        raise NotImplementedError
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is over now. What is waiting goes on, or raises `error`; only the first call counts."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._error = error
+            self._done.set()
+            self._ready.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self._done.is_set()
+
+    @property
+    def awaited_as_future(self) -> bool:
+        """Whether somebody holds a future, which has to be set at the moment."""
+        return self._future is not None
+
+    def _settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(list(self.operation.outputs))
+        else:
+            # RuntimeError is what the C++ side of a future can carry
+            future.set_exception(RuntimeError(str(self._error)))  # type: ignore[arg-type]
+
+    def on_future(self) -> None:
+        """Called once, when somebody asks for a future: an engine that ends nothing by itself overrides it."""
+
+    # --- for programs: torch.distributed.Work ---
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the end; True. `timeout`: of this wait, instead of the operation's own, which counts from its
+        start. Raises CollectiveTimeout, or what the operation failed with."""
+        begun = self.begun
+        seconds = self.operation.timeout
+        if timeout is not None and timeout > timedelta(0):
+            begun, seconds = time.monotonic(), timeout.total_seconds()
+        limit = begun + seconds
+        if not self._done.is_set():
+            if not self._ready.wait(max(0.0, limit - time.monotonic())):
+                self._late(seconds)
+            self._until(limit, seconds)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _until(self, limit: float, seconds: float) -> None:
+        while not self._done.is_set() and (deadline := self.deadline()) - _RETURN > time.monotonic():
+            end = min(deadline, limit)
+            remaining = end - time.monotonic()
+            if remaining > _SPIN:
+                self._done.wait(remaining - _SPIN)
+            while time.monotonic() < end - _RETURN and not self._done.is_set():
+                pass
+            if limit < deadline and not self._done.is_set():
+                self._late(seconds)
+
+    def _late(self, seconds: float) -> None:
+        raise CollectiveTimeout(
+            f"{self.operation.title}: not done within {seconds:g} s. Check that all real ranks call it, or give a "
+            "larger timeout to init_process_group or new_group"
+        )
+
+    def is_completed(self) -> bool:
+        if not self._done.is_set() and self._ready.is_set():
+            return time.monotonic() >= self.deadline()
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def get_future(self) -> Any:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            self._future = future
+            over = self._done.is_set()
+        if over:
+            self._settle(future)
+        else:
+            self.on_future()
+        return future
+
+
+class Together(dist.Work):
+    """Several operations that one call started (a coalesced one); it is over when all are."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self.works = tuple(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self.works:
+            work.wait(timeout) if timeout is not None else work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (work.exception() for work in self.works) if e is not None), None)
+
+    def synchronize(self) -> None:
+        for work in self.works:
+            work.synchronize()
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self.works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        def values(done: Any) -> list[Tensor]:
+            return [tensor for future in done.value() for tensor in future.value()]
+
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(values)
+
+
+class Deferred(dist.Work):
+    """An operation between `_start_coalescing` and `_end_coalescing`, which begins it. To wait before that does
+    nothing: torch waits for each call of a synchronous function there, too."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+        self.work: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.work is None:
+            return True
+        return bool(self.work.wait() if timeout is None else self.work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return self.work is not None and bool(self.work.is_completed())
+
+    def get_future(self) -> Any:
+        if self.work is None:
+            raise RewriterError(
+                f"{self.operation.title}: it begins when coalescing ends. Ask for its future after that"
+            )
+        return self.work.get_future()

@@ -1,0 +1,121 @@
+"""What `rewrite inspect --sp N` says of attention over sharded tokens: every plan with its price, as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rewriter.analysis.sequence_bytes import AttentionShape
+    from rewriter.analysis.sequence_plans import PlanCost
+    from rewriter.ir import Program
+    from rewriter.ops import SequencePlan
+    from rewriter.recipes import Recipe
+
+
+def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any] | None:
+    """Plans for `ranks` sequence ranks beside the tensor-parallel ones of `program`, best first.
+
+    `tokens` is the length to plan for; without it, that for which the pass chooses. The setting is the pass's too.
+    None on one rank and for a model whose attention is not recognised.
+    """
+    from rewriter.analysis.sequence_bound import lower_bound
+    from rewriter.analysis.sequence_layout import attention_shapes, planning, sequence_plan
+    from rewriter.analysis.sequence_plans import plans
+
+    shapes = attention_shapes(program)
+    if ranks == 1 or not shapes:
+        return None
+    setting = planning(program, tokens or _length_of_the_pass(program))
+    length = setting.tokens
+    applied = sequence_plan(program)
+    if applied is not None:
+        setting = replace(setting, quantized=applied.quantized, min_bytes=applied.min_bytes)
+    ranking = plans(shapes, ranks, setting)
+    causal = [lower_bound(shape, length, ranks, causal=True) for shape in shapes]
+    return {
+        "ranks": ranks,
+        "tokens": length,
+        "fabric": setting.fabric.figures(),
+        "attention": [_shape(shape) for shape in shapes],
+        "chosen": _plan(applied or ranking.best.plan),
+        "applied": applied is not None,
+        "lower_bound": {
+            **asdict(ranking.best.bound),
+            "causal_forward": sum(s.layers * b.forward for s, b in zip(shapes, causal, strict=True)),
+            "causal_backward": sum(s.layers * b.backward for s, b in zip(shapes, causal, strict=True)),
+        },
+        "plans": [_row(cost, applied or ranking.best.plan) for cost in ranking.costs],
+        "refused": [{"reason": why, "grids": [list(g) for g in grids]} for why, grids in ranking.refused.items()],
+        "notes": _notes(shapes, ranking.costs, applied),
+    }
+
+
+def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
+    """`recipe`, whose sequence_parallel plans for `tokens` unless it names a length itself."""
+    from rewriter.passes.sequence_parallel import SequenceParallel
+
+    for index, rewrite in enumerate(recipe.build()):
+        if tokens is not None and isinstance(rewrite, SequenceParallel) and rewrite.tokens == "auto":
+            recipe = recipe.with_options(index, {"tokens": tokens})
+    return recipe
+
+
+def _length_of_the_pass(program: Program) -> int | None:
+    """The length that sequence_parallel was told to plan for; None where it was not, or was not applied."""
+    given = [entry.options["tokens"] for entry in program.history if entry.name == "sequence_parallel"]
+    return next((tokens for tokens in given if tokens != "auto"), None)
+
+
+def _shape(shape: AttentionShape) -> dict[str, Any]:
+    names = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "window")
+    return {name: getattr(shape, name) for name in names}
+
+
+def _plan(plan: SequencePlan) -> dict[str, Any]:
+    name = str(replace(plan, quantized=None))
+    return {"kind": plan.kind, "grid": list(plan.grid), "overlap": plan.overlap, "name": name}
+
+
+def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
+    from rewriter.analysis.sequence_bytes import travels
+
+    return {
+        **_plan(cost.plan),
+        "chosen": cost.plan == chosen,
+        "bytes_forward": cost.wire.forward,
+        "bytes_backward": cost.wire.backward,
+        "memory_saved": cost.saved,
+        "memory_live": cost.live,
+        "fits": cost.fits,
+        "seconds_forward": cost.times.forward,
+        "seconds_backward": cost.times.backward,
+        "seconds_compute": cost.times.compute,
+        "times_lower_bound": cost.distance,
+        "note": travels(cost.plan) + ("" if cost.fits else "; does not fit the device's memory"),
+    }
+
+
+def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
+    from rewriter.analysis.sequence_plans import MARGIN
+
+    notes = []
+    windowed = [s for s in shapes if s.window is not None]
+    if windowed:
+        told = ", ".join(f"{s.layers} of {s.window:,} tokens" for s in windowed)
+        notes.append(
+            f"Windows or chunks ({told}) spare arithmetic, but no bytes: cyclic tokens of a window lie on all ranks, "
+            "and a ring sends all keys round."
+        )
+    if applied is not None and applied.quantized is not None:
+        least = f" where a rank has {applied.min_bytes:,} bytes of them" if applied.min_bytes else ""
+        notes.append(f"Keys and values travel as {applied.quantized}{least}, in every plan of the table.")
+    own = next((c for c in costs if c.plan == applied), None)
+    if own is not None and own.times.total > costs[0].times.total * (1 + MARGIN):
+        best = costs[0].plan
+        grid = "" if best.kind != "attention2d" else f" and grid {list(best.grid)}"
+        notes.append(f"The recipe's plan is {own.plan}. Faster at this length: kind {best.kind}{grid}.")
+    if all(not c.fits for c in costs):
+        notes.append("No plan fits the device's memory. Recompute layers in backward, or give more ranks.")
+    return notes

@@ -1,0 +1,278 @@
+"""An inspection as tables for the terminal. Reads the inspection's data only, so that JSON says the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rewriter.common.numbers import BYTES, amount, size
+from rewriter.inspect.rules import spans
+
+
+def tables(data: Mapping[str, Any]) -> Group:
+    """Header, blocks, communication, plans for sharded tokens, memory and rules that did not fire."""
+    parts: list[RenderableType] = [_header(data)]
+    if data["passes"]:
+        parts.append(_passes(data["passes"]))
+    if data["blocks"]:
+        parts.append(_blocks(data["blocks"], bool(data["mesh"])))
+    else:
+        parts.append(Text("no residual stream: its blocks cannot be told apart (see the rules below)"))
+    parts.append(_communication(data["communication"], data["recipe"]))
+    if data["sequence"]:
+        parts += _sequence(data["sequence"])
+    parts.append(_memory(data["memory"], data["mesh"]))
+    if data["rules"]:
+        parts.append(_rules(data["rules"]))
+    return Group(*[item for part in parts for item in (part, Text())])
+
+
+def _header(data: Mapping[str, Any]) -> Text:
+    model = data["model"]
+    ranks, sequence = data["mesh"].get("tp", 1), data["mesh"].get("sp", 1)
+    over_tokens = f"tokens over {sequence} × " if sequence > 1 else ""
+    where = f"{over_tokens}{ranks} rank{'s'[: ranks > 1]}" if ranks * sequence > 1 else "one device"
+    recipe = data["recipe"] or ("tensor parallelism" if ranks > 1 else "as it is")
+    return Text.from_markup(
+        f"[bold]{escape(model['name'])}[/]  {escape(model['architecture'])}, {model['layers']} layers, "
+        f"{amount(model['parameters'])} parameters, {escape(model['dtype'])}, {where}, recipe: {escape(recipe)}"
+    )
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", header_style="dim", overflow="fold")
+    return table
+
+
+def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("Passes", "pass", "kind", "what it did")
+    for entry in passes:
+        table.add_row(escape(entry["name"]), escape(entry["kind"]), escape(entry["summary"]))
+    return table
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
+    """One row per block; layers that read alike are one group, in which i stands for the layer."""
+    whole = all(block["on_ranks"] == "split" for block in blocks)
+    extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
+    table = _table(
+        "Residual stream: each block adds what it computes to x", "layer", "block", "reads", *extra, right=("B/token",)
+    )
+    for layers, rows in fold(blocks):
+        label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
+        for row in rows:
+            cells = [label, *(escape(row[key]) for key in ("kind", "reads"))]
+            cells += [escape(row["reduction"]), row["bytes"], escape(row["on_ranks"])][: len(extra)]
+            table.add_row(*cells, style="bold" if row["stale"] else "")
+            label = ""
+    if sharded and whole:
+        table.caption, table.caption_justify = "Every block is split over the ranks.", "left"
+    return table
+
+
+def fold(blocks: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[dict[str, Any]]]]:
+    """(layers, their rows) of consecutive layers whose rows are equal once layers are named relative to their own."""
+    groups: list[tuple[list[int], list[dict[str, Any]], list[dict[str, Any]]]] = []
+    by_layer: dict[int, list[Mapping[str, Any]]] = {}
+    for block in blocks:
+        by_layer.setdefault(block["layer"], []).append(block)
+    for layer, members in by_layer.items():
+        relative = [_row(block, layer) for block in members]
+        if groups and groups[-1][1] == relative:
+            groups[-1][0].append(layer)
+        else:
+            groups.append(([layer], relative, [_row(block, None) for block in members]))
+    return [(layers, relative if len(layers) > 1 else absolute) for layers, relative, absolute in groups]
+
+
+def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
+    """A block's cells; with `layer`, other blocks are named relative to it ("mlp i-1")."""
+
+    def words(text: str) -> str:
+        if layer is None:
+            return text
+
+        def relative(match: re.Match[str]) -> str:
+            distance = int(match[2]) - layer
+            return f"{match[1]} i{distance:+d}" if distance else f"{match[1]} i"
+
+        return re.sub(r"\b(attention|mlp|moe|mixer|parallel) (\d+)\b", relative, text)
+
+    return {
+        "kind": block["kind"],
+        "reads": words(block["reads"]),
+        "reduction": _reduction(block),
+        "bytes": f"{sum(r['bytes_per_token'] for r in block['reductions']):,}" if block["reductions"] else "–",
+        "on_ranks": block["on_ranks"],
+        "stale": block["stale"],
+    }
+
+
+def _reduction(block: Mapping[str, Any]) -> str:
+    reductions = block["reductions"]
+    if not reductions:
+        return "dropped" if block["mode"] == "desync" and block["on_ranks"] != "replicated" else "none"
+    own = ["hidden" if r["hidden"] else "exposed" for r in reductions if r["place"] == "block"]
+    inner = sum(r["place"] != "block" for r in reductions)
+    return " + ".join([*own, *([f"{inner} small inside, exposed"] if inner else [])])
+
+
+# --- communication and memory ----------------------------------------------------------------------------------------
+
+
+def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableType:
+    before, after = found["before"], found["after"]
+    if not before["total"]["collectives"] and not (after and after["total"]["collectives"]):
+        return Text.from_markup("[bold]Communication[/]\none device: nothing is communicated. --tp N shows N ranks.")
+    sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
+    names = [name for name, _ in sides]
+    table = _table("Communication per forward pass", "", *names, right=names)
+    for label, key in (
+        ("collectives", "collectives"),
+        ("  hidden behind computation", "hidden"),
+        ("  exposed", "exposed"),
+        ("bytes per token", "bytes_per_token"),
+        ("  exposed", "exposed_bytes_per_token"),
+    ):
+        table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
+    for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
+        table.add_row(f"{_PLACES[place]}", *(_place(side["places"].get(place)) for _, side in sides))
+        if place == "block" and any(side["quantized"] for _, side in sides):
+            table.add_row("  quantized", *(_quantized(side["quantized"]) for _, side in sides))
+    table.caption, table.caption_justify = found["convention"], "left"
+    return table
+
+
+_PLACES = {
+    "block": "block reductions",
+    "inside a block": "inside blocks (norm statistics)",
+    "embedding": "of the embedding",
+    "head": "of the head (logits gathered)",
+    "other": "elsewhere",
+}
+
+
+def _quantized(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    return f"{found['reductions']:,}, {found['format']} from {found['from_tokens']:,} tokens on"
+
+
+def _place(traffic: Mapping[str, Any] | None) -> str:
+    if traffic is None:
+        return "–"
+    return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
+
+
+# --- plans for sharded tokens ----------------------------------------------------------------------------------------
+
+_PLANS_SHOWN = 8
+_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+
+
+def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
+    """The best plans, the best of each kind and the chosen one, with what they cost; then what is to be said."""
+    heads = " + ".join(
+        f"{a['layers']} layers of {a['q_heads']}:{a['kv_heads']} heads{' with a window' if a['window'] else ''}"
+        for a in found["attention"]
+    )
+    kinds: set[str] = set()
+    shown: list[tuple[int, Mapping[str, Any]]] = []
+    for place, plan in enumerate(found["plans"], 1):
+        if place <= _PLANS_SHOWN or plan["kind"] not in kinds or plan["chosen"]:
+            shown.append((place, plan))
+        kinds.add(plan["kind"])
+    # one unit a column, so that rows can be compared and a narrow terminal breaks cells at the sign
+    traffic = _unit(min(min(p["bytes_forward"], p["bytes_backward"]) for _, p in shown), BYTES)
+    memory = _unit(min(p["memory_saved"] for _, p in shown), BYTES)
+    time = _unit(min(min(p["seconds_forward"], p["seconds_backward"]) for _, p in shown), _SECONDS)
+    right = ("", f"sent, {traffic[1]}", f"memory, {memory[1]}", f"time, {time[1]}", "waiting", "× bound")
+    table = _table(
+        f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most",
+        *("", "plan", *right[1:]),
+        right=right,
+    )
+    table.columns[1].no_wrap = True
+    for place, plan in shown:
+        forward, backward = plan["seconds_forward"], plan["seconds_backward"]
+        table.add_row(
+            f"{place}",
+            escape(plan["name"]),
+            _sum(traffic, plan["bytes_forward"], plan["bytes_backward"]),
+            _sum(memory, plan["memory_saved"], plan["memory_live"]) + ("" if plan["fits"] else " !"),
+            _sum(time, forward, backward),
+            _sum(time, forward + backward - plan["seconds_compute"]),
+            f"{plan['times_lower_bound']:.2f}",
+            style="bold" if plan["chosen"] else "",
+        )
+    bound, fabric = found["lower_bound"], found["fabric"]
+    table.caption_justify = "left"
+    table.caption = (
+        f"{heads}. A grid is heads × rows × columns: heads are exchanged, then queries travel in rows, keys and values "
+        f"in columns. Sent and time: forward + backward. Memory: kept for backward + needed at the peak of one layer. "
+        f"Waiting: time beyond arithmetic. Time on {fabric['device']['name']}, "
+        f"{fabric['node']} per node, {fabric['inside']['bandwidth'] / 1e9:.0f} GB/s inside and "
+        f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
+        f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
+    )
+    said = [*found["notes"], *(_refused(entry) for entry in found["refused"])]
+    chosen = found["chosen"]["name"]
+    if not all(plan["fits"] for _, plan in shown):
+        said.insert(0, "! More than the device's memory.")
+    said.insert(0, f"Chosen: {chosen}." if found["applied"] else f"Best: {chosen}. No recipe applies it here.")
+    return [table, Text("\n".join(said))]
+
+
+def _unit(least: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """(factor, name) of the largest of `units`, which are in falling order, that `least` reaches; else the smallest."""
+    *_, smallest = units
+    name = next((n for n, factor in units.items() if least >= factor), smallest)
+    return units[name], name
+
+
+def _sum(unit: tuple[float, str], *terms: float) -> str:
+    """Terms in a unit, with three digits at least."""
+    numbers = [term / unit[0] for term in terms]
+    return " + ".join(f"{n:,.{0 if n >= 99.5 else 1 if n >= 9.95 else 2}f}" for n in numbers)
+
+
+def _refused(entry: Mapping[str, Any]) -> str:
+    grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
+    return f"Not possible: {entry['reason']} (grid {grids})."
+
+
+def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
+    table = _table("Memory per rank" if mesh else "Memory", "", "bytes", right=("bytes",))
+    if mesh:
+        table.add_row("parameters of the whole model", size(found["parameters"]))
+    table.add_row("parameters", size(found["parameters_per_rank"]))
+    table.add_row("keys and values, per token", size(found["cache_per_token"]))
+    if found["windowed_cache_per_token"]:
+        table.add_row(
+            "  of it in windows or chunks, which keep no more tokens than they show",
+            size(found["windowed_cache_per_token"]),
+        )
+    table.add_row("logits, per token computed", size(found["logits_per_token"]))
+    table.add_row("values inside the widest block, per token computed", size(found["block_per_token"]))
+    table.add_row("residual stream, per token computed", size(found["stream_per_token"]))
+    if mesh.get("sp", 1) > 1:
+        table.caption, table.caption_justify = f"A rank computes and caches one in {mesh['sp']} tokens.", "left"
+    return table
+
+
+def _rules(rules: Sequence[Mapping[str, str]]) -> Table:
+    table = _table("Rules that did not fire", "rule", "reason")
+    for entry in rules:
+        table.add_row(escape(entry["rule"]), escape(entry["reason"]))
+    return table

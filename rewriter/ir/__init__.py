@@ -1,0 +1,47 @@
+"""The intermediate representation: a Program as two levels of torch.fx graphs."""
+
+from rewriter.ir.program import Program
+from rewriter.ir.structure import (
+    SPLAT,
+    Body,
+    Input,
+    LayerArgument,
+    LayerSource,
+    Leaf,
+    Module,
+    Opaque,
+    Parameter,
+    PassRecord,
+    PythonCall,
+    Shape,
+    Source,
+    args_of,
+    copy_graph,
+    drop_dead_nodes,
+    map_bodies,
+    parameters_of,
+    walk_modules,
+)
+
+__all__ = [
+    "SPLAT",
+    "Body",
+    "Input",
+    "LayerArgument",
+    "LayerSource",
+    "Leaf",
+    "Module",
+    "Opaque",
+    "Parameter",
+    "PassRecord",
+    "Program",
+    "PythonCall",
+    "Shape",
+    "Source",
+    "args_of",
+    "copy_graph",
+    "drop_dead_nodes",
+    "map_bodies",
+    "parameters_of",
+    "walk_modules",
+]

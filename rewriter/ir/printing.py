@@ -1,0 +1,313 @@
+"""A Program as text that a reader learns from, and as HTML for notebooks. Equal programs print alike in every process.
+
+Values are named after the module or collective that makes them: `self_attn[3]` is the output of layer 3's attention,
+`self_attn.sum[3]` its all-reduce. In a fold of layers that print alike, i is the layer: `mlp.sum[i-1]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.ir.shapes import Value, is_shape, wiring_shapes
+from rewriter.ir.structure import Body, Module, Parameter, ProgramData, walk_modules
+
+Namer = Callable[[int], str]
+_SUFFIX = {
+    ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.enter: "in",
+    ops.shard_tokens: "own", ops.gather_tokens: "whole",
+}  # fmt: skip
+
+
+def program_text(program: ProgramData, fold: bool = True) -> str:
+    """The IR as text: wiring, distinct modules, parameters, history. Alike layers are folded unless `fold` is False."""
+    return "\n\n".join(f"{title}\n{text}" if text else title for title, text in _sections(program, fold)) + "\n"
+
+
+def program_html(program: ProgramData) -> str:
+    """The same sections for a notebook, each but the first folded away; every character of the model is escaped."""
+    (head, _), *sections = _sections(program, True)
+    parts = [f"<div><code>{html.escape(head)}</code></div>"]
+    for index, (title, text) in enumerate(sections):
+        opened = " open" if index == 0 else ""
+        parts.append(
+            f"<details{opened}><summary>{html.escape(title)}</summary><pre>{html.escape(text)}</pre></details>"
+        )
+    return "\n".join(parts)
+
+
+def _sections(program: ProgramData, fold: bool) -> list[tuple[str, str]]:
+    source = program.source
+    mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
+    kinds = _Kinds(program)
+    sections = [(f"{source.architecture} ({source.model_type}), {source.num_layers} layers, {mesh}", "")]
+    sections.append(("wiring", _Wiring(program, kinds).text(fold)))
+    sections += [(title, text) for title, text in kinds.sections(fold)]
+    sections.append(("parameters", _parameters(program, fold)))
+    if program.history:
+        sections.append(("history", _history(program)))
+    return sections
+
+
+class _Kinds:
+    """A name for every distinct module that is no plain leaf: its class, numbered where one class has several."""
+
+    def __init__(self, program: ProgramData) -> None:
+        self.names: dict[int, str] = {}
+        self.bodies: list[tuple[str, Body, list[str]]] = []
+        paths: dict[int, list[str]] = {}
+        distinct: dict[int, Body] = {}
+        for path, module in walk_modules(program.modules):
+            if isinstance(module, Body):
+                distinct.setdefault(id(module), module)
+                paths.setdefault(id(module), []).append(path)
+        # bodies that print alike are one, whether or not they are the same object
+        texts: dict[str, str] = {}
+        used: dict[str, int] = {}
+        inner_first = sorted(distinct.values(), key=_depth)
+        for body in inner_first:
+            text = f"{body.class_name}\n{body_text(body, self.of, full=True)}"
+            if text not in texts:
+                used[body.class_name] = used.get(body.class_name, 0) + 1
+                number = used[body.class_name]
+                texts[text] = body.class_name if number == 1 else f"{body.class_name}.{number}"
+                self.bodies.append((texts[text], body, paths[id(body)]))
+            else:
+                next(p for n, _, p in self.bodies if n == texts[text]).extend(paths[id(body)])
+            self.names[id(body)] = texts[text]
+
+    def of(self, module: Module) -> str:
+        return self.names[id(module)] if isinstance(module, Body) else str(module)
+
+    def sections(self, fold: bool) -> list[tuple[str, str]]:
+        found = []
+        for name, body, paths in self.bodies:
+            where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+            found.append((f"{name}: {where}", body_text(body, self.of, full=not fold)))
+        return found
+
+
+def _depth(body: Body) -> int:
+    return 1 + max((_depth(m) for m in body.modules.values() if isinstance(m, Body)), default=0)
+
+
+def body_text(body: Body, kind: Callable[[Module], str], full: bool = False) -> str:
+    """One body: what it holds, then its graph. With `full`, constants are told apart by a hash of their bytes."""
+    lines = [f"  {name} = {kind(module)}" for name, module in body.modules.items()]
+    lines += [
+        f"  {name}: {'buffer' if name in body.stored else 'parameter'}{_sizes(shape)}"
+        for name, shape in body.parameters.items()
+    ]
+    lines += [f"  {name}: {constant(value, full)}" for name, value in body.buffers.items()]
+    inputs = [n.name for n in body.graph.nodes if n.op == "placeholder"]
+    lines.append(f"  ({', '.join(inputs)}) {{")
+    for node in body.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        lines.append("    " + _statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name))
+    return "\n".join([*lines, "  }"])
+
+
+def constant(value: torch.Tensor, full: bool) -> str:
+    """`float32[8] = 1, 0.178, …`; with `full`, also a hash of the bytes."""
+    flat = value.detach().cpu().reshape(-1)
+    first = ", ".join(f"{float(x):.3g}" for x in flat[:3]) + (", …" if flat.numel() > 3 else "")
+    text = f"{str(value.dtype).removeprefix('torch.')}{_sizes(tuple(value.shape))} = {first}"
+    if full:
+        text += f"  sha256 {hashlib.sha256(flat.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}"
+    return text
+
+
+def _statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    if node.op == "output":
+        return f"return {argument(node.args[0], name)}"
+    return f"{name(node)} = {_callee(node)}({_arguments(node, name)})"
+
+
+def _callee(node: fx.Node) -> str:
+    if node.op == "call_function":
+        if isinstance(node.target, torch._ops.OpOverload):
+            return str(node.target).removesuffix(".default")
+        return getattr(node.target, "__name__", str(node.target))
+    return str(node.target)
+
+
+def _arguments(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    parts = [argument(a, name) for a in node.args]
+    return ", ".join([*parts, *(f"{key}={argument(value, name)}" for key, value in node.kwargs.items())])
+
+
+def argument(value: Any, name: Callable[[fx.Node], str]) -> str:
+    """An argument of a node, with nodes as `name` calls them."""
+    if isinstance(value, fx.Node):
+        return name(value)
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(argument(v, name) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, ops.MaskSpec):
+        return value.kind if value.size is None else f"{value.kind} {value.size}"
+    if isinstance(value, ops.SequencePlan):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return repr(value)
+
+
+# --- the wiring ------------------------------------------------------------------------------------------------------
+
+
+class _Wiring:
+    """Lines of the wiring, by the layer that runs them."""
+
+    def __init__(self, program: ProgramData, kinds: _Kinds) -> None:
+        self.program, self.kinds = program, kinds
+        self.shapes = wiring_shapes(program)
+        self.names = _value_names(program)
+
+    def text(self, fold: bool) -> str:
+        runs: list[tuple[int | None, list[fx.Node]]] = []
+        inputs = []
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                shape = self.shapes[node]
+                inputs.append(f"{node.name}{_sizes(shape)}" if is_shape(shape) else node.name)
+                continue
+            layer = node.meta["runs_in"] if "runs_in" in node.meta else node.meta.get("layer")
+            if not runs or runs[-1][0] != layer:
+                runs.append((layer, []))
+            runs[-1][1].append(node)
+        lines = [f"  ({', '.join(inputs)}) {{"]
+        index = 0
+        while index < len(runs):
+            layer, nodes = runs[index]
+            if layer is None:
+                lines += ["    " + self._line(n, str) for n in nodes]
+                index += 1
+                continue
+            relative = self._relative(layer, nodes)
+            end = index + 1
+            while (
+                fold and end < len(runs) and self._follows(runs, index, end) and self._relative(*runs[end]) == relative
+            ):
+                end += 1
+            count = end - index
+            if count > 1:
+                lines.append(f"    layers i = {layer}–{layer + count - 1} ×{count} {{")
+                lines += ["      " + line for line in relative]
+            else:
+                lines.append(f"    layer {layer} {{")
+                lines += ["      " + self._line(n, str) for n in nodes]
+            lines.append("    }")
+            index = end
+        return "\n".join([*lines, "  }"])
+
+    def _follows(self, runs: Sequence[tuple[int | None, list[fx.Node]]], first: int, other: int) -> bool:
+        layer, start = runs[other][0], runs[first][0]
+        return layer is not None and start is not None and layer - start == other - first
+
+    def _relative(self, layer: int | None, nodes: list[fx.Node]) -> list[str]:
+        def namer(other: int) -> str:
+            distance = other - (layer or 0)
+            return f"i{distance:+d}" if distance else "i"
+
+        return [self._line(n, namer) for n in nodes]
+
+    def _line(self, node: fx.Node, index: Namer) -> str:
+        def name(n: fx.Node) -> str:
+            layer = n.meta.get("layer")
+            return self.names[n] + (f"[{index(layer)}]" if layer is not None else "")
+
+        if node.op == "output":
+            return f"return {argument(node.args[0], name)}"
+        shape = self.shapes[node]
+        shown = f": {_value(shape)}" if shape is not None else ""
+        if node.op == "call_module":
+            path = str(node.target)
+            prefix, layer = self.program.source.layers + ".", node.meta.get("layer")
+            if layer is not None and path.startswith(prefix):
+                path = f"{prefix}{index(layer)}.{path.removeprefix(prefix).partition('.')[2]}"
+            module = self.program.modules[str(node.target)]
+            what = f"{path}({_arguments(node, name)})  # {self.kinds.of(module)}"
+        else:
+            what = f"{_callee(node)}({_arguments(node, name)})"
+        mark = "  # the residual stream" if "stream" in node.meta else ""
+        return f"{name(node)}{shown} = {what}{mark if '#' not in what else ''}"
+
+
+def _value_names(program: ProgramData) -> dict[fx.Node, str]:
+    """A name per value, unique within its layer."""
+    names: dict[fx.Node, str] = {}
+    taken: set[tuple[int | None, str]] = set()
+    for node in program.graph.nodes:
+        layer = node.meta.get("layer")
+        if node.op == "placeholder":
+            name = node.name
+        elif node.op == "call_module":
+            name = str(node.target).removeprefix(f"{program.source.layers}.{layer}.")
+            name = name.rpartition(".")[2] if layer is None else name
+        elif node.target is ops.all_reduce_wait:
+            name = names[node.args[0]].removesuffix(".pending") + ".sum"
+        elif node.target in _SUFFIX:
+            name = f"{names[node.args[0]]}.{_SUFFIX[node.target]}"
+        elif "stream" in node.meta:
+            name = "x"
+        elif _callee(node) == "getitem" and isinstance(node.args[1], int):
+            name = f"{names[node.args[0]]}.{node.args[1]}"
+        else:
+            name = _callee(node).removeprefix("aten.").partition(".")[0]
+        base, number = name, 1
+        while (layer, name) in taken:
+            number += 1
+            name = f"{base}{number}" if base == "x" else f"{base}_{number}"
+        taken.add((layer, name))
+        names[node] = name
+    return names
+
+
+def _value(value: Value) -> str:
+    if value is None:
+        return "?"
+    return _sizes(value) if is_shape(value) else f"({', '.join(_value(v) for v in value)})"  # type: ignore[arg-type]
+
+
+def _sizes(shape: Any) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+# --- parameters and history ------------------------------------------------------------------------------------------
+
+
+def _parameters(program: ProgramData, fold: bool) -> str:
+    """A line per parameter, alike ones of the layers folded; ranges say what each rank holds of a split dimension."""
+    prefix = program.source.layers + "."
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name, parameter in program.parameters.items():
+        layer, _, rest = name.removeprefix(prefix).partition(".")
+        shown = f"{prefix}*.{rest}" if fold and name.startswith(prefix) and layer.isdigit() else name
+        groups.setdefault((shown, _described(parameter)), []).append(int(layer) if layer.isdigit() else 0)
+    lines = [f"  {name}{f' ×{len(found)}' if '*' in name else ''}: {text}" for (name, text), found in groups.items()]
+    lines += [f"  {alias}: tied to {name}" for alias, name in program.ties.items()]
+    return "\n".join(lines)
+
+
+def _described(parameter: Parameter) -> str:
+    text = _sizes(parameter.shape)
+    if parameter.ranges is None or parameter.full_shape is None:
+        return text
+    ranks = " | ".join(" ".join(f"{a}:{b}" for a, b in ranges) for ranges in parameter.ranges)
+    held = ", some on several ranks" if parameter.shared else ""
+    return f"{text} of {_sizes(parameter.full_shape)}, dim {parameter.dim}: {ranks}{held}"
+
+
+def _history(program: ProgramData) -> str:
+    lines = []
+    for entry in program.history:
+        lines.append(f"  {entry.name}({entry.arguments()}), {entry.kind}: {entry.summary}")
+        lines += [f"    {note}" for note in entry.notes]
+    return "\n".join(lines)

@@ -1,0 +1,320 @@
+"""What a Program consists of: two levels of torch.fx graphs, parameters as expressions over checkpoint tensors.
+
+*Wiring* (`graph`): one graph over the whole model. Nodes call the direct children of each decoder layer (norms,
+attention, MLP, experts) and the modules around the layers; between them stand the residual adds and, after the passes
+ran, the collectives. *Ops* (`Body.graph`): the inside of one child, over leaf modules, attention and ATen glue. Layers
+that are alike share their bodies.
+
+Every wiring node but the inputs carries `meta["layer"]` (index or None). Shapes, tuples of ints and of the symbols "B"
+(batch), "S" (tokens) and "N" (batch · tokens), are derived by `ir.shapes.wiring_shapes`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter.common.errors import RewriterError
+from rewriter.weights.expressions import Expression, Slice
+
+Shape = tuple[int | str, ...]
+SPLAT = "rewriter_kwargs"  # the name of a layer's `**kwargs` in its wiring
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module that stays itself: a torch.nn module or transformers' Conv1D.
+
+    `options` are its constructor arguments; `parameters` and their shapes use the module's own names.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    parameters: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{k}={v}' for k, v in self.options.items())})"
+
+
+@dataclass(frozen=True)
+class Body:
+    """The inside of a module: an ops graph whose `call_module` and `get_attr` targets are relative to the module.
+
+    `graph` takes one placeholder per tensor input, then `ctx` if it attends. `parameters` are the tensors that the
+    graph reads itself; `buffers` hold constants by value (rotary frequencies, embedding scales). `modules` are the
+    lifted children. `outputs` is the number of tensors returned: one is returned bare, several as a tuple. `kept` are
+    the indices of the tensors of the source's call that are inputs here. `dropout` is the largest probability found
+    inside. `constant_inputs` are inputs that no gradient needs to reach (rotary cosines and sines). `shared` are own
+    parameters of which ranks hold some elements more than once: (full size, ranges per rank). `stored` are own
+    parameters that are buffers of the source module: checkpoints hold their values (a router's correction bias) and
+    training leaves them alone. Each has a dtype that it keeps, or None where it follows the model's.
+    `merged` are the children of a layer that a pass made this one body of.
+    """
+
+    class_name: str
+    graph: fx.Graph
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, torch.Tensor]
+    modules: Mapping[str, Module]
+    outputs: int = 1
+    kept: tuple[int, ...] = (0,)
+    dropout: float = 0.0
+    constant_inputs: frozenset[str] = frozenset()
+    shared: Mapping[str, tuple[int, tuple[tuple[tuple[int, int], ...], ...]]] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype | None] = field(default_factory=dict)
+    merged: tuple[str, ...] = ()
+
+    @property
+    def attends(self) -> bool:
+        return any(n.op == "placeholder" and n.target == "ctx" for n in self.graph.nodes)
+
+    def all_parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(relative name, shape) of every parameter in this module, in a stable order."""
+        yield from self.parameters.items()
+        for path, module in self.modules.items():
+            for name, shape in parameters_of(module):
+                yield f"{path}.{name}", shape
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A child of a decoder layer that stays the source's own module, because its inside cannot be represented.
+
+    The adapted checkpoint calls it as the source's layer does; `simulate` calls it in a live model (`host`), with the
+    arguments that the unmodified model gives it there, but for the tensors that the wiring computes: `places` are their
+    paths into (args, kwargs), in the order of the node's inputs. `reason` says in words what stopped the trace.
+    `outputs` are the shapes of the tensors returned ("B", "S", "N" as in the wiring), `indices` where they stand in the
+    returned tuple; None when a bare tensor is returned. `parameters` have names relative to the module.
+    """
+
+    class_name: str
+    reason: str
+    parameters: Mapping[str, tuple[int, ...]]
+    places: tuple[tuple[Any, ...], ...]
+    outputs: tuple[Shape, ...]
+    indices: tuple[int, ...] | None
+
+    @property
+    def modules(self) -> Mapping[str, Module]:
+        """Nothing of its inside is known."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{self.class_name}, the source's own module: {self.reason}"
+
+
+Module = Leaf | Body | Opaque
+
+
+def parameters_of(module: Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return module.all_parameters() if isinstance(module, Body) else iter(module.parameters.items())
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """How the source's layer calls a child in Python, for printing a Hugging Face layer from the wiring.
+
+    `args` and `kwargs` are trees whose leaves are constants, `Input(i)` (the node's i-th argument) or `LayerArgument`.
+    `splat` says that the layer's `**kwargs` are passed on. `index` picks one element of a returned tuple.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    splat: bool
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Input:
+    index: int
+
+
+@dataclass(frozen=True)
+class LayerArgument:
+    name: str
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """A class of decoder layers: the parameters of its forward, whether it takes **kwargs, and a hash of its code.
+
+    `module` defines it: another one than the model's where that is made of other models.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    var_kwargs: bool
+    sha256: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a program came from: the model, its classes, and what of transformers its wiring was read from.
+
+    `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
+    first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
+    without, because the model leaves them None.
+    """
+
+    path: str | None
+    config: Mapping[str, Any]
+    model_type: str
+    architecture: str
+    base_class: str
+    layer_class: str
+    config_class: str
+    module: str
+    layers: str
+    num_layers: int
+    layer_arguments: tuple[str, ...]
+    layer_var_kwargs: bool
+    layer_source_sha256: str
+    layer_classes: tuple[LayerSource, ...]
+    layer_kinds: tuple[int, ...]
+    absent: tuple[tuple[str, ...], ...]
+    remote_code: bool = False
+
+    def alike(self, layer: int, other: int) -> bool:
+        """Whether two layers are of one class and were traced without the same arguments."""
+        return self.layer_kinds[layer] == self.layer_kinds[other] and self.absent[layer] == self.absent[other]
+
+    def module_of(self, class_name: str) -> str:
+        """The module that defines a class of the layers; for any other class, the model's."""
+        return next((cls.module for cls in self.layer_classes if cls.name == class_name), self.module)
+
+    def of_layer(self, index: int) -> Source:
+        """The same source, told from the class of layer `index`."""
+        cls = self.layer_classes[self.layer_kinds[index]]
+        return replace(
+            self,
+            layer_class=cls.name,
+            layer_arguments=cls.arguments,
+            layer_var_kwargs=cls.var_kwargs,
+            layer_source_sha256=cls.sha256,
+        )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors (None without
+    checkpoint).
+
+    When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
+    says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
+    `parts` are the runtime names, as traced, of the parameters that a pass laid one after the other along `dim`.
+    """
+
+    shape: tuple[int, ...]
+    expression: Expression | None = None
+    full_shape: tuple[int, ...] | None = None
+    dim: int | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    shared: bool = False
+    parts: tuple[str, ...] = ()
+
+    def on_rank(self, rank: int) -> Expression:
+        """The expression of this rank's part. Raises RewriterError when no checkpoint was read."""
+        if self.expression is None:
+            raise RewriterError("this program was traced from a config: it has no weights to read")
+        if self.ranges is None or self.dim is None:
+            return self.expression
+        return Slice(self.expression, self.dim, self.ranges[rank])
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did, a sentence per effect, kept in the manifest. `rewrite` is the pass, a frozen dataclass of its
+    options. `fired` is False when it found nothing to change; `summary` then says why."""
+
+    rewrite: Any
+    summary: str
+    notes: tuple[str, ...] = ()
+    fired: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.rewrite.name)
+
+    @property
+    def kind(self) -> str:
+        return str(self.rewrite.effect)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {f.name: getattr(self.rewrite, f.name) for f in fields(self.rewrite)}
+
+    def arguments(self) -> str:
+        """The options as they would be written in a call; of a mapping (measured data) only its size."""
+        shown = {k: f"{{{len(v)} entries}}" if isinstance(v, Mapping) else repr(v) for k, v in self.options.items()}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+@dataclass(frozen=True)
+class ProgramData:
+    """What a Program holds; `Program` adds editing and printing.
+
+    `mesh` maps axis names to sizes ({"tp": 8}); empty on one device. `ties` maps an alias to the parameter it shares.
+    `history` says what the passes did.
+    """
+
+    source: Source
+    graph: fx.Graph
+    modules: Mapping[str, Module]
+    parameters: Mapping[str, Parameter]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    history: tuple[PassRecord, ...] = ()
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """`node.args` without torch.fx's union type: what stands there is fixed by the node's target."""
+    return node.args
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A deep copy of `graph` whose nodes keep their names and meta, and the map from old nodes to new ones."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = new.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, env.__getitem__),
+            fx.map_arg(node.kwargs, env.__getitem__),
+            name=node.name,
+        )
+        env[node].meta = copy.copy(node.meta)
+    return new, env
+
+
+def walk_modules(modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
+    """(full path, module) of every module, outer before inner."""
+    for path, module in modules.items():
+        yield path, module
+        if isinstance(module, Body):
+            for inner, child in walk_modules(module.modules):
+                yield f"{path}.{inner}", child
+
+
+def map_bodies(modules: Mapping[str, Module], change: Callable[[str, Module], Module]) -> dict[str, Module]:
+    """Apply `change(path, module)` once per distinct module object; alike layers keep sharing the result."""
+    done: dict[int, Module] = {}
+    result: dict[str, Module] = {}
+    for path, module in modules.items():
+        if id(module) not in done:
+            done[id(module)] = change(path, module)
+        result[path] = done[id(module)]
+    return result
+
+
+def drop_dead_nodes(graph: fx.Graph) -> None:
+    """Erase every node that nothing uses. The IR is functional: no node has side effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)

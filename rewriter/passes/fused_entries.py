@@ -1,0 +1,298 @@
+"""Bodies with fewer matrix products: projections of one value made one, and two bodies that read one value made one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.projections import resized
+from rewriter.ir import Body, Leaf, Module, Parameter, args_of, copy_graph
+from rewriter.weights.expressions import Concat
+
+aten = torch.ops.aten
+
+# option that holds the number of outputs, and the dimension of the weight that they are
+_OUTPUTS = {"Linear": ("out_features", 0), "Conv1D": ("nf", 1)}
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Projections of a body that became one, by their paths in it; their outputs are `dim` of the weight."""
+
+    name: str
+    parts: tuple[str, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A body after fusion, what was fused, and in words what was left apart."""
+
+    body: Body
+    fusions: tuple[Fusion, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def fuse_entries(body: Body, parameter: Callable[[str], Parameter]) -> Fused:
+    """`body` where the projections of one value are one projection and a split; also inside of its children.
+
+    `parameter` gives a parameter of the body by its name in it.
+    """
+    graph, _ = copy_graph(body.graph)
+    modules: dict[str, Module] = dict(body.modules)
+    fusions: list[Fusion] = []
+    notes: list[str] = []
+    for calls in entry_groups(graph, modules):
+        if reason := why_apart([_leaf(modules, c) for c in calls]):
+            names = ", ".join(str(c.target) for c in calls)
+            notes.append(f"{names} stay apart: {reason}")
+            continue
+        fusions.append(_fuse(graph, modules, calls, parameter))
+    for path, child in body.modules.items():
+        if isinstance(child, Body):
+            inner = fuse_entries(child, partial(_below, parameter, path))
+            modules[path] = inner.body
+            fusions += [Fusion(f"{path}.{f.name}", tuple(f"{path}.{p}" for p in f.parts), f.dim) for f in inner.fusions]
+            notes += [f"{path}: {note}" for note in inner.notes]
+    if not fusions:
+        return Fused(body, (), tuple(notes))
+    return Fused(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
+
+
+def _below(parameter: Callable[[str], Parameter], path: str, name: str) -> Parameter:
+    return parameter(f"{path}.{name}")
+
+
+def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[list[fx.Node]]:
+    """Per value that several projections read: their calls, of each kind of projection, in order."""
+    called = [str(n.target) for n in graph.nodes if n.op == "call_module"]
+    groups: dict[tuple[fx.Node, str], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_module" and called.count(str(node.target)) == 1:
+            module = modules[str(node.target)]
+            if isinstance(module, Leaf) and _plain_kind(module) in _OUTPUTS:
+                groups.setdefault((args_of(node)[0], module.kind), []).append(node)
+    yield from (calls for calls in groups.values() if len(calls) > 1)
+
+
+def why_apart(leaves: Sequence[Leaf]) -> str | None:
+    """Why projections of one value cannot be one; None when they can."""
+    if len({leaf.kind for leaf in leaves}) > 1:
+        return f"they are {' and '.join(sorted({leaf.kind for leaf in leaves}))}"
+    if len({"bias" in leaf.parameters for leaf in leaves}) > 1:
+        return "some have a bias and some have not"
+    key, _ = _OUTPUTS[_plain_kind(leaves[0])]
+    if len({str(sorted((k, v) for k, v in leaf.options.items() if k not in (key, "shared"))) for leaf in leaves}) > 1:
+        return "their options differ"
+    return None
+
+
+def _plain_kind(leaf: Leaf) -> str:
+    return leaf.kind.removeprefix("ColumnParallel")
+
+
+def _leaf(modules: Mapping[str, Module], call: fx.Node) -> Leaf:
+    leaf = modules[str(call.target)]
+    assert isinstance(leaf, Leaf)
+    return leaf
+
+
+def _fuse(
+    graph: fx.Graph, modules: dict[str, Module], calls: Sequence[fx.Node], parameter: Callable[[str], Parameter]
+) -> Fusion:
+    """Replace `calls` by one call and a split; the modules likewise."""
+    paths = [str(c.target) for c in calls]
+    leaves = [_leaf(modules, c) for c in calls]
+    key, dim = _OUTPUTS[_plain_kind(leaves[0])]
+    sizes = [leaf.options[key] for leaf in leaves]
+    weight = concatenated({p: parameter(f"{p}.weight") for p in paths}, dim)
+    options = {k: v for k, v in leaves[0].options.items() if k != "shared"} | {key: sum(sizes)}
+    if weight.shared:
+        assert weight.full_shape is not None
+        options["shared"] = (weight.full_shape[dim], weight.ranges)
+    shapes = {"weight": weight.shape}
+    if "bias" in leaves[0].parameters:
+        shapes["bias"] = (sum(sizes),)
+    name = fused_name(paths, [*modules, *(str(n.target) for n in graph.nodes if n.op == "get_attr")])
+    modules[name] = Leaf(leaves[0].kind, options, shapes)
+    values = [c.meta["val"] for c in calls]
+    with graph.inserting_before(calls[0]):
+        fused = graph.call_module(name, (args_of(calls[0])[0],))
+        # not torch.cat: bodies that were traced apart know their sizes by other symbols
+        fused.meta["val"] = values[0].new_empty((*values[0].shape[:-1], sum(int(v.shape[-1]) for v in values)))
+        split = graph.call_function(aten.split_with_sizes.default, (fused, sizes, -1))
+        split.meta["val"] = tuple(values)
+        for index, call in enumerate(calls):
+            piece = graph.call_function(operator.getitem, (split, index))
+            piece.meta = {**call.meta, "role": str(call.target).rpartition(".")[2].removesuffix("_proj")}
+            call.replace_all_uses_with(piece)
+    for call in calls:
+        graph.erase_node(call)
+        del modules[str(call.target)]
+    return Fusion(name, tuple(paths), dim)
+
+
+def fused_name(paths: Sequence[str], taken: Sequence[str]) -> str:
+    """q_proj, k_proj and v_proj as qkv_proj; gate_proj and up_proj as gate_up_proj; below their common parent."""
+    parents = {path.rpartition(".")[0] for path in paths}
+    parent = f"{parents.pop()}." if len(parents) == 1 and "" not in parents else ""
+    names = [path.rpartition(".")[2] for path in paths]
+    suffix = "_proj" if all(n.endswith("_proj") for n in names) else ""
+    stems = [n.removesuffix(suffix) for n in names]
+    base = stems[0]
+    for before, stem in pairwise(stems):  # letters stand together: q, k, v, gate, up as qkv_gate_up
+        base += stem if len(before) == len(stem) == 1 else f"_{stem}"
+    name = base = f"{parent}{base}{suffix}"
+    number = 2
+    while name in taken:
+        name, number = f"{base}_{number}", number + 1
+    return name
+
+
+def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
+    """Parameters (by name) one after the other along `dim`, on each rank its parts of them."""
+    found = list(parts.values())
+    names = tuple(name for key, p in parts.items() for name in (p.parts or (key,)))
+    sizes = [(p.full_shape or p.shape)[dim] for p in found]
+    full = resized(found[0].full_shape or found[0].shape, dim, sum(sizes))
+    expressions = [p.expression for p in found if p.expression is not None]
+    expression = Concat(tuple(expressions), dim) if len(expressions) == len(found) else None
+    if all(p.ranges is None for p in found):
+        return Parameter(full, expression, dim=dim, parts=names)
+    ranks = next(len(p.ranges) for p in found if p.ranges is not None)
+    ranges = []
+    for rank in range(ranks):
+        held: list[tuple[int, int]] = []
+        for p, size, offset in zip(found, sizes, _offsets(sizes), strict=True):
+            held += [(offset + a, offset + b) for a, b in (p.ranges[rank] if p.ranges else ((0, size),))]
+        ranges.append(tuple(held))
+    shape = resized(full, dim, sum(p.shape[dim] for p in found))
+    shared = any(p.shared for p in found)
+    return Parameter(shape, expression, full, dim, tuple(ranges), shared, names)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+# --- two bodies as one -----------------------------------------------------------------------------------------------
+
+
+def entries(body: Body, index: int) -> list[Leaf]:
+    """The projections that read input `index` of `body`, directly or where it enters rank-local computation."""
+    placeholder = [n for n in body.graph.nodes if n.op == "placeholder"][index]
+    values = [placeholder, *(n for n in placeholder.users if n.target is ops.enter)]
+    readers = [user for value in values for user in value.users]
+    leaves = [body.modules[str(u.target)] for u in readers if u.op == "call_module"]
+    return [leaf for leaf in leaves if isinstance(leaf, Leaf) and _plain_kind(leaf) in _OUTPUTS]
+
+
+def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]) -> tuple[Body, list[Any]]:
+    """(one body that computes all of `bodies`, its inputs): a tuple of their results, in order.
+
+    `inputs` are the values that each is called with; equal ones become one input, `ctx` the last. What belongs to a
+    body is named after it: its projection `o_proj` is `self_attn.o_proj`.
+    """
+    graph = fx.Graph()
+    given: dict[Any, fx.Node] = {}
+    context: list[Any] = []
+    placeholders = {name: [n for n in b.graph.nodes if n.op == "placeholder"] for name, b in bodies.items()}
+    for name in bodies:
+        for node, value in zip(placeholders[name], inputs[name], strict=True):
+            if node.target == "ctx":
+                context = [(node, value)]
+            elif value not in given:
+                given[value] = _placeholder(graph, node)
+    for node, value in context:
+        given[value] = _placeholder(graph, node)
+    results = []
+    for name, body in bodies.items():
+        env = {n: given[v] for n, v in zip(placeholders[name], inputs[name], strict=True)}
+        results.append(_append(graph, name, body, env))
+    graph.output(tuple(results))
+    _unify(graph)
+    constant = {p.name for value, p in given.items() if _is_constant(value, bodies, inputs, placeholders)}
+    first = next(iter(bodies.values()))
+    merged = Body(
+        class_name=_class_name([b.class_name for b in bodies.values()]),
+        graph=graph,
+        parameters={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.parameters.items()},
+        buffers={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.buffers.items()},
+        modules={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.modules.items()},
+        outputs=len(bodies),
+        kept=first.kept,
+        dropout=max(b.dropout for b in bodies.values()),
+        constant_inputs=frozenset(constant),
+        shared={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.shared.items()},
+        merged=tuple(bodies),
+    )
+    return merged, list(given)
+
+
+def _placeholder(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(str(like.target))
+    node.meta = dict(like.meta)
+    return node
+
+
+def _append(graph: fx.Graph, name: str, body: Body, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy the nodes of `body` to the end of `graph`; returns its result."""
+    for node in body.graph.nodes:
+        if node in env:
+            continue
+        if node.op == "output":
+            return env[args_of(node)[0]]
+        env[node] = graph.node_copy(node, env.__getitem__)
+        if node.op in ("call_module", "get_attr"):
+            env[node].target = f"{name}.{node.target}"
+    raise AssertionError("a graph without output")
+
+
+def _unify(graph: fx.Graph) -> None:
+    """One `enter` per value, and one node per size."""
+    seen: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in (ops.enter, aten.sym_size.int):
+            first = seen.setdefault((node.target, *node.args), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _is_constant(
+    value: Any,
+    bodies: Mapping[str, Body],
+    inputs: Mapping[str, Sequence[Any]],
+    placeholders: Mapping[str, Sequence[fx.Node]],
+) -> bool:
+    """Whether every body that is given `value` says that it needs no gradient."""
+    return all(
+        node.name in bodies[name].constant_inputs
+        for name in bodies
+        for node, given in zip(placeholders[name], inputs[name], strict=True)
+        if given is value
+    )
+
+
+def _class_name(names: Sequence[str]) -> str:
+    """LlamaAttention and LlamaMLP as LlamaAttentionMLP."""
+    first, *others = names
+    for other in others:
+        shared = 0
+        while shared < min(len(first), len(other)) and first[shared] == other[shared]:
+            shared += 1
+        while shared and not other[shared : shared + 1].isupper():
+            shared -= 1
+        first += other[shared:]
+    return first
+
+
+__all__ = ["Fused", "Fusion", "concatenated", "entries", "entry_groups", "fuse_entries", "merge_bodies", "why_apart"]

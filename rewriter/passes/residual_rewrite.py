@@ -1,0 +1,217 @@
+"""What residual rewrites have in common: the partials behind a write, and what each block reads.
+
+Every mode of a block (standard, ladder, own_partial, desync, parallel) is a mark on the stream value that it writes.
+`settle_reads` derives from the marks alone what each block reads, so that passes may come in any order and mix freely.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.per_rank import localise, share_bias, without_idle_enters
+from rewriter.analysis.placement import AXIS
+from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Module, Program, args_of, drop_dead_nodes
+from rewriter.passes.selection import Selection, resolve
+
+# operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
+_LINEAR = (*SCALINGS, "view", "reshape")
+
+
+def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block, ...]:
+    """The blocks of the selected layers, none of them rewired before.
+
+    Raises RewriterError when the model has no residual stream, when a selected layer has no block, and for a block that
+    a pass has rewired already or that reads the stream in more than one place.
+    """
+    chosen = set(resolve(layers, program.source.num_layers))
+    if not chosen:
+        raise RewriterError(f"{name}: layers={layers!r} selects no layer of {program.source.num_layers}")
+    blocks = blocks_of(program.graph, program.modules)
+    if not blocks:
+        annotate(program.edit()[0], program.source.num_layers)  # raises, saying where the stream ends
+        raise RewriterError(f"{name}: the model has no residual stream")
+    selected = tuple(b for b in blocks if b.layer in chosen)
+    if lacking := chosen - {b.layer for b in selected}:
+        raise RewriterError(f"{name}: layer {min(lacking)} has no residual block")
+    for block in selected:
+        if block.mode != "standard":
+            raise RewriterError(f"{name}: block {block.path} was rewired before ({block.mode})")
+        if block.reads != (block.index,):
+            raise RewriterError(
+                f"{name}: block {block.path} reads the stream values {block.reads}, not {block.index} alone"
+            )
+    return selected
+
+
+def check_ranks(program: Program, name: str) -> int:
+    """The number of ranks. Raises RewriterError on one device, or when reductions were scheduled already."""
+    ranks = program.mesh.get(AXIS, 1)
+    if ranks == 1 or all(r.name != "tensor_parallel" for r in program.history):
+        raise RewriterError(
+            f"{name} is bound to a number of ranks, here {ranks}: give --tp 2 or more, with tensor_parallel before it "
+            "in the recipe"
+        )
+    if any(r.name == "overlap" for r in program.history):
+        raise RewriterError(f"{name}: the reductions are scheduled already. Put overlap after it in the recipe.")
+    return ranks
+
+
+def is_reduced(write: fx.Node) -> bool:
+    """Whether a write is a sum over ranks, possibly times numbers."""
+    return write.target is ops.all_reduce or (write.target in _LINEAR and is_reduced(write.all_input_nodes[0]))
+
+
+def partial_of(write: fx.Node, block: Block, name: str) -> fx.Node:
+    """What this rank contributes to `write`: its value without the all-reduce.
+
+    Raises RewriterError when the write is not linear in the sum (a norm between the reduction and the add).
+    """
+    if write.target is ops.all_reduce:
+        summed: fx.Node = args_of(write)[0]
+        return summed
+    source = write.all_input_nodes[0]
+    inner = partial_of(source, block, name)
+    graph = write.graph
+    with graph.inserting_after(write):
+        scaled = graph.node_copy(write, lambda n: inner if n is source else n)
+    scaled.meta = {"layer": write.meta.get("layer"), "block": block.index}
+    return scaled
+
+
+def travel_of(write: fx.Node) -> dict[str, Any]:
+    """How the sum in a write travels: the options of its all-reduce, none where it is exact."""
+    while write.target is not ops.all_reduce:
+        write = write.all_input_nodes[0]
+    return dict(write.kwargs)
+
+
+def split_writes(block: Block, name: str) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(writes that are reduced, writes that every rank computes in full).
+
+    Raises RewriterError for a write that depends on a reduction in another way.
+    """
+    inside = set(block.branch)
+    reduced = [w for w in block.writes if is_reduced(w)]
+    whole = [w for w in block.writes if not is_reduced(w)]
+    for write in whole:
+        if found := _reduction_behind(write, inside):
+            raise RewriterError(
+                f"{name}: block {block.path}: its reduction {found.name} is followed by {_described(write)}, which is "
+                "not linear: a rank's partial sum cannot be added in its place. Leave this layer out of the selection."
+            )
+    return reduced, whole
+
+
+def _reduction_behind(write: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
+    todo = [write]
+    while todo:
+        node = todo.pop()
+        if node.target is ops.all_reduce:
+            return node
+        todo += [n for n in node.all_input_nodes if n in inside]
+    return None
+
+
+def _described(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def replace_stream_value(old: fx.Node, new: fx.Node, mode: str) -> None:
+    """Let `new` be the stream value that `old` was; `old` goes, and `new` takes its name."""
+    name = old.name
+    new.meta.update(stream=old.meta["stream"], layer=old.meta["layer"], mode=mode)
+    old.replace_all_uses_with(new)
+    old.meta.pop("stream")
+    new.graph.erase_node(old)
+    new._rename(name)
+
+
+def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
+    """`program` with the edited wiring, where each ladder block reads what the modes around it say.
+
+    Transitions (Ladder Residual, section 4.2 and Alg. 1): a ladder block reads the stream one block earlier. After a
+    block of another ladder variant, or a desynced one, it reads everything. An own-partial block reads the same, plus
+    what this rank itself contributed in between.
+    """
+    blocks, stream = blocks_of(graph, program.modules), stream_values(graph)
+    lanes = {b.index for b in blocks if b.mode == "desync"}
+    for block in blocks:
+        if block.mode not in _LATE:
+            continue
+        before = blocks[block.index - 1] if block.index else None
+        if before is None or before.mode in _DRAINED - {block.mode}:
+            value = stream[block.index]
+        elif block.mode == "ladder":
+            value = before.skip
+        else:
+            value = _with_own_partial(before, block, name)
+            lanes.add(before.index)
+            if value is not before.add and split_writes(block, name)[1]:
+                raise RewriterError(
+                    f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
+                    "partial sum each would get another result. Leave its layer out of the selection."
+                )
+        for node in block.branch:
+            for source in node.all_input_nodes:
+                if source not in block.branch and read_index(source) is not None:
+                    node.replace_input_with(source, value)
+    drop_dead_nodes(graph)
+    return _with_lanes(program, graph, lanes)
+
+
+_LATE = ("ladder", "own_partial")
+_DRAINED = {"ladder", "own_partial", "desync"}
+
+
+def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
+    """X before block `before`, plus this rank's part of what it writes; the sum itself where ranks hold all of it."""
+    reduced, whole = split_writes(before, name)
+    if not reduced:
+        return before.add
+    graph = before.add.graph
+    parts = [partial_of(w, before, name) for w in reduced]
+    first = next(n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes))
+
+    def made(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta.update(layer=block.layer, reads=before.index)
+        return node
+
+    with graph.inserting_before(first):
+        value = made(ops.enter, before.carried, AXIS)
+        for part in parts:
+            value = made(operator.add, value, part)
+        for write in whole:
+            value = made(operator.add, value, made(ops.enter, write, AXIS))
+    return value
+
+
+def _with_lanes(program: Program, graph: fx.Graph, lanes: set[int]) -> Program:
+    """`program` with bodies fit for values that differ by rank; as it is where none does."""
+    origin = program.origin or program
+    if not lanes:
+        return program.with_(graph=graph, origin=origin)
+    modules: Mapping[str, Module] = program.modules
+    paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and node.meta.get("block") in lanes}
+    without_idle_enters(graph, program.parameters)
+    modules = share_bias(modules, paths)
+    modules = localise(graph, modules, program.parameters)
+    return program.with_(graph=graph, modules=modules, origin=origin)
+
+
+__all__ = [
+    "check_ranks",
+    "chosen_blocks",
+    "partial_of",
+    "replace_stream_value",
+    "settle_reads",
+    "split_writes",
+    "travel_of",
+]

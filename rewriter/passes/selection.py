@@ -1,0 +1,121 @@
+"""Which layers a pass touches: `upper-half`, `all`, `last:16`, `first:4`, `12-31`, `7` or `[1, 5, 9]`.
+
+Parts of a model by name: the halves `lower-half` and `upper-half`, and the two quarters of the upper half,
+`third-quarter` and `last-quarter`. They join without a gap, whatever the number of layers.
+
+A selection is written before the model is known, so it is read in two steps: `check` refuses what can never be one,
+`resolve` turns it into layer numbers once the number of layers is known. Imports nothing of ours but the errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import nearest
+
+Selection = str | int | Sequence[int]
+
+FORMS = "all, upper-half, last:16, first:4, 12-31, 7 or [1, 5, 9]"
+
+# (first, behind the last) in quarters of the number of layers, rounded down.
+_PARTS = {
+    "all": (0, 4),
+    "lower-half": (0, 2),
+    "upper-half": (2, 4),
+    "third-quarter": (2, 3),
+    "last-quarter": (3, 4),
+}
+_COUNT = re.compile(r"(first|last):([0-9]{1,6})")
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+
+
+def check(selection: object) -> None:
+    """Raises RewriterError where `selection` is no selection of any model: a misspelt word, an empty list, `9-3`."""
+    if isinstance(selection, str):
+        _check_text(selection.strip())
+        return
+    layers = selection if isinstance(selection, list | tuple) else [selection]
+    if not layers:
+        raise RewriterError("layers: an empty list selects no layer. Leave the pass out of the recipe instead.")
+    numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool)]
+    if len(numbers) < len(layers):
+        raise RewriterError(f"layers: {selection!r} is no selection of layers. Write {FORMS}.")
+    _check_numbers(numbers)
+
+
+def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
+    """The selected layer numbers, ascending, each in `0 … num_layers - 1`.
+
+    `upper-half` is floor(L/2) … L-1, and ranges include both ends. Raises RewriterError for what `check` refuses and
+    for layers that the model does not have; it never clips, so a recipe cannot silently do less than it says.
+    """
+    check(selection)
+    if not isinstance(selection, str):
+        layers = (selection,) if isinstance(selection, int) else tuple(sorted(selection))
+        return _in_range(selection, layers, num_layers)
+    text = selection.strip()
+    if text in _PARTS:
+        start, stop = (num_layers * quarters // 4 for quarters in _PARTS[text])
+        if start == stop:
+            raise RewriterError(f"layers: {text} of {num_layers} layers is none. Name layers: 0 to {num_layers - 1}.")
+        return tuple(range(start, stop))
+    if counted := _COUNT.fullmatch(text):
+        count = int(counted[2])
+        if count > num_layers:
+            raise RewriterError(
+                f"layers: {text} asks for {count} layers, the model has {num_layers}. "
+                f"Use {counted[1]}:{num_layers} or less, or all."
+            )
+        return tuple(range(count)) if counted[1] == "first" else tuple(range(num_layers - count, num_layers))
+    first, last = _bounds(text)
+    return _in_range(text, tuple(range(first, last + 1)) if last < num_layers else (first, last), num_layers)
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(text)
+    assert match is not None, text
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _check_text(text: str) -> None:
+    if text in _PARTS:
+        return
+    if counted := _COUNT.fullmatch(text):
+        if int(counted[2]) == 0:
+            raise RewriterError(f"layers: {text} selects no layer. Use {counted[1]}:1 or more.")
+        return
+    if _RANGE.fullmatch(text):
+        first, last = _bounds(text)
+        if first > last:
+            raise RewriterError(f"layers: {text} runs backwards. Did you mean {last}-{first}?")
+        return
+    guess = nearest(text.split(":")[0], (*_PARTS, "last:", "first:"))
+    raise RewriterError(
+        f"layers: {text!r} is no selection of layers. "
+        + (f"Did you mean {guess + '4' if guess.endswith(':') else guess}? " if guess else "")
+        + f"Write {FORMS}."
+    )
+
+
+def _check_numbers(layers: Sequence[int]) -> None:
+    for layer in layers:
+        if layer < 0:
+            raise RewriterError(
+                f"layers: {layer} is negative. Layers count from 0; for the last ones use last:{-layer}."
+            )
+    ascending = sorted(layers)
+    for layer, following in itertools.pairwise(ascending):
+        if layer == following:
+            raise RewriterError(f"layers: {layer} is listed twice.")
+
+
+def _in_range(selection: Selection, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    beyond = [layer for layer in layers if layer >= num_layers]
+    if beyond:
+        raise RewriterError(
+            f"layers: {selection} names layer {beyond[-1]}, the model has {num_layers} layers: 0 to {num_layers - 1}."
+        )
+    return layers

@@ -1,0 +1,154 @@
+"""What attention does as `rewriter.runtime` runs it: its kernels, and what ranks that share tokens send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rewriter.analysis.sequence_bytes import AttentionShape, Message, messages, slowest
+from rewriter.analysis.sequence_costs import kernel_calls, visible_pairs
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rewriter.ops import MaskSpec, SequencePlan
+    from rewriter.predict.forward_pass import ForwardPass
+
+# of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
+_MASK_KERNELS = 12
+
+
+def attention_items(
+    q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], given: ForwardPass, ranks: tuple[int, int]
+) -> list[Item]:
+    """The items of one attention node. q [B, H, S, D], k [B, K, S, D] and v [B, K, S, E] are those of the rank's new
+    tokens; `ranks` are the sizes of "sp" and "tp"."""
+    plan: SequencePlan | None = options.get("sequence")
+    mask: MaskSpec = options["mask"]
+    shape = AttentionShape(
+        q.shape[1], k.shape[1], q.shape[3], v.shape[3], batch=q.shape[0], dtype_bytes=q.element_size(),
+        causal=mask.kind != "bidirectional", window=mask.size,
+    )  # fmt: skip
+    stored = 2.0 * (k.nbytes + v.nbytes)
+    items: list[Item] = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
+    if given.is_decode:
+        return items + _behind_prompt(shape, q.shape[2], options, given, plan, ranks)
+    if plan is not None and plan.ranks > 1:
+        return items + _over_ranks(shape, plan, given.tokens, ranks[1])
+    tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
+    if options.get("bias") is None and (mask.size is None or mask.size >= tokens):
+        return items + _kernels(shape, float(visible_pairs(shape, tokens)), tokens, tokens, options, read)
+    # a kernel that is given a mask computes what it hides, too
+    every = float(tokens * tokens)
+    masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
+    return items + masks + _kernels(shape, every, tokens, tokens, options, read + every)
+
+
+def _kernels(
+    shape: AttentionShape, pairs: float, queries: int, keys: int, options: Mapping[str, Any], read: float
+) -> list[Item]:
+    """Attention of `pairs` of a query and a key (per head and sequence) that reads `read` bytes."""
+    size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
+    out = float(rows * queries * shape.value_dim * size)
+    flops = 2.0 * pairs * rows * (shape.head_dim + shape.value_dim)
+    if options.get("softcap") is None and options.get("sinks") is None:
+        return [Kernel("attention", "attention", read + out, flops, rows=queries, batches=rows)]
+    # no fused kernel: scores are written, capped, masked, exponentiated in fp32 and read again
+    scores = float(rows * queries * keys)
+    head, value = shape.head_dim, shape.value_dim
+    return [
+        Kernel("scores", "product", read + scores * size, 2.0 * scores * head, 0, rows, queries, keys, head),
+        Kernel("softmax", "glue", scores * (4 * size + 8)),
+        Kernel("values", "product", scores * size + out, 2.0 * scores * value, 0, rows, queries, value, keys),
+    ]
+
+
+def _behind_prompt(
+    shape: AttentionShape,
+    queries: int,
+    options: Mapping[str, Any],
+    given: ForwardPass,
+    plan: SequencePlan | None,
+    ranks: tuple[int, int],
+) -> list[Item]:
+    """New tokens over the static cache, of which each rank of "sp" holds a part; the parts of the result are gathered
+    and merged."""
+    across = plan.ranks if plan is not None else 1
+    keys = -(-min(given.keys, shape.window or given.keys) // across)
+    size = shape.dtype_bytes
+    read = float(shape.batch * keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * size)
+    read += shape.batch * queries * shape.q_heads * shape.head_dim * size
+    small = float(shape.batch * keys)
+    items: list[Item] = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
+    items += _kernels(shape, float(queries * keys), queries, keys, options, read)
+    if across > 1:
+        rows = shape.batch * shape.q_heads * queries
+        nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across
+        group = tuple(range(0, across * ranks[1], ranks[1]))
+        items.append(Exchange("all_gather", "sp", nbytes, group, "parts of attention"))
+        items.append(Kernel("merge", "glue", 2.0 * nbytes))
+    return items
+
+
+def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int) -> list[Item]:
+    """Whole sequences whose tokens lie on ranks: the planned messages between the kernels, as `sequence_costs` orders
+    them. In overlapped plans a message is behind the tile that runs meanwhile."""
+    sent = [m for m in messages(plan, shape, tokens, slowest(plan)) if not m.backward]
+    pairs = visible_pairs(shape, tokens) / plan.ranks
+    calls = max(1, kernel_calls(plan, shape))
+    size, local = shape.dtype_bytes, -(-tokens // plan.ranks)
+    widths = shape.head_dim + shape.value_dim
+    rows = shape.batch * shape.q_heads
+    moved = 2.0 * shape.batch * local * (shape.q_heads + shape.kv_heads) * widths * size
+    flops = 2.0 * pairs * rows * widths
+    tile = Kernel("attention", "attention", moved / calls, flops / calls, rows=local, batches=rows)
+    if not (plan.overlap or plan.kind == "ring"):
+        before = [_exchange(m, plan, tp) for m in sent if not m.results]
+        after = [_exchange(m, plan, tp) for m in sent if m.results]
+        return [*before, *[tile] * calls, *after]
+    return _overlapped(sent, plan, tp, tile, calls)
+
+
+def _overlapped(sent: list[Message], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
+    """Blocks of keys (and, in a grid, of queries) travel one by one, each behind the tiles of the block before."""
+    outside = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and not m.results]
+    home = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and m.results]
+    blocks: list[Exchange] = []
+    for message in (m for m in sent if m.axis in ("column", "row") and not m.results):
+        one = message.nbytes // message.peers
+        pair = _ranks(message, plan, tp)[:2]
+        blocks += [Exchange("send", "sp", one, pair, message.name)] * message.peers
+    results = [_exchange(m, plan, tp) for m in sent if m.axis in ("column", "row") and m.results]
+    items: list[Item] = list(outside)
+    left = calls
+    for i, block in enumerate(blocks):
+        here = max(1, round(left / (len(blocks) - i + 1))) if left > 1 else 0
+        left -= here
+        items.append(Exchange(block.kind, block.axis, block.nbytes, block.ranks, block.name, behind=here))
+        items += [tile] * here
+    return [*items, *[tile] * left, *results, *home]
+
+
+def _exchange(message: Message, plan: SequencePlan, tp: int) -> Exchange:
+    """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
+    ranks = _ranks(message, plan, tp)
+    whole = message.nbytes * (message.peers + 1) // message.peers
+    if message.axis == "plane":
+        return Exchange("send", "sp", message.nbytes, ranks[:2], message.name)
+    if message.axis == "heads" or message.results:
+        return Exchange("all_to_all", "sp", whole, ranks, message.name)
+    return Exchange("all_gather", "sp", whole, ranks, message.name)
+
+
+def _ranks(message: Message, plan: SequencePlan, tp: int) -> tuple[int, ...]:
+    """The first rank's group: those of a column are neighbours, then of a row, then those that exchange heads, each
+    `tp` apart (`runtime.attention.grid`)."""
+    heads, rows, columns = plan.grid
+    size, stride = {
+        "column": (rows, 1),
+        "row": (columns, rows),
+        "plane": (rows * columns, 1),
+        "heads": (heads, rows * columns),
+    }[message.axis]
+    return tuple(range(0, size * stride * tp, stride * tp))

@@ -1,0 +1,209 @@
+"""A comparison as tables for the terminal; on a narrow one as a list per recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from rewriter.common.numbers import duration, percent, rate, size, times
+from rewriter.predict.results import Comparison, Phase, Point, Prediction
+
+COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
+DROPPED = ("memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
+MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
+PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
+LEGEND = (
+    "Per token: one decode step (TPOT). Exposed: of it, waiting for communication. Tokens/s: of a whole generation, "
+    "prefill included. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `rewrite predict` prints; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
+
+    comparison: Comparison
+    pareto: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self.comparison
+        yield _header(found)
+        if found.modelled:
+            yield Text(MODELLED, style="bold yellow")
+        yield Text()
+        table = _fitting(_recipes, COLUMNS, DROPPED, found.predictions, console, options)
+        if table is not None:
+            yield table
+            yield Text(LEGEND, style="dim")
+            yield Text()
+            if (passes := _fitting(_time, PASSES, ("launching",), found.predictions, console, options)) is not None:
+                yield passes
+        else:
+            for prediction in found.predictions:
+                yield _card(prediction)
+        if self.pareto:
+            yield Text()
+            yield _pareto(found.pareto)
+        said = list(_said(found))
+        if said:
+            yield Text()
+            yield Text("\n".join(said))
+
+
+def cells(p: Prediction) -> dict[str, str]:
+    """What stands in each of COLUMNS, and in the page's table too."""
+    exposed = p.exposed_communication_seconds_per_token
+    return {
+        "prefill": duration(p.prefill.seconds),
+        "per token": duration(p.seconds_per_token),
+        "tokens/s": rate(p.tokens_per_second),
+        "exposed": duration(exposed),
+        "share": percent(exposed, p.seconds_per_token),
+        "speedup": times(p.speedup),
+        "break-even": break_even(p.break_even_seconds, p.break_even_note),
+        "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
+    }
+
+
+def break_even(seconds: float | None, note: str | None) -> str:
+    """The duration of an all-reduce, or the words that stand for there being none, up to their explanation."""
+    return duration(seconds) if seconds is not None else re.split("[:,]", note or "–")[0]
+
+
+def parts(phase: Phase) -> dict[str, float]:
+    """Seconds of a phase by what the compute stream does in them."""
+    return {"computing": phase.compute_seconds, "waiting": phase.exposed_seconds, "launching": phase.host_seconds}
+
+
+def setting(comparison: Comparison) -> str:
+    """The job in words: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
+    if not comparison.predictions:
+        return ""
+    p = comparison.predictions[0]
+    ranks = f"tp {p.tp}" + (f" × sp {p.sp}" if p.sp > 1 else "")
+    nodes = f" on {p.nodes} nodes" if p.nodes > 1 else ""
+    how = "graphed" if p.graphed else "eager"
+    return f"{ranks}{nodes}, batch {p.batch}, {p.prompt:,} + {p.generate:,} tokens, {how}"
+
+
+def model_name(comparison: Comparison) -> str:
+    """A hub id, or the last part of a path; of a bare config.json, with its directory."""
+    parts = Path(comparison.model).parts
+    if len(parts) <= 2 and not Path(comparison.model).is_absolute():
+        return comparison.model
+    return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
+
+
+def _header(found: Comparison) -> Text:
+    header = Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+    if found.what_if:
+        header.append(f"\nwhat if: {', '.join(found.what_if)}")
+    return header
+
+
+def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, header_style="dim", overflow="fold", max_width=28)
+    for column in columns:
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    return table
+
+
+def _fitting(
+    make: Callable[[Sequence[Prediction], Sequence[str]], Table],
+    columns: Sequence[str],
+    dropped: Sequence[str],
+    predictions: Sequence[Prediction],
+    console: Console,
+    options: ConsoleOptions,
+) -> Table | None:
+    """The table with as many columns as there is room for, dropping `dropped` one by one; None where none is enough."""
+    for count in range(len(dropped) + 1):
+        table = make(predictions, [column for column in columns if column not in dropped[:count]])
+        if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
+            return table
+    return None
+
+
+def _recipes(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
+    table = _table(None, "recipe", columns)
+    for p in predictions:
+        shown = cells(p)
+        table.add_row(_name(p), *(escape(shown[column]) for column in columns), style="" if p.fits else "dim")
+    return table
+
+
+def _name(p: Prediction) -> str:
+    return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
+
+
+def _time(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
+    table = _table("One pass of one rank", "recipe", columns)
+    table.columns[1].justify = "left"
+    for p in predictions:
+        name = escape(p.recipe)
+        for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
+            spent = {"time": phase.seconds, **parts(phase), "communicating": phase.communication_seconds}
+            shown = {"pass": which, **{what: duration(seconds) for what, seconds in spent.items()}}
+            table.add_row(name, *(shown[column] for column in columns))
+            name = ""
+    return table
+
+
+def _card(p: Prediction) -> Table:
+    """One recipe below its name, for narrow terminals."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(style="dim", overflow="fold")
+    table.add_column(overflow="fold")
+    table.title, table.title_justify, table.title_style = _name(p), "left", "bold"
+    for column, cell in cells(p).items():
+        table.add_row(column, escape(cell))
+    return table
+
+
+def _pareto(found: Mapping[str, Sequence[Point]]) -> Table:
+    """The points that no other of their recipe beats in both; the page and JSON have all."""
+    columns = ("tp", "batch", "per token", "tokens/s per GPU")
+    table = _table("Best TP degrees and batches", "recipe", columns)
+    for recipe, points in found.items():
+        name = escape(recipe)
+        for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
+            speed = rate(q.tokens_per_second_per_gpu)
+            table.add_row(name, degree(q), f"{q.batch:,}", duration(q.seconds_per_token), speed)
+            name = ""
+        if name:
+            table.add_row(name, *("–" for _ in columns))
+    return table
+
+
+def degree(q: Point) -> str:
+    """The ranks of a point: "8", and "4 × sp 2" where some share tokens."""
+    return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
+
+
+def _said(found: Comparison) -> Iterable[str]:
+    """What must be known beyond the numbers. A note that several recipes share is said once."""
+    if lacking := [p.recipe for p in found.predictions if not p.fits]:
+        yield f"! More than a device's memory: {', '.join(lacking)}."
+    for note, recipes in shared_notes(found.predictions):
+        whose = "" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: "
+        yield f"{whose}{note}"
+    for entry in found.skipped:
+        yield f"{entry.recipe}: not predicted. {entry.reason}"
+
+
+def shared_notes(predictions: Sequence[Prediction]) -> list[tuple[str, list[str]]]:
+    """Notes, each with the recipes that it is of, in order of appearance."""
+    by_note: dict[str, list[str]] = {}
+    for p in predictions:
+        for note in p.notes:
+            by_note.setdefault(note, []).append(p.recipe)
+    return list(by_note.items())

@@ -1,0 +1,204 @@
+"""A prediction whose computing is measured: one rank's shard runs for real, its peers are emulated.
+
+The emitted runtime module runs twice: with the fabric's delays, and with none. The second is what a rank computes and
+launches; what the first takes longer is exposed communication.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import size
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.predict.forward import model_dtype
+from rewriter.predict.rank_launcher import Seconds, run, slowest
+from rewriter.predict.rank_worker import Spec, Variant
+from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds
+from rewriter.weights import Checkpoint, ShardPlan, write_shards
+
+if TYPE_CHECKING:
+    from rewriter.ir import Program
+
+REPETITIONS = 5
+TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may take long on a CPU
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run: `batch` prompts of `prompt` tokens, `generate` new ones each, on `ranks` in all. `graphed`: compiled
+    and replayed from CUDA graphs, on GPUs; on CPUs there are none."""
+
+    ranks: int
+    batch: int
+    prompt: int
+    generate: int
+    graphed: bool
+
+    @property
+    def past(self) -> int:
+        """Tokens before the decode step that is measured: the mean of a generation."""
+        return self.prompt + self.generate // 2
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """The rest of the world: a fabric by name or file, whose library's collectives, and changes to their delays."""
+
+    fabric: str
+    what_if: tuple[str, ...] = ()
+    library: str | None = None
+
+
+def classes(program: Program) -> tuple[int, ...]:
+    """One rank of each kind. Tensor-parallel ranks have equal shards; ranks that share tokens see other parts of a
+    causal mask, by their place in the grid's rows and columns."""
+    plan = sequence_plan(program)
+    if plan is None:
+        return (0,)
+    _, rows, columns = plan.grid
+    return tuple(place * program.mesh.get("tp", 1) for place in range(rows * columns))
+
+
+def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]) -> Variant:
+    """Write a program's module, and from its checkpoint, if it has one, the shards of these tensor-parallel ranks."""
+    directory.mkdir(parents=True)
+    module = directory / "module.py"
+    module.write_text(emit_runtime_module(program), encoding="utf-8")
+    weights: dict[str, str] = {}
+    if program.source.path is not None:
+        plans = [
+            ShardPlan(
+                directory / f"rank-{rank}.safetensors",
+                {name: (spec.on_rank(rank), None) for name, spec in program.parameters.items()},
+                {"format": "pt"},
+            )
+            for rank in ranks
+        ]
+        write_shards(Checkpoint.open(Path(program.source.path)), plans)
+        weights = {str(rank): str(plan.path) for rank, plan in zip(ranks, plans, strict=True)}
+    plan = sequence_plan(program)
+    dtype = str(model_dtype(program)).removeprefix("torch.")
+    grid = None if plan is None else plan.grid
+    return Variant(recipe, str(module), weights, dtype, program.mesh.get("tp", 1), grid)
+
+
+def device() -> str:
+    """The device at hand."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def spec(variants: Sequence[Variant], job: Job, where: str, emulation: Emulation | None, cores: Sequence[int]) -> Spec:
+    """What ranks are asked; all of them are real without `emulation`."""
+    values = None
+    if emulation is not None:
+        values = {
+            "world_size": job.ranks, "fabric": emulation.fabric, "what_if": list(emulation.what_if),
+            "graphed": job.graphed and where == "cuda",
+            **({} if emulation.library is None else {"library": emulation.library}),
+        }  # fmt: skip
+    return Spec(
+        tuple(variants), job.ranks, job.batch, job.prompt, job.past, job.prompt + job.generate, where, store="",
+        emulation=values, silent=False, graphed=job.graphed, cores=tuple(cores), repetitions=REPETITIONS,
+    )  # fmt: skip
+
+
+def emulated(found: Spec, rank: int) -> dict[str, Seconds]:
+    """One rank for real, in an emulated world."""
+    assert found.emulation is not None
+    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank], TIMEOUT)
+
+
+def measure(
+    programs: Sequence[tuple[str, Program]], predicted: Comparison, job: Job, emulation: Emulation
+) -> Comparison:
+    """`predicted` with passes as a real rank measures them, for recipes by name and their programs.
+
+    Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
+    memory lacks, and with the reason of a rank that fails.
+    """
+    where = device()
+    by_name = dict(programs)
+    measured: dict[str, Seconds] = {}
+    for p in predicted.predictions:
+        program = by_name[p.recipe]
+        require_memory(p, where)
+        with tempfile.TemporaryDirectory(prefix="rewriter-predict-") as scratch:
+            ranks = classes(program)
+            shards = sorted({rank % program.mesh.get("tp", 1) for rank in ranks})
+            made = variant(program, p.recipe, Path(scratch, "rank"), shards)
+            asked = replace(spec([made], job, where, emulation, cores(1, where)), silent=True)
+            measured[p.recipe] = slowest([emulated(asked, rank)[p.recipe] for rank in ranks])
+    return with_measured(predicted, measured, where)
+
+
+def with_measured(predicted: Comparison, measured: Mapping[str, Seconds], where: str) -> Comparison:
+    """The comparison with these seconds of each recipe's passes, the silent ones among them."""
+    found: list[Prediction] = []
+    for p in predicted.predictions:
+        passes = measured[p.recipe]
+        assert passes.silent_prefill is not None
+        assert passes.silent_decode is not None
+        prefill = _phase(p.prefill, passes.prefill, passes.silent_prefill)
+        decode = _phase(p.decode, passes.decode, passes.silent_decode)
+        tokens = p.batch * p.generate / generation_seconds(prefill, decode, p.generate)
+        note = (
+            f"Passes are those of one real rank on this machine's {where}; {p.fabric} gives delays only. Computing is "
+            "a pass whose collectives take no time; the rest is waiting."
+        )
+        found.append(
+            replace(
+                p, prefill=prefill, decode=decode, tokens_per_second=tokens,
+                speedup=tokens / found[0].tokens_per_second if found else 1.0, break_even_seconds=None,
+                break_even_note="not measured", break_even_prefill_seconds=None,
+                break_even_prefill_note="not measured", notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
+            )
+        )  # fmt: skip
+    return replace(predicted, predictions=tuple(found), pareto={})
+
+
+def _phase(phase: Phase, seconds: float, silent: float) -> Phase:
+    computing = min(seconds, silent)
+    return replace(
+        phase, seconds=seconds, compute_seconds=computing, exposed_seconds=seconds - computing, host_seconds=0.0,
+        exposed_by_layer={}, spans=(),
+    )  # fmt: skip
+
+
+def cores(ranks: int, where: str) -> tuple[int, ...]:
+    """A core of its own for each rank that computes on the CPU, where this process may use so many; else none."""
+    if where != "cpu" or not hasattr(os, "sched_getaffinity"):
+        return ()
+    usable = sorted(os.sched_getaffinity(0))
+    return tuple(usable[:ranks]) if len(usable) >= ranks else ()
+
+
+def require_memory(p: Prediction, where: str) -> None:
+    """Refuse a shard that this machine cannot hold."""
+    needed, free = p.memory_bytes_per_rank, free_memory(where)
+    if free is not None and needed > free:
+        raise RewriterError(
+            f"--measure: a rank of {p.recipe} needs {size(needed)}, but this machine's {where} has {size(free)} free. "
+            "Use more ranks, or predict without running one"
+        )
+
+
+def free_memory(where: str) -> int | None:
+    """Bytes; None where the system does not say."""
+    if where == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,246 @@
+"""A module of a program on meta tensors: which kernels it runs, and what they compute and move.
+
+It is run as it stands, with a rank's own shapes, so that whatever can be emitted can be counted. A value is known by
+its storage: views move nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.ir import Body, Leaf, Module, Opaque, args_of
+from rewriter.predict.attention_cost import attention_items
+from rewriter.predict.expert_cost import experts_items
+from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel, Operation, as_launched, fused
+
+aten = torch.ops.aten
+_GATHERING = frozenset(
+    {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor, ops.vocab_embedding}
+)  # they read as much as they write, not the whole table
+_PRODUCTS: Mapping[Any, tuple[int, int]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.matmul.default: (0, 1),
+    aten.linear.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+}
+
+
+class ModuleRun:
+    """Runs one module, or one operator of the wiring. `mesh`: sizes of the axes that the rank is part of."""
+
+    def __init__(self, given: ForwardPass, dtype: torch.dtype, mesh: Mapping[str, int]) -> None:
+        self.given, self.dtype, self.mesh = given, dtype, mesh
+        self.operations: list[Operation] = []
+        self.weights: set[Hashable] = set()
+        self.biased = False  # whether attention had a position bias
+        self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
+
+    def items(self, value: Any) -> tuple[Item, ...]:
+        """What has run, as kernels; `value` is what comes out."""
+        if not self.given.fused:
+            return tuple(as_launched(self.operations))
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        results: frozenset[Hashable] = frozenset(_storage(t) for t in tensors if isinstance(t, torch.Tensor))
+        return tuple(fused(self.operations, results))
+
+    def module(self, module: Module, path: str, inputs: Sequence[Any]) -> Any:
+        if isinstance(module, Leaf):
+            return self._leaf(module, path.rpartition(".")[2], inputs[0])
+        if isinstance(module, Opaque):
+            raise ValueError(module.reason)
+        env: dict[fx.Node, Any] = {}
+        remaining = iter(inputs)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining, None)
+            elif node.op == "get_attr":
+                env[node] = self._attribute(module, str(node.target))
+            elif node.op == "call_module":
+                inner = module.modules[str(node.target)]
+                env[node] = self.module(inner, str(node.target), [env[a] for a in node.all_input_nodes])
+            elif node.target is ops.all_gather:
+                env[node] = self._gathered(*fx.map_arg(node.args, env.__getitem__))
+            elif node.op == "output":
+                result = args_of(node)[0]
+                return env[result] if isinstance(result, fx.Node) else tuple(env[n] for n in result)
+            else:
+                env[node] = self.operation(node, env)
+            self.alive.append(env[node])
+        raise ValueError("a graph without output")
+
+    def _attribute(self, body: Body, name: str) -> torch.Tensor:
+        if name in body.buffers:
+            return torch.empty_like(body.buffers[name], device="meta")
+        shape = body.parameters[name]
+        stored = body.stored.get(name)
+        return self._weight(shape, stored or self.dtype)
+
+    def _weight(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        weight = torch.empty(tuple(shape), dtype=dtype or self.dtype)
+        self.weights.add(_storage(weight))
+        self.alive.append(weight)
+        return weight
+
+    def _leaf(self, leaf: Leaf, name: str, x: torch.Tensor) -> torch.Tensor:
+        if leaf.kind == "Dropout":
+            return x
+        weight = self._weight(leaf.parameters["weight"])
+        bias = self._weight(leaf.parameters["bias"]) if "bias" in leaf.parameters else None
+        if "Embedding" in leaf.kind:
+            out = torch.empty(*x.shape, weight.shape[1], dtype=self.dtype)
+            self._record(name, (x,), (out,))
+            return out
+        if leaf.kind == "LayerNorm":
+            out = torch.empty_like(x)
+            self._record(name, [t for t in (x, weight, bias) if t is not None], (out,))
+            return out
+        columns = weight.shape[0] if leaf.kind.endswith("Linear") else weight.shape[1]
+        out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype)
+        self._record(name, [t for t in (x, weight, bias) if t is not None], (out,), product=(x, out))
+        return out
+
+    def operation(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        args: Any = _on_meta(fx.map_arg(node.args, env.__getitem__))
+        kwargs: dict[str, Any] = dict(_on_meta(fx.map_arg(node.kwargs, env.__getitem__)))
+        target: Any = node.target
+        name = getattr(target, "__name__", str(target)).split(".")[0]
+        if target is ops.attention:
+            return self._attention(node, args, kwargs)
+        if target is ops.experts:
+            out = torch.empty_like(args[0])
+            items = experts_items(args, kwargs, self.given.fused)
+            self._record("experts", [a for a in args if isinstance(a, torch.Tensor)], (out,), items=items)
+            return out
+        if target in (ops.all_reduce, ops.all_reduce_start):
+            exchange = Exchange("all_reduce", args[1], args[0].nbytes, self._group(args[1]), "inside")
+            self._record("all_reduce", (args[0],), (out := args[0].clone(),), items=[exchange])
+            return out
+        if target is ops.vocab_embedding:
+            out = torch.empty(*args[0].shape, args[1].shape[1], dtype=self.dtype)
+            self._record(name, (args[0],), (out,))
+            return out
+        if target in (ops.all_gather, ops.repeat_shard):
+            ranks = self.mesh.get(args[1], 1)
+            out = torch.cat([args[0]] * ranks, dim=args[2])
+            self._record("cat", (args[0], out), (out,))
+            return out
+        if target is ops.own_shard:
+            return args[0].narrow(args[2], 0, args[0].shape[args[2]] // self.mesh.get(args[1], 1))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        if node.op == "call_method":
+            out = getattr(args[0], str(target))(*args[1:], **kwargs)
+        else:
+            out = target(*args, **kwargs)
+        out = _on_meta(out)
+        results = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
+        sources = [t for t in _tensors((args, kwargs)) if t.device.type == "meta"]
+        if not results or {_storage(t) for t in results} <= {_storage(t) for t in sources}:
+            return out  # a view, or a size
+        product = None
+        if target in _PRODUCTS:
+            first, _ = _PRODUCTS[target]
+            product = (args[first], results[0])
+        elif "conv" in name and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            product = (args[1][0].flatten(), results[0])
+        if target in _GATHERING:
+            self._record(name, [t for t in sources[1:] if t.dim()], results, also=sum(t.nbytes for t in results))
+        else:
+            self._record(name, sources, results, product=product)
+        return out
+
+    def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """Shards that are gathered inside a module, and laid one after the other."""
+        ranks = self.mesh.get(axis, 1)
+        arrived = x.clone()
+        exchange = Exchange("all_gather", axis, x.nbytes * ranks, self._group(axis), "inside")
+        self._record("all_gather", (x,), (arrived,), items=[exchange])
+        out = torch.cat([arrived] * ranks, dim=dim)
+        self._record("cat", (arrived, out), (out,))
+        return out
+
+    def _group(self, axis: str) -> tuple[int, ...]:
+        """The first rank's group: those of "tp" are neighbours."""
+        size = self.mesh.get(axis, 1)
+        stride = self.mesh.get("tp", 1) if axis == "sp" else 1
+        return tuple(range(0, size * stride, stride))
+
+    def _attention(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        q, k, v = args[:3]
+        self.biased = self.biased or kwargs.get("bias") is not None
+        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+        ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
+        items = attention_items(q, k, v, kwargs, self.given, ranks)
+        self._record("attention", [q, k, v], (out,), items=items)
+        return out
+
+    def _record(
+        self,
+        name: str,
+        sources: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        *,
+        product: tuple[torch.Tensor, torch.Tensor] | None = None,
+        items: Sequence[Item] = (),
+        also: int = 0,
+    ) -> None:
+        """One operator; `product` gives the operand whose last dimension is summed over, and the result."""
+        reads: dict[Hashable, int] = {_storage(t): _extent(t) for t in sources}
+        if also:
+            reads[object()] = also
+        writes: dict[Hashable, int] = {_storage(t): _extent(t) for t in results}
+        weights = frozenset(self.weights & set(reads))
+        self.alive += [*sources, *results]
+        if product is not None:
+            x, out = product
+            depth, columns = x.shape[-1], out.shape[-1]
+            batches = out.shape[0] if out.dim() > 2 and not weights else 1
+            kernel = Kernel(
+                name,
+                "product",
+                sum(reads.values()) + sum(writes.values()),
+                2.0 * out.numel() * depth,
+                sum(reads[s] for s in weights),
+                batches,
+                max(1, out.numel() // max(1, columns * batches)),
+                columns,
+                depth,
+            )
+            items = [kernel]
+        self.operations.append(Operation(name, reads, writes, tuple(items), weights))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor: an expanded one reads no more than it has."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _on_meta(tree: Any) -> Any:
+    """The same tree without data: constants of the source may lie elsewhere."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.device.type == "meta" else torch.empty_like(tree, device="meta")
+    if isinstance(tree, Mapping):
+        return {key: _on_meta(value) for key, value in tree.items()}
+    return type(tree)(map(_on_meta, tree)) if type(tree) in (tuple, list) else tree
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [t for branch in tree for t in _tensors(branch)]

@@ -1,0 +1,264 @@
+"""What a real rank runs, under gloo, NCCL or the emulated backend: emitted modules, whose passes are timed.
+
+    python -m rewriter.predict.rank_worker SPEC.json RANK RESULT.json
+
+Prefill of prompts, and decode steps behind so many tokens as a generation has in the mean; see `Spec`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rewriter.fabric import Call, Delay
+from rewriter.runtime.attention.mesh import sequence_mesh
+from rewriter.runtime.compiled import compile_segments
+from rewriter.runtime.context import Context
+from rewriter.runtime.generate import make_cache, positions
+from rewriter.runtime.load import build, fill
+
+STEPS = 8  # decode steps timed together
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One recipe's module. `weights`: by rank the safetensors file; a rank that has none gets random ones of `dtype`.
+    `tp`: ranks that share heads and channels; `grid`: (heads, rows, columns) of those that share tokens."""
+
+    recipe: str
+    module: str
+    weights: dict[str, str]
+    dtype: str
+    tp: int
+    grid: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rank of `world` is asked.
+
+    `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: where real ranks meet,
+    the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
+    `silent`: each module is measured once more with emulated collectives that take no time. `cores`: the CPU core of
+    each rank, none for free choice. `repetitions`: of each pass at least, after two that warm up. `largest`: where it
+    is not 0, collectives of up to so many bytes are measured instead, and with `messages` messages between ranks; the
+    result is a fabric's YAML.
+    """
+
+    variants: tuple[Variant, ...]
+    world: int
+    batch: int
+    prompt: int
+    past: int
+    length: int
+    device: str
+    store: str
+    emulation: dict[str, Any] | None
+    silent: bool
+    graphed: bool
+    cores: tuple[int, ...]
+    repetitions: int
+    largest: int = 0
+    messages: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        values = json.loads(text)
+        variants = tuple(
+            Variant(**{**v, "grid": None if v["grid"] is None else tuple(v["grid"])}) for v in values["variants"]
+        )
+        return cls(**{**values, "variants": variants, "cores": tuple(values["cores"])})
+
+
+class Silent:
+    """A model of delays in which nothing takes any time: what is left is computing and launching."""
+
+    def delay(self, call: Call) -> Delay:
+        return Delay(0.0, 0.0, ())
+
+
+def main(arguments: list[str]) -> int:
+    spec_path, rank_text, result_path = arguments
+    spec, rank = Spec.from_json(Path(spec_path).read_text()), int(rank_text)
+    if spec.cores:
+        os.sched_setaffinity(0, {spec.cores[rank % len(spec.cores)]})  # before any thread: gloo's own inherit it
+        torch.set_num_threads(1)
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    found: dict[str, Any] = {v.recipe: _passes(spec, v, rank, device) for v in spec.variants}
+    if spec.largest:
+        found = _calibrated(spec, rank, device)
+    partial = Path(result_path + ".partial")
+    partial.write_text(json.dumps(found))
+    partial.replace(result_path)
+    return 0
+
+
+def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
+    from rewriter.predict.calibration import COLLECTIVES, KINDS, calibrated
+
+    _join(spec, 0, rank, device, silent=False)
+    try:
+        kinds = KINDS if spec.messages else COLLECTIVES
+        text, taken = calibrated(Path("this-machine.yaml"), spec.largest, kinds=kinds)
+        return {"fabric": text, "taken": taken}
+    finally:
+        dist.destroy_process_group()
+
+
+def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each "prefill" and of each "decode" step, and of each "silent prefill" and "silent decode"."""
+    found: dict[str, list[float]] = {}
+    for silent in (False, True) if spec.silent else (False,):
+        _join(spec, spec.variants.index(variant), rank, device, silent)
+        try:
+            timed = _measure(spec, variant, rank, device)
+        finally:
+            dist.destroy_process_group()
+        found |= {f"silent {kind}" if silent else kind: seconds for kind, seconds in timed.items()}
+    return found
+
+
+def _join(spec: Spec, meeting: int, rank: int, device: torch.device, silent: bool) -> None:
+    """A process group; real ranks of each `meeting` meet in a file of its own."""
+    if spec.emulation is not None:
+        from rewriter.emulation import EmulationConfig
+
+        options: Any = Silent() if silent else EmulationConfig.of(**spec.emulation)
+        dist.init_process_group("emulated", rank=rank, world_size=spec.world, store=HashStore(), pg_options=options)
+        return
+    store = FileStore(f"{spec.store}-{meeting}", spec.world)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", rank=rank, world_size=spec.world, store=store, device_id=device)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=spec.world, store=store)
+
+
+@torch.inference_mode()
+def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each prefill, and of a step in each run of decode steps."""
+    model = _model(spec, variant, rank, device)
+    weight = next(model.parameters())
+    ids = torch.zeros(spec.batch, spec.prompt, dtype=torch.int64, device=device)
+    where = positions(spec.prompt, None, spec.batch, device)
+    cache = make_cache(model, spec.batch, max(spec.length, spec.past + STEPS), weight)
+
+    def prefill() -> Tensor:
+        logits: Tensor = model(ids, where, Context(cache=cache), logits_to_keep=1)
+        return logits
+
+    token = ids[:, :1]
+    places = torch.arange(spec.past, spec.past + STEPS, device=device)
+    at = places[:1].clone()
+
+    def step() -> Tensor:
+        logits: Tensor = model(token, at.expand(spec.batch, 1), Context(cache, at[0]))
+        return logits
+
+    graphed = spec.graphed and device.type == "cuda"
+    if graphed:
+        compile_segments(model)
+    first = _timed(_captured(prefill, device) if graphed else prefill, device)
+    run = _captured(step, device) if graphed else step
+
+    def steps() -> None:
+        for place in range(STEPS):
+            at.copy_(places[place : place + 1])
+            run()
+
+    decoded = _timed(steps, device)
+    first(), decoded()
+    found: dict[str, list[float]] = {"prefill": [], "decode": []}
+    for _ in range(_repetitions(spec.repetitions, first() + decoded(), device)):
+        found["prefill"].append(first())
+        found["decode"].append(decoded() / STEPS)
+    dist.barrier()
+    return found
+
+
+def _repetitions(fewest: int, seconds: float, device: torch.device) -> int:
+    """How often passes that take so long are timed, the same on all ranks: for a second, within limits."""
+    longest = torch.tensor([seconds], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return max(fewest, min(10 * fewest, round(1 / float(longest))))
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """`run`, begun by all ranks together; it returns its seconds."""
+
+    def timed() -> float:
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    return timed
+
+
+def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
+    """A pass as a CUDA graph, captured after it has warmed up on a stream of its own."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.Module:
+    model = build(Path(variant.module), "Model", _mesh(spec, variant, device))
+    shard = variant.weights.get(str(rank % variant.tp))
+    if shard is None:
+        _randomize(model, device, getattr(torch, variant.dtype))
+    else:
+        fill(model, Path(shard), device=device)
+    return model.eval()
+
+
+def _mesh(spec: Spec, variant: Variant, device: torch.device) -> DeviceMesh:
+    if variant.grid is not None:
+        return sequence_mesh(device.type, variant.grid, tensor_parallel=variant.tp)
+    return init_device_mesh(device.type, (spec.world,), mesh_dim_names=("tp",))
+
+
+def _randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Weights that keep activations finite. Not zeros: chips compute those faster than a model's."""
+    torch.manual_seed(0)
+    made: dict[int, nn.Parameter] = {}  # a tied weight stays one
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02)
+                made[id(parameter)] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

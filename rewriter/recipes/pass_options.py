@@ -1,0 +1,77 @@
+"""From names and options to pass instances: an option is a typed field of the pass's dataclass, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import Problem
+from rewriter.passes import selection
+from rewriter.recipes.pass_spec import PassSpec
+
+Where = Callable[[int, str | None], Problem]
+"""Line and name of an option (or of the pass itself, where the option is None) of the pass at an index."""
+
+
+def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where) -> tuple[list[Any], list[Problem]]:
+    """The passes that `specs` name, and every fault found on the way. The list is complete where there is no fault."""
+    built: list[Any] = []
+    problems: list[Problem] = []
+    for index, spec in enumerate(specs):
+        found = known.get(spec.pass_name)
+        if found is None:
+            place = where(index, None)
+            problems.append(
+                Problem(place.line, f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}")
+            )
+            continue
+        options, faults = _options(found, spec, index, where)
+        problems += faults
+        if faults:
+            continue
+        try:
+            built.append(found(**options))
+        except (RewriterError, ValueError) as error:
+            place = where(index, None)
+            problems.append(Problem(place.line, f"{place.message}: {error}"))
+    return built, problems
+
+
+def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple[dict[str, Any], list[Problem]]:
+    fields = {field.name: field for field in dataclasses.fields(pass_type) if field.init}
+    hints = get_type_hints(pass_type, include_extras=True)
+    options: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in spec.options.items():
+        place = where(index, name)
+        if name not in fields:
+            known = did_you_mean(name, fields, what=f"options of {spec.pass_name}")
+            problems.append(Problem(place.line, f"{place.message}: unknown option {name!r}. {known}"))
+            continue
+        try:
+            if name == "layers":
+                selection.check(value)
+            options[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError:
+            problems.append(
+                Problem(place.line, f"{place.message}: expected {_readable(hints[name])}, not {value!r:.60}.")
+            )
+        except RewriterError as error:
+            problems.append(Problem(place.line, f"{place.message}: {str(error).removeprefix('layers: ')}"))
+    for name, field in fields.items():
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and name not in spec.options:
+            place = where(index, None)
+            problems.append(
+                Problem(place.line, f"{place.message}: option {name} ({_readable(hints[name])}) is missing.")
+            )
+    return options, problems
+
+
+def _readable(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

@@ -1,0 +1,204 @@
+"""What a recipe holds, and the `Recipe` that the API and the CLI pass around."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.suggestions import did_you_mean
+from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
+from rewriter.recipes import catalogue
+from rewriter.recipes.pass_spec import PassSpec, Strict
+from rewriter.recipes.recipe_errors import explain, report
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class AdaptationData(Strict):
+    """The data of the suggested fine-tuning."""
+
+    dataset: Text
+    tokens: Positive | None = None
+
+
+class Adaptation(Strict):
+    """The fine-tuning that the paper used, or that we suggest, after an approximating recipe."""
+
+    optimizer: Literal["adamw"]
+    learning_rate: Positive
+    warmup_steps: Annotated[int, Field(ge=0)]
+    schedule: Literal["constant", "cosine", "linear"]
+    batch_size: Count
+    epochs: Positive
+    data: AdaptationData
+
+
+class Recipe(Strict):
+    """A named list of passes with their options.
+
+    `Recipe.load("ladder")` reads a shipped recipe, `Recipe.load("mine.yaml")` a file. Every fault of a file is raised
+    at once, as one RewriterError with line numbers.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
+    summary: Text
+    paper: Text
+    passes: Annotated[tuple[PassSpec, ...], Field(min_length=1)]
+    adapt: Adaptation | None = None
+
+    _source: str = PrivateAttr("")
+    _document: Document = PrivateAttr(default_factory=Document)
+    _overrides: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
+        """A shipped recipe by name, or a file ending in .yaml. Does not import torch unless there are faults to list.
+
+        Raises RewriterError: no such recipe (with the nearest name), or all faults of the file.
+        """
+        path = catalogue.find(name_or_path)
+        return cls.parse(read_file(path), source=os.fspath(name_or_path))
+
+    @classmethod
+    def parse(cls, text: str, source: str = "recipe") -> Self:
+        """A recipe from YAML text; `source` names it in messages."""
+        document = read(text)
+        problems = list(document.problems)
+        recipe: Self | None = None
+        try:
+            recipe = cls.model_validate(document.data)
+        except ValidationError as error:
+            if document.data is not None or not problems:
+                problems += [explain(document, detail, _keys) for detail in error.errors()]
+        if problems or recipe is None:
+            # The user will have to edit the file: say what its passes would refuse as well.
+            problems += _problems_of_readable_passes(document)
+            raise RewriterError(report(source, problems))
+        recipe._source, recipe._document = source, document
+        return recipe
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Self:
+        """A copy with options replaced: `{"ladder.layers": "last:20"}`. Strings are read as YAML scalars or lists.
+
+        Raises RewriterError for a key that is not PASS.OPTION or names a pass that the recipe does not have. Whether
+        the option exists and takes the value is found by `build`.
+        """
+        specs = list(self.passes)
+        for key, value in overrides.items():
+            index, option = self._target(key)
+            entry = {**specs[index].to_dict(), option: _override_value(key, value)}
+            try:
+                specs[index] = PassSpec.model_validate(entry)
+            except ValidationError as error:
+                detail = error.errors()[0]
+                raise RewriterError(f"--set {key}: {detail['msg']}, not {detail['input']!r:.60}.") from None
+        return self._with_passes(specs, overrides)
+
+    def with_options(self, index: int, options: Mapping[str, Any]) -> Self:
+        """A copy in which the pass at `index` has `options`, as they are, beside those that it has."""
+        spec = self.passes[index]
+        changed = spec.model_copy(update={"options": {**spec.options, **options}})
+        return self._with_passes([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
+
+    def _with_passes(self, specs: Sequence[PassSpec], overrides: Mapping[str, Any]) -> Self:
+        copy = self.model_copy(update={"passes": tuple(specs)})
+        copy._source, copy._document = self._source, self._document
+        copy._overrides = {**self._overrides, **overrides}
+        return copy
+
+    def build(self) -> list[Any]:
+        """The pass instances, in order. Imports the passes, and with them torch.
+
+        Raises RewriterError with every unknown pass, unknown option and value of the wrong type, each with its line.
+        """
+        from rewriter import passes
+        from rewriter.recipes.pass_options import instances
+
+        built, problems = instances(self.passes, passes.available(), self._where)
+        if problems:
+            raise RewriterError(report(self._source or self.name, problems))
+        return built
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data in the order of the file, as the manifest keeps it."""
+        found: dict[str, Any] = {"name": self.name, "summary": self.summary, "paper": self.paper}
+        found["passes"] = [spec.to_dict() for spec in self.passes]
+        if self.adapt is not None:
+            found["adapt"] = self.adapt.model_dump(exclude_none=True)
+        return found
+
+    def to_yaml(self) -> str:
+        """A recipe file that `Recipe.parse` reads back as this recipe, overrides included."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+
+    def _target(self, key: str) -> tuple[int, str]:
+        pass_name, dot, option = key.partition(".")
+        if not dot or option in ("", "pass"):
+            raise RewriterError(f"--set {key}: expected PASS.OPTION=VALUE, such as ladder.layers=last:20.")
+        names = [spec.pass_name for spec in self.passes]
+        if pass_name not in names:
+            has = did_you_mean(pass_name, names, what="it has")
+            raise RewriterError(f"--set {key}: recipe {self.name} has no pass {pass_name!r}. {has}")
+        if names.count(pass_name) > 1:
+            raise RewriterError(
+                f"--set {key}: recipe {self.name} has {names.count(pass_name)} {pass_name} passes. Edit a copy."
+            )
+        return names.index(pass_name), option
+
+    def _where(self, index: int, option: str | None) -> Problem:
+        """Where an option was written: the line of the file, or the override."""
+        key = f"{self.passes[index].pass_name}.{option}"
+        if key in self._overrides:
+            return Problem(0, f"--set {key}={self._overrides[key]}")
+        location: Location = ("passes", index) if option is None else ("passes", index, option)
+        return Problem(
+            self._document.line(location) if self._document.lines else 0, key if option else key.split(".")[0]
+        )
+
+
+_SECTIONS: dict[Location, type[BaseModel]] = {(): Recipe, ("adapt",): Adaptation, ("adapt", "data"): AdaptationData}
+
+
+def _keys(place: Location) -> list[str]:
+    section = _SECTIONS.get(place)
+    return list(section.model_fields) if section else []
+
+
+def _problems_of_readable_passes(document: Document) -> list[Problem]:
+    """Faults of those entries of the pass list that could be read although the file has other faults."""
+    entries = document.data.get("passes") if isinstance(document.data, dict) else None
+    specs: list[PassSpec] = []
+    places: list[int] = []
+    for index, entry in enumerate(entries if isinstance(entries, list) else []):
+        try:
+            specs.append(PassSpec.model_validate(entry))
+            places.append(index)
+        except ValidationError:
+            continue
+    if not specs:
+        return []
+    from rewriter import passes
+    from rewriter.recipes.pass_options import instances
+
+    def where(index: int, option: str | None) -> Problem:
+        name = specs[index].pass_name
+        location: Location = ("passes", places[index], *([option] if option else []))
+        return Problem(document.line(location), f"{name}.{option}" if option else name)
+
+    return instances(specs, passes.available(), where)[1]
+
+
+def _override_value(key: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    document = read(value)
+    if document.problems:
+        raise RewriterError(f"--set {key}={value}: {document.problems[0].message}")
+    return document.data

@@ -1,0 +1,120 @@
+"""`enter`: where a replicated value enters computation that differs per rank; its gradient is summed over the ranks.
+
+In backward the sum is started as soon as a rank's part of the gradient is there, and waited for as late as possible:
+whatever else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
+(Ladder Residual, arXiv 2501.06589, Alg. 1, read backwards): training hides its all-reduces as inference does. Where
+nothing else is ready, as in the standard wiring, the wait follows at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.distributed import ProcessGroup
+
+from rewriter.runtime.collective_log import observe
+
+
+class _Waits(threading.local):
+    """How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on
+    the thread of a device's backward."""
+
+    count = 0
+
+
+_waits = _Waits()
+
+
+class _Enter(Function):
+    """In one step: for parameters, and for torch.compile, whose graphs have an order of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum:
+    """The gradient's all-reduce of one backward pass, between the two functions below."""
+
+    __slots__ = ("work",)
+
+    def __init__(self) -> None:
+        self.work: Any = None
+
+
+class _Started(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _Sum) -> Tensor:
+        ctx.group, ctx.sum = group, sum
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # a new tensor: autograd may hand the same gradient to other branches
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        observe("gradient start", "enter", total, ctx.group)
+        ctx.sum.work = dist.all_reduce(total, group=ctx.group, async_op=True)
+        if torch.is_anomaly_enabled():  # which looks for NaN in what is still on its way
+            ctx.sum.work.wait()
+        return total, None, None
+
+
+class _Awaited(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _Sum) -> Tensor:
+        ctx.group, ctx.sum = group, sum
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        observe("gradient wait", "enter", gradient, ctx.group)
+        ctx.sum.work.wait()
+        ctx.sum.work = None
+        return gradient, None, None
+
+
+def _last_of_all(x: Tensor) -> None:
+    """Let backward come to the function that made `x` when nothing else is ready, before earlier ones of its kind.
+
+    Autograd runs, of all functions whose gradients are there, the one made last; for this there is no public method.
+    """
+    node: Any = x.grad_fn
+    # fewer than any function's number: each of these was counted there too
+    node._set_sequence_nr(_waits.count)
+    _waits.count += 1
+
+
+def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`x` itself; its gradient is summed over `group`.
+
+    Stands where a replicated value (a hidden state, a norm weight shared by all heads, a router's weights) enters
+    computation that differs per rank. Backward sums asynchronously: see the head of this file.
+    """
+    if group is None or group.size() == 1:
+        return x
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if x.is_leaf or torch.compiler.is_compiling():
+        # FSDP2 reduces a layer's parameters once the gradients of its inputs are there: no later one would be seen
+        entered: Tensor = _Enter.apply(x, group)
+        return entered
+    sum = _Sum()
+    awaited: Tensor = _Awaited.apply(x, group, sum)
+    _last_of_all(awaited)
+    started: Tensor = _Started.apply(awaited, group, sum)
+    return started

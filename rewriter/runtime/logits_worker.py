@@ -1,0 +1,42 @@
+"""`torchrun -m rewriter.runtime.logits_worker REQUEST RESULT`: the logits of a runtime module, for verification.
+
+The request names a directory and batches of token ids (JSON); rank 0 writes logits [B, S, V] in fp32 (safetensors).
+Raises RuntimeError where ranks end with different logits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from rewriter.runtime.context import Context
+from rewriter.runtime.load import load
+
+
+def main(request_path: str, result_path: str) -> None:
+    with open(request_path, encoding="utf-8") as file:
+        request = json.load(file)
+    model = load(request["directory"], device="cpu", dtype=torch.float32)
+    logits = {}
+    with torch.no_grad():
+        for index, batch in enumerate(request["batches"]):
+            ids = torch.tensor(batch)
+            positions = torch.arange(ids.shape[1]).expand(ids.shape)
+            mine = model(ids, positions, Context()).float().contiguous()
+            first = mine.clone()
+            dist.broadcast(first, src=0)
+            if not torch.allclose(mine, first, rtol=1e-4, atol=1e-4 * float(first.abs().max())):
+                raise RuntimeError(f"rank {dist.get_rank()} ends with other logits than rank 0: a reduction is missing")
+            logits[str(index)] = mine
+    if dist.get_rank() == 0:
+        save_file(logits, result_path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""An all-reduce between its start and its wait, exact or quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from rewriter.runtime.collective_log import observe
+from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.process_groups import Ranks
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """An all-reduce on its way. `value` is readable only through `all_reduce_wait`.
+
+    A pytree node whose only leaf is the tensor, and a dataclass: hooks on a module's inputs and outputs (checkpointing;
+    FSDP2, which looks into dataclasses since torch 2.13) see the tensor and keep the handle.
+    """
+
+    value: Tensor
+    work: Any = None  # None once it has been waited for, or when there is nothing to wait for
+    name: str = ""
+    group: Ranks | None = None
+
+
+def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, Ranks | None]]:
+    return [pending.value], (pending.work, pending.name, pending.group)
+
+
+def _unflatten(values: Any, context: tuple[Any, str, Ranks | None]) -> Pending:
+    (value,) = values
+    return Pending(value, *context)
+
+
+pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
+
+
+class _StraightThrough(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+        return total.view_as(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
+    """The sum that `all_reduce_start` or `quantized_all_reduce_start` began; gradient: identity. Waiting twice is
+    allowed; a plain tensor is returned as it is.
+
+    On CUDA the current stream waits, not the host.
+    """
+    if isinstance(pending, Tensor):
+        return pending
+    if pending.work is not None:
+        with record_function(f"rewriter::all_reduce_wait {pending.name}".rstrip()):
+            observe("wait", pending.name, pending.value, pending.group)
+            arrived = pending.work.wait()
+        if isinstance(pending.work, Transfer):  # others sum in the memory of `value`
+            pending.value = _StraightThrough.apply(pending.value, arrived)
+        pending.work = None
+    return pending.value

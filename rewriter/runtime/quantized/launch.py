@@ -1,0 +1,214 @@
+"""Quantized collectives of flat tensors, started now and waited for later. They know nothing of autograd.
+
+Each gives a Transfer, whose `wait` gives the result. With `wait=True` nothing is to be done meanwhile: this thread runs
+all of it, on the current stream. Otherwise all messages go out while the caller computes; see `worker`.
+
+P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node), made once for each;
+an axis of one rank sends nothing, and where there is one rank all is exact. Formats are names
+(`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two hops. bf16, fp16 and fp32; sums are fp32.
+
+With `seed`, an int that all ranks give alike and that no two calls share, messages are dithered, so that the error has
+the mean 0 over seeds and ranks; without, they are rounded to the nearest. What is given must not be written until the
+result has been waited for. All ranks start and wait in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rewriter.common.errors import RewriterError
+from rewriter.kernels import Format, slice_length
+from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.quantized import schedule_worker
+from rewriter.runtime.quantized import schedules as programs
+from rewriter.runtime.quantized.schedule_worker import Program
+from rewriter.runtime.quantized.schedules import Hops, Seeds, chunks, hops_of
+from rewriter.runtime.quantized.topology import Topology, background, topology_of
+
+MeshOrGroup = Topology | DeviceMesh | ProcessGroup | None
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def reduce_scatter_start(
+    x_PN: Tensor,
+    topology: MeshOrGroup,
+    formats: str | Format,
+    *,
+    seed: int | None = None,
+    stages: int = 1,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+    name: str = "",
+    wait: bool = False,
+) -> Transfer:
+    """y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in `dtype`
+    (x's by default).
+
+    Quantized once per hop; one's own part of each sum is exact. Any N: blocks are padded inside. stages: parts of each
+    slice that follow each other, the second hop of one while the first of the next is on its way (ZeRO++, Alg. 2).
+
+    Raises RewriterError for shapes that do not divide by P, other dtypes and formats, and meshes of more dimensions.
+    """
+    where, what = topology_of(topology), _called("reduce_scatter", name)
+    check(x_PN, what)
+    x_PN = _rows(x_PN, where.ranks, what)
+    y_N = x_PN.new_empty(x_PN.shape[1], dtype=x_PN.dtype if dtype is None else dtype)
+    formats_of = hops_of(formats, where, what)
+    if where.ranks == 1:
+        return _there(y_N.copy_(x_PN[0].to(torch.float32) * factor))
+
+    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
+        return programs.reduce_scatter(x_PN[:, part], y_N[part], factor, where, formats_of, seeds, name)
+
+    return _start(chunk, 1, x_PN, y_N, where, formats_of, seed, stages, wait)
+
+
+def all_gather_start(
+    x_N: Tensor,
+    topology: MeshOrGroup,
+    format: str | Format,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    seed: int | None = None,
+    stages: int = 1,
+    name: str = "",
+    wait: bool = False,
+) -> Transfer:
+    """x_PN [P, N] in `dtype`: what each rank's payload of its x [N] says, the own one's too, so that all
+    ranks hold equal bits. In `out` [P, N] (or flat), of which x may be a part, where it is given.
+
+    Quantized once: with two hops, payloads go between nodes first, in the second format, and are passed on inside the
+    node as they are. Raises RewriterError as `reduce_scatter_start`.
+    """
+    where, what = topology_of(topology), _called("all_gather", name)
+    check(x_N, what)
+    x_N = x_N.reshape(-1)
+    if out is None:
+        out = x_N.new_empty(where.ranks, x_N.shape[0], dtype=dtype)
+    elif out.numel() != where.ranks * x_N.shape[0] or out.dtype != dtype or not out.is_contiguous():
+        raise RewriterError(
+            f"{what}: out is {out.dtype} {list(out.shape)}, expected contiguous {dtype} of {where.ranks} × "
+            f"{x_N.shape[0]} elements"
+        )
+    x_PN = out.view(where.ranks, x_N.shape[0])
+    formats_of = hops_of(format, where, what)
+    if where.ranks == 1:
+        x_PN[0].copy_(x_N)
+        return _there(x_PN)
+
+    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
+        return programs.all_gather(x_N[part], x_PN[:, part], where, formats_of, seeds, name)
+
+    return _start(chunk, 1, x_N, x_PN, where, formats_of, seed, stages, wait)
+
+
+def all_reduce_start(
+    x: Tensor,
+    topology: MeshOrGroup,
+    formats: str | Format,
+    *,
+    seed: int | None = None,
+    stages: int = 1,
+    name: str = "",
+    wait: bool = False,
+) -> Transfer:
+    """A new tensor, contiguous, of x's shape and dtype: the sum over ranks, equal bits on all of them.
+
+    A reduce-scatter whose sums are quantized once more, in the last hop's format, and gathered. x is padded with zeros
+    to `slice_length(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
+    """
+    where, what = topology_of(topology), _called("all_reduce", name)
+    check(x, what)
+    formats_of = hops_of(formats, where, what)
+    if where.ranks == 1 or x.numel() == 0:
+        return _there(x.clone(memory_format=torch.contiguous_format))
+    size = slice_length(x.numel(), where.ranks, formats)
+    x_PN = x.reshape(-1)
+    padding = where.ranks * size - x.numel()
+    if padding:
+        x_PN = torch.nn.functional.pad(x_PN, (0, padding))
+    x_PN = x_PN.view(where.ranks, size)
+    y_PN = torch.empty_like(x_PN)
+
+    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
+        return programs.all_reduce(x_PN[:, part], y_PN[:, part], where, formats_of, seeds, name)
+
+    transfer = _start(chunk, 2, x_PN, y_PN, where, formats_of, seed, stages, wait)
+    return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
+
+
+def all_to_all_start(
+    x_PN: Tensor, topology: MeshOrGroup, formats: str | Format, *, name: str = "", wait: bool = False
+) -> Transfer:
+    """y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
+
+    Quantized once, to the nearest; one's own row is given back as it is. With two hops, what is for other nodes goes
+    through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
+    """
+    where, what = topology_of(topology), _called("all_to_all", name)
+    check(x_PN, what)
+    x_PN = _rows(x_PN, where.ranks, what)
+    y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
+    formats_of = hops_of(formats, where, what)
+    if where.ranks == 1:
+        return _there(y_PN.copy_(x_PN))
+
+    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
+        return programs.all_to_all(x_PN[:, part], y_PN[:, part], where, formats_of, name)
+
+    return _start(chunk, 1, x_PN, y_PN, where, formats_of, None, 1, wait)
+
+
+def check(x: Tensor, what: str) -> None:
+    """Raises RewriterError for dtypes that cannot be quantized."""
+    if x.dtype not in DTYPES:
+        raise RewriterError(f"{what}: x is {x.dtype}, expected bfloat16, float16 or float32")
+
+
+def _called(function: str, name: str) -> str:
+    return f"quantized_{function} {name}".rstrip()
+
+
+def _rows(x: Tensor, ranks: int, what: str) -> Tensor:
+    if x.dim() == 2 and x.shape[0] == ranks and (x.shape[1] < 2 or x.stride(1) == 1):
+        return x
+    if x.numel() % ranks:
+        raise RewriterError(f"{what}: {list(x.shape)}, {x.numel()} elements do not divide by {ranks} ranks")
+    return x.reshape(ranks, x.numel() // ranks)
+
+
+def _there(result: Tensor) -> Transfer:
+    return Transfer([], lambda: result)
+
+
+def _start(
+    chunk: Callable[[Topology, slice, Seeds], Program],
+    messages: int,
+    x: Tensor,
+    result: Tensor,
+    where: Topology,
+    formats: Hops,
+    seed: int | None,
+    stages: int,
+    wait: bool,
+) -> Transfer:
+    """`chunk` makes the program of a part of the last dimension of x; it sends `messages` on each axis."""
+    if stages < 1:
+        raise RewriterError(f"quantized collectives: stages={stages}, expected at least 1")
+    parts = chunks(x.shape[-1], stages, formats.block)
+
+    def made(where: Topology) -> list[Program]:
+        return [chunk(where, slice(*part), Seeds(seed, i, where)) for i, part in enumerate(parts)]
+
+    if wait or not parts:
+        return _there(schedule_worker.run(made(where), result))
+    if len(parts) == 1 and messages * where.hops == 1:
+        return schedule_worker.start_one(made(where)[0], result, [x])
+    return schedule_worker.start(made(where if x.is_cuda else background(where)), result, [x])

@@ -1,0 +1,269 @@
+"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as programs for `worker`.
+
+Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
+C of a chunk of it, B bytes of a payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rewriter.common.errors import RewriterError
+from rewriter.kernels import (
+    Format,
+    dequantize_reduce,
+    dequantize_reduce_quantize,
+    dequantize_rows,
+    parse_hops,
+    quantize_rows,
+)
+from rewriter.kernels.blocks import mix
+from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.quantized.schedule_worker import Program
+from rewriter.runtime.quantized.topology import Topology
+
+_DITHERED = 3  # messages of a chunk: inside the node, between nodes, and what is gathered
+
+
+@dataclass(frozen=True)
+class Hops:
+    """The formats inside a node and between nodes; slices and chunks are multiples of `block`."""
+
+    intra: Format
+    inter: Format
+    block: int
+
+
+def hops_of(formats: str | Format, topology: Topology, name: str) -> Hops:
+    """The formats "INSIDE/BETWEEN", or one for both. An axis of one rank does not need its own.
+
+    Raises RewriterError for names that are none, and for two formats where there is one group.
+    """
+    try:
+        intra, inter = parse_hops(formats)
+    except ValueError as error:
+        raise RewriterError(f"{name}: {error}") from None
+    if intra != inter and not topology.nodes:
+        raise RewriterError(
+            f'{name}: "{formats}" is a format inside nodes and one between them, but there is one group of '
+            f"{topology.ranks} ranks. Give one format, or a mesh of two dimensions: nodes, then the ranks of a node"
+        )
+    block = max(intra.block, inter.block)  # both are powers of two
+    if topology.inter.ranks == 1:
+        inter = intra
+    if topology.intra.ranks == 1:
+        intra = inter
+    return Hops(intra, inter, block)
+
+
+def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
+    """(start, end) of at most `stages` parts of a slice of n elements, multiples of `block` except for the last."""
+    size = max(-(-n // (stages * block)) * block, block)
+    return [(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The seeds of one chunk of a collective. Messages whose errors may be summed have different ones.
+
+    A message is dithered with the seed of its hop + the sender's rank on the axis. None where nothing is dithered. They
+    follow a hash of the collective's: those of another, with more chunks or fewer, would else be the same.
+    """
+
+    seed: int | None
+    chunk: int
+    topology: Topology
+
+    @property
+    def intra(self) -> int | None:
+        return self._base(0, self.topology.inter.rank * self.topology.intra.ranks)
+
+    @property
+    def inter(self) -> int | None:
+        return self._base(1, self.topology.intra.rank * self.topology.inter.ranks)
+
+    @property
+    def gather(self) -> int | None:
+        """Of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
+        return self._base(2, 0)
+
+    def _base(self, message: int, first: int) -> int | None:
+        if self.seed is None:
+            return None
+        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + self.chunk * self.topology.ranks + first
+
+
+def plus(seed: int | None, rank: int) -> int | None:
+    """The seed of the sender with this rank."""
+    return None if seed is None else seed + rank
+
+
+@dataclass(frozen=True)
+class Summands:
+    """The parts [P, R, C] of a sum: payloads of others, and one's own, which is exact."""
+
+    payload_PRB: Tensor
+    format: Format
+    seed: int | None
+    own: int
+    own_RC: Tensor
+
+    def rows(self, some: slice) -> Summands:
+        return replace(self, payload_PRB=self.payload_PRB[:, some], own_RC=self.own_RC[some])
+
+    def total(self, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+        """[R, C], summed in fp32."""
+        return dequantize_reduce(
+            self.payload_PRB,
+            self.format,
+            self.own_RC.shape[1],
+            dtype,
+            seed=self.seed,
+            skip=self.own,
+            add=self.own_RC,
+            factor=factor,
+        )
+
+    def requantized(self, to: Format, to_seed: int | None, factor: float = 1.0) -> Tensor:
+        """The payload [R, B] of the total."""
+        return dequantize_reduce_quantize(
+            self.payload_PRB,
+            self.format,
+            self.own_RC.shape[1],
+            to,
+            seed=self.seed,
+            skip=self.own,
+            add=self.own_RC,
+            factor=factor,
+            to_seed=to_seed,
+        )
+
+
+def but(own: int, ranks: int) -> list[slice]:
+    """The others, as runs."""
+    return [run for run in (slice(0, own), slice(own + 1, ranks)) if run.start < run.stop]
+
+
+def reduced(
+    x_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str
+) -> Generator[Transfer, None, Summands]:
+    """What remains to be summed for the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
+    inter, own = topology.inter, topology.inter.rank
+    node = None
+    if topology.intra.ranks > 1:
+        node = yield from _inside_node(x_PC, topology, hops, seeds, name)
+        if inter.ranks == 1:
+            return node
+    own_YC = x_PC.unflatten(0, (inter.ranks, topology.intra.ranks))[:, topology.intra.rank]
+    sent_YRB = x_PC.new_empty(inter.ranks, 1, hops.inter.payload_bytes(x_PC.shape[1]), dtype=torch.uint8)
+    for some in but(own, inter.ranks):
+        if node is None:
+            quantize_rows(own_YC[some], hops.inter, seed=plus(seeds.inter, own), out=sent_YRB[some, 0])
+        else:
+            sent_YRB[some, 0] = node.rows(some).requantized(hops.inter, plus(seeds.inter, own))
+    transfer = inter.all_to_all_start(sent_YRB, name)
+    own_node = slice(own, own + 1)  # summed while that is on its way
+    own_RC = own_YC[own_node] if node is None else node.rows(own_node).total(torch.float32)
+    yield transfer
+    return Summands(transfer.wait(), hops.inter, seeds.inter, own, own_RC)
+
+
+def _inside_node(
+    x_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str
+) -> Generator[Transfer, None, Summands]:
+    """The parts of the node's sum of the slices [Y, C] that are this local rank's in every node.
+
+    Slices for place l of every node go to local rank l: the order of Eq. 2, made while quantizing.
+    """
+    intra, inter = topology.intra, topology.inter
+    size = hops.intra.payload_bytes(x_PC.shape[1])
+    sent_XYB = x_PC.new_empty(intra.ranks, inter.ranks, size, dtype=torch.uint8)
+    for some in but(intra.rank, intra.ranks):
+        order = [y * intra.ranks + x for x in range(intra.ranks)[some] for y in range(inter.ranks)]
+        seed = plus(seeds.intra, intra.rank)
+        quantize_rows(x_PC, hops.intra, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
+    transfer = intra.all_to_all_start(sent_XYB, name)
+    yield transfer
+    own_YC = x_PC.unflatten(0, (inter.ranks, intra.ranks))[:, intra.rank]
+    return Summands(transfer.wait(), hops.intra, seeds.intra, intra.rank, own_YC)
+
+
+def reduce_scatter(
+    x_PC: Tensor, out_C: Tensor, factor: float, topology: Topology, hops: Hops, seeds: Seeds, name: str
+) -> Program:
+    """`out_C` becomes the own slice of the sum, times `factor`."""
+    summands = yield from reduced(x_PC, topology, hops, seeds, name)
+    out_C.copy_(summands.total(out_C.dtype, factor)[0])
+
+
+def all_gather(x_C: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+    """`out_PC` becomes what every rank's payload of `x_C` says, one's own too."""
+    seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
+    payload_RB = quantize_rows(x_C[None], hops.inter, seed=seed)
+    yield from gathered(payload_RB, out_PC, topology, hops, seeds, name)
+
+
+def all_reduce(x_PC: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+    """Every rank's slice of the sum, quantized once more, goes to all."""
+    summands = yield from reduced(x_PC, topology, hops, seeds, name)
+    seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
+    payload_RB = summands.requantized(hops.inter, seed)
+    yield from gathered(payload_RB, out_PC, topology, hops, seeds, name)
+
+
+def gathered(payload_RB: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+    """Payloads go between nodes first, and inside the node the same bytes are passed on."""
+    intra, inter = topology.intra, topology.inter
+    all_XYB = payload_RB.new_empty(intra.ranks, inter.ranks, payload_RB.shape[1])
+    all_XYB[intra.rank, inter.rank] = payload_RB[0]
+    if inter.ranks > 1:
+        yield inter.gather_start(all_XYB[intra.rank], name)
+    if intra.ranks > 1:
+        yield intra.gather_start(all_XYB, name)
+    if intra.ranks == 1 or inter.ranks == 1:  # rows lie in rank order
+        dequantize_rows(all_XYB.flatten(0, 1), hops.inter, out_PC.shape[1], out_PC.dtype, seed=seeds.gather, out=out_PC)
+        return
+    out_YXC = out_PC.unflatten(0, (inter.ranks, intra.ranks))
+    for x in range(intra.ranks):
+        seed = plus(seeds.gather, x * inter.ranks)
+        dequantize_rows(all_XYB[x], hops.inter, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
+
+
+def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, hops: Hops, name: str) -> Program:
+    """Row r of `x_PN` goes to rank r; `out_PN` becomes what the ranks sent here, one's own row as it is.
+
+    Quantized once, to the nearest. With two hops, local rank x gets what is for itself and what is for its place in
+    other nodes, in the formats inside and between, and passes the latter on.
+    """
+    intra, inter, n = topology.intra, topology.inter, x_PN.shape[1]
+    locals_, nodes = but(intra.rank, intra.ranks), but(inter.rank, inter.ranks)
+    away = [y for some in nodes for y in range(inter.ranks)[some]]
+    out_PN[topology.rank] = x_PN[topology.rank]
+    out_YXN = out_PN.unflatten(0, (inter.ranks, intra.ranks))
+    order = [y * intra.ranks + x for x in range(intra.ranks) for y in away]
+    far_XAB = quantize_rows(x_PN, hops.inter, order=order).unflatten(0, (intra.ranks, len(away)))
+    if intra.ranks > 1:
+        near_XB = quantize_rows(x_PN.unflatten(0, (inter.ranks, intra.ranks))[inter.rank], hops.intra)
+        transfer = intra.all_to_all_start(torch.cat([near_XB, far_XAB.flatten(1)], 1), name)
+        yield transfer
+        arrived_XB: Tensor = transfer.wait()
+        near, far = arrived_XB.split([near_XB.shape[1], far_XAB[0].numel()], 1)
+        for some in locals_:
+            rows = near[some].contiguous()
+            dequantize_rows(rows, hops.intra, n, out_PN.dtype, out=out_YXN[inter.rank, some])
+        for some in locals_:
+            far_XAB[some] = far[some].unflatten(1, far_XAB.shape[1:])
+    if inter.ranks > 1:
+        sent_YXB = far_XAB.new_empty(inter.ranks, intra.ranks, far_XAB.shape[2])
+        for place, y in enumerate(away):
+            sent_YXB[y] = far_XAB[:, place]
+        transfer = inter.all_to_all_start(sent_YXB, name)
+        yield transfer
+        arrived_YXB: Tensor = transfer.wait()
+        for some in nodes:
+            rows = arrived_YXB[some].flatten(0, 1)
+            dequantize_rows(rows, hops.inter, n, out_PN.dtype, out=out_YXN[some].flatten(0, 1))

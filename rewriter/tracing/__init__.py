@@ -1,0 +1,139 @@
+"""Checkpoint → Program. The only room that runs Hugging Face model code.
+
+`trace` exports the model on meta tensors (non-strict `torch.export`, attention and leaf modules lifted) and reads no
+weights: only safetensors headers, to bind parameters to what lies on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, LayerSource, Parameter, Program, Source, parameters_of
+from rewriter.tracing.assemble import ModelTracer
+from rewriter.tracing.interception import lifted_interfaces
+from rewriter.tracing.meta_model import build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
+from rewriter.tracing.stream_wiring import wire
+from rewriter.tracing.wiring import layer_signature
+from rewriter.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from rewriter.tracing.meta_model import Skeleton
+
+
+def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
+    """Trace a Hugging Face causal LM to a Program.
+
+    `model` is a local directory, a hub id, a bare config.json or a config object; the last two give a Program without
+    weights, which can be inspected but not saved. Raises RewriterError for everything a user can cause: no such model,
+    pickled or corrupt weights, tensors that are missing or surplus, remote code that was not allowed, a model that
+    cannot be represented (with the module and the reason).
+    """
+    config = load_config(model, trust_remote_code)
+    checkpoint = _open_checkpoint(model)
+    skeleton = build_skeleton(config, trust_remote_code)
+    expressions = checkpoint_expressions(skeleton.model, checkpoint) if checkpoint else {}
+    path = str(checkpoint.directory) if checkpoint else None
+    return trace_skeleton(skeleton, path, expressions, trust_remote_code)
+
+
+def trace_skeleton(
+    skeleton: Skeleton, path: str | None = None, expressions: dict[str, Any] | None = None, remote_code: bool = False
+) -> Program:
+    """The Program of a model that is already built on meta."""
+    expressions = expressions or {}
+    require_fixed_rotary(skeleton.model)
+    try:
+        with lifted_interfaces(skeleton.model):
+            tracer = ModelTracer(skeleton)
+            outside = tracer.outside()
+            graph, modules = wire(tracer, outside)
+    except RewriterError:
+        raise
+    except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise RewriterError(
+            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does "
+            "something that needs values or a call form this version does not know."
+        ) from error
+    if outside.constants:
+        raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
+    ties = tied_parameters(skeleton.model)
+    parameters: dict[str, Parameter] = {}
+    for module_path, module in modules.items():
+        for name, shape in parameters_of(module):
+            full = f"{module_path}.{name}"
+            if full not in ties:
+                parameters[full] = Parameter(shape, expressions.get(full))
+    for alias, canonical in ties.items():
+        shape = tuple(skeleton.model.get_parameter(alias).shape)
+        parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
+    if path is not None:
+        _require_stored(skeleton, parameters, path)
+    return Program(_source(tracer, skeleton, path, remote_code), graph, modules, parameters, ties)
+
+
+def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: str) -> None:
+    """Refuse a checkpoint without a buffer that the program reads: transformers would leave it at its initial value."""
+    for name, parameter in parameters.items():
+        if name in skeleton.stored and parameter.expression is None:
+            raise RewriterError(
+                f"the checkpoint in {path} lacks {name}, a buffer that {type(skeleton.model).__name__} computes with. "
+                "Load and save the model with transformers once, which adds it."
+            )
+
+
+def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
+    model = skeleton.model
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    kinds: dict[type, nn.Module] = {}
+    for layer in skeleton.layers:
+        kinds.setdefault(type(layer), layer)
+    classes = tuple(
+        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer), cls.__module__)
+        for cls, layer in kinds.items()
+        for names, var_kwargs in [layer_signature(layer)]
+    )
+    return Source(
+        path=path,
+        config=config,
+        model_type=model.config.model_type,
+        architecture=type(model).__name__,
+        base_class=type(model.base_model).__name__,
+        layer_class=classes[0].name,
+        config_class=type(model.config).__name__,
+        module=type(model).__module__,
+        layers=skeleton.layers_path,
+        num_layers=len(skeleton.layers),
+        layer_arguments=classes[0].arguments,
+        layer_var_kwargs=classes[0].var_kwargs,
+        layer_source_sha256=classes[0].sha256,
+        layer_classes=classes,
+        layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
+        absent=tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers),
+        remote_code=remote_code,
+    )
+
+
+def _open_checkpoint(model: Any) -> Checkpoint | None:
+    if isinstance(model, PreTrainedConfig):
+        return None
+    path = Path(model)
+    if path.is_file():
+        return None
+    if path.is_dir():
+        return Checkpoint.open(path)
+    from huggingface_hub import snapshot_download
+
+    return Checkpoint.open(
+        Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    )
+
+
+__all__ = ["Body", "trace", "trace_skeleton"]

@@ -1,0 +1,443 @@
+"""The pieces of a model's trace: the graph around the layers, and one LayerKind per kind of decoder layer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
+from rewriter.tracing.example import example_for
+from rewriter.tracing.export import (
+    BodyTracer,
+    as_leaf,
+    base_name,
+    clean,
+    export_graph,
+    is_lifted,
+    lifted_modules,
+    record_calls,
+    tensors_of,
+)
+from rewriter.tracing.functionalize import functional
+from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
+from rewriter.tracing.masks import Static, StaticGraph
+from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
+from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
+from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
+from rewriter.tracing.residual_input import residual_input, without_residual
+from rewriter.tracing.token_mixing import mixing_operator
+from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
+
+_MIXES = "it combines tokens by {}, whose state between tokens this version cannot hold"
+
+
+@dataclass(frozen=True)
+class Child:
+    """One call of a child in a layer's wiring.
+
+    `inputs` are the paths into (args, kwargs) of the tensors that its body takes. `outputs` maps an index of the
+    returned Python tuple to the index of the body's output; None when a bare tensor is returned.
+    """
+
+    name: str
+    inputs: tuple[tuple[Any, ...], ...]
+    outputs: Mapping[int, int] | None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of decoder layer: its wiring, the bodies of its children by name, and their calls by wiring node name."""
+
+    wiring: fx.Graph
+    bodies: Mapping[str, Module]
+    children: Mapping[str, Child]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The model around its layers. Layer i is a `call_module` of "layer i" with arguments (hidden, *tensors of the
+    call)."""
+
+    graph: fx.Graph
+    modules: dict[str, Module]
+    constants: dict[str, torch.Tensor]
+
+
+class ModelTracer:
+    """Traces one skeleton, inside `lifted_interfaces`."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.model = skeleton.model
+        self.path = skeleton.layers_path
+        self.layers: list[nn.Module] = list(skeleton.layers)
+        self.example = example_for(skeleton.model, skeleton.config)
+        self.bodies = BodyTracer(skeleton.buffers, skeleton.stored, self.example)
+        self.calls: dict[nn.Module, Recorded] = {}
+        self._fingerprints: dict[nn.Module, Any] = {}
+        self._wirings: dict[Any, fx.Graph] = {}
+        self._kinds: dict[Any, LayerKind] = {}
+        self.entered: dict[type, frozenset[str]] = {}
+        self.split: dict[type, frozenset[str]] = {}
+        self._branches: dict[int, Body] = {}
+        self.inputs = example_inputs(self.model, self.layers, self.example)
+        self.absent = absent_arguments(self.model, self.layers, self.inputs)
+        self.static: dict[nn.Module, dict[int, tuple[str, Static]]] = {}
+
+    def hidden_name(self, layer: nn.Module) -> str:
+        return layer_signature(layer)[0][0]
+
+    def fingerprint(self, layer: nn.Module) -> Any:
+        if layer not in self._fingerprints:
+            self._fingerprints[layer] = fingerprint(layer)
+        return self._fingerprints[layer]
+
+    def wiring(self, layer: nn.Module) -> fx.Graph:
+        entered = self.entered.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), tuple(self.absent[layer]), entered)
+        if key not in self._wirings:
+            try:
+                self._wirings[key] = trace_wiring(layer, self.absent[layer], entered)
+            except RewriterError:  # some layers ask what they shall return
+                off = switched_off(self.model, self.layers, self.inputs, layer)
+                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, entered)
+        return self._wirings[key]
+
+    def enter(self, index: int, name: str) -> bool:
+        """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
+
+        False when that cannot be done: it has no children of its own, its forward depends on values, or computes more
+        than sums of what its children compute.
+        """
+        layer = self.layers[index]
+        entered = self.entered.get(type(layer), frozenset())
+        child = layer.get_submodule(name)
+        if name in entered or not any(True for _ in child.children()) or as_leaf(child) is not None:
+            return False
+        try:
+            wiring = trace_wiring(layer, self.absent[layer], entered | {name})
+        except RewriterError:
+            return False
+        if not only_calls_and_sums(wiring):
+            return False
+        self.entered[type(layer)] = entered | {name}
+        return True
+
+    def split_sum(self, index: int, name: str) -> bool:
+        """From now on, the add that ends the child `name` of layers of that class stands in the wiring.
+
+        False when the child does not end in an add of an input that it uses nowhere else, or has been split.
+        """
+        kind, known = type(self.layers[index]), self.split.get(type(self.layers[index]), frozenset())
+        body = self.kind(index).bodies.get(name)
+        if name in known or not isinstance(body, Body) or residual_input(body) is None:
+            return False
+        self.split[kind] = known | {name}
+        return True
+
+    def branch_of(self, body: Body, residual: int) -> Body:
+        """`body` without the add of that input; alike layers share the result."""
+        if id(body) not in self._branches:
+            self._branches[id(body)] = without_residual(body, residual)
+        return self._branches[id(body)]
+
+    @contextlib.contextmanager
+    def _opaque_layers(self) -> Iterator[None]:
+        """Every layer records its call in `self.calls` and is one operator of the graph."""
+
+        def forward_for(index: int, layer: nn.Module) -> Callable[..., Any]:
+            hidden = self.hidden_name(layer)
+            returned = self.wiring(layer).output_node().args[0]
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if layer in called:
+                    raise RewriterError(
+                        f"{self.path}.{index} is called more than once in a forward pass, which is not supported yet"
+                    )
+                called.add(layer)
+                _refuse_other_results(f"{self.path}.{index}", bind(layer, args, kwargs))
+                self.calls[layer] = Recorded(args, kwargs)
+                stream = bind(layer, args, kwargs)[hidden]
+                if not isinstance(stream, torch.Tensor) or stream.dtype != TRACE_DTYPE:
+                    raise RewriterError(f"the first argument of {type(layer).__name__} is not the hidden state")
+                tensors, _ = tensors_of(self.calls[layer])
+                out = torch.ops.rewriter_trace.call([stream, *tensors], f"layer {index}")[0]
+                if not isinstance(returned, (tuple, list)):
+                    return out
+                return (out, *(None if x is None else _OtherResult(layer) for x in returned[1:]))
+
+            return forward
+
+        called: set[nn.Module] = set()
+        functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {
+            f"layer {i}": lambda inputs: [torch.empty_like(inputs[0])] for i in range(len(self.layers))
+        }
+        forwards = {layer: forward_for(i, layer) for i, layer in enumerate(self.layers)}
+        with opaque_calls(functions), replaced_forward(forwards):
+            yield
+
+    @contextlib.contextmanager
+    def _without_layer_tensors(self) -> Iterator[None]:
+        """Hide the parameters and buffers of opaque layers, of which an export would make a fake tensor each.
+
+        The first layer keeps its own: some models read a dtype there.
+        """
+        kept = set(self.layers[0].modules())
+        hidden = [m for layer in self.layers for m in layer.modules() if m not in kept]
+        tensors = [(m, m._parameters, m._buffers) for m in hidden]
+        for module in hidden:
+            module._parameters, module._buffers = {}, {}
+        try:
+            yield
+        finally:
+            for module, parameters, buffers in tensors:
+                module._parameters, module._buffers = parameters, buffers
+
+    def outside(self) -> Outside:
+        """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
+        lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
+        example, model = self.inputs, self.model
+
+        class Logits(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return (self.inner(**dict(zip(example, tensors, strict=True)), use_cache=False).logits,)
+
+        with self._opaque_layers(), torch.no_grad():
+            calls = record_calls(lambda: model(**example, use_cache=False), lifted)
+        # what is given no tensor computes from lengths, which a body of its own would take for constants
+        calls = {n: call for n, call in calls.items() if tensors_of(call)[0]}
+        lifted = {n: m for n, m in lifted.items() if n in map(base_name, calls)}
+        meta_calls = dict(self.calls)
+        modules = {
+            name: self.bodies.trace(base_name(name), lifted[base_name(name)], call) for name, call in calls.items()
+        }
+        for name, module in modules.items():
+            if base_name(name) != name and next(parameters_of(module), None):
+                raise RewriterError(
+                    f"{base_name(name)} is called in different ways and has parameters: not supported yet"
+                )
+        try:
+            with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
+                exported = functional(export_graph(Logits(), list(example.values()), self.example))
+        except RewriterError:
+            raise
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise RewriterError(
+                f"{type(model).__name__} cannot be exported around its layers: {type(error).__name__}: {text}"
+            ) from error
+        self.calls = meta_calls
+        graph, used = clean(exported, prefix="inner.")
+        for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+            node.target = list(example)[index]
+            node._rename(str(node.target))
+        self._find_static(graph, used)
+        self._call_tables(graph, used, modules)
+        return Outside(graph, modules, {n: v for n, v in used.items() if v is not None})
+
+    def _call_tables(
+        self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None], modules: dict[str, Module]
+    ) -> None:
+        """Tensors that the model reads outside of any module (tables of positions) become modules that return them."""
+        for node in list(graph.nodes):
+            name = str(node.target)
+            if node.op != "get_attr" or used[name] is not None:
+                continue
+            owner, _, leaf = name.rpartition(".")
+            if owner in modules:
+                raise RewriterError(f"{name} is read outside of the module that holds it, which is not supported yet")
+            inner = fx.Graph()
+            value = inner.get_attr(leaf)
+            value.meta["val"] = node.meta["val"]
+            inner.output(value)
+            stored = {leaf: self.bodies.stored[name]} if name in self.bodies.stored else {}
+            parameter = bool(stored) or name in dict(self.model.named_parameters())
+            shape = {leaf: tuple(map(int, node.meta["val"].shape))} if parameter else {}
+            buffers = {} if parameter else {leaf: self.bodies.buffers[name]}
+            kind = type(self.model.get_submodule(owner)).__name__
+            modules[owner] = Body(kind, inner, shape, buffers, {}, kept=(), stored=stored)
+            with graph.inserting_before(node):
+                call = graph.call_module(owner, ())
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
+
+    def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
+        """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
+        buffers = {n: self.bodies.buffers.get(n) if value is None else value for n, value in used.items()}
+        static = StaticGraph(graph, {n: v for n, v in buffers.items() if v is not None}, {}, self.example.length)
+        for node in graph.nodes:
+            if node.op == "call_module" and str(node.target).startswith("layer "):
+                layer = self.layers[int(str(node.target).removeprefix("layer "))]
+                tensors, _ = tensors_of(self.calls[layer])
+                pairs = list(zip(args_of(node)[1:], tensors, strict=True))
+                for n, t in pairs:
+                    sizes = enumerate(n.meta["val"].shape)
+                    self.bodies.dimensions[id(t)] = [d for d, size in sizes if isinstance(size, torch.SymInt)]
+                self.static[layer] = {id(t): (n.name, s) for n, t in pairs if (s := static.of(n)) is not None}
+
+    def kind(self, index: int) -> LayerKind:
+        """The traced kind of layer `index`; layers alike in structure and in how they are called share it."""
+        layer = self.layers[index]
+        known = tuple(name for name, _ in self.static[layer].values())
+        constants = self._constants(f"{self.path}.{index}", layer)
+        entered = self.entered.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known, entered)
+        if key not in self._kinds:
+            self._kinds[key] = self._trace_kind(index)
+        return self._kinds[key]
+
+    def _constants(self, path: str, module: nn.Module) -> tuple[str, ...]:
+        """A hash of every buffer of a module that is a constant of its trace: its values may differ by layer."""
+        names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.bodies.stored]
+        return tuple(
+            hashlib.sha256(
+                self.bodies.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+            for n in names
+        )
+
+    def _static(self, call: Recorded) -> str:
+        """What of a call decides how it traces: constants by value, tensors by shape."""
+        return repr(
+            [
+                (path, self.example.symbolic(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
+                for path, leaf in leaves_with_paths((call.args, call.kwargs))
+            ]
+        )
+
+    def _trace_kind(self, index: int) -> LayerKind:
+        layer = self.layers[index]
+        call, wiring, static = self.calls[layer], self.wiring(layer), self.static[layer]
+        modules = {str(n.target): layer.get_submodule(str(n.target)) for n in wiring.nodes if n.op == "call_module"}
+        with (
+            torch.no_grad(),
+            attributes_left_behind(self.model) as left_behind,
+            surviving_failures(modules, wiring) as failures,
+        ):
+            calls = record_calls(lambda: type(layer).forward(layer, *call.args, **call.kwargs), modules)
+        if missing := set(modules) - set(calls):
+            raise RewriterError(f"{type(layer).__name__}.{min(missing)} is in the wiring but was not called")
+        bodies: dict[str, Module] = {}
+        children: dict[str, Child] = {}
+        alike: dict[Any, Module] = {}
+        for node in wiring.nodes:
+            if node.op != "call_module":
+                continue
+            name = str(node.target)
+            tensors, _ = tensors_of(calls[name])
+            known = tuple(static[id(t)][0] for t in tensors if id(t) in static)
+            wanted = _wanted(node, calls[name].output)
+            path = f"{self.path}.{index}.{name}"
+            constants = self._constants(path, modules[name])
+            key = (fingerprint(modules[name]), self._static(calls[name]), constants, known, wanted)
+            if key not in alike:
+                alike[key] = self._trace_child(path, modules[name], calls[name], failures.get(name), static, wanted)
+                if isinstance(alike[key], Opaque) and (others := [a for a in left_behind if not a.startswith(path)]):
+                    raise RewriterError(
+                        f"{path} cannot be traced: {alike[key].reason}. It cannot stay the source's own module either: "
+                        f"the layer leaves a tensor behind in {others[0]}, which it may read."
+                    )
+            body = bodies[name] = alike[key]
+            paths = [
+                p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)
+            ]
+            kept = getattr(body, "kept", range(len(paths)))
+            outputs = _outputs(calls[name].output, None if isinstance(body, Opaque) else wanted)
+            children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs)
+        return LayerKind(wiring, bodies, children)
+
+    def _trace_child(
+        self,
+        path: str,
+        module: nn.Module,
+        call: Recorded,
+        failure: Exception | None,
+        static: Mapping[int, tuple[str, Static]],
+        wanted: tuple[int, ...] | None,
+    ) -> Module:
+        """The body of a child of a layer; the child itself, called as it is, where its inside cannot be represented."""
+        if failure is not None:
+            return opaque_child(path, module, call, self.example, reason_of(failure))
+        if convolves(module):  # known before the export of a recurrence, which takes long
+            return opaque_child(path, module, call, self.example, _MIXES.format("a convolution"))
+
+        def known(tensor: torch.Tensor) -> Static | None:
+            return static[id(tensor)][1] if id(tensor) in static else None
+
+        try:
+            body = self.bodies.trace(path, module, call, known, wanted)
+        except RewriterError as error:
+            return opaque_child(path, module, call, self.example, reason_of(error))
+        if isinstance(body, Body) and (operator := mixing_operator(body)):
+            return opaque_child(path, module, call, self.example, _MIXES.format(operator))
+        return body
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module holds nothing but tables in the model's dtype, which its own inputs do not tell."""
+    tables = [b for b in module.buffers() if b.dtype == TRACE_DTYPE]
+    return bool(tables) and not any(True for _ in module.parameters())
+
+
+class _OtherResult:
+    """What a layer returns besides the hidden state: a wiring has no place for it, so nothing may read it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
+def _refuse_other_results(path: str, arguments: Mapping[str, Any]) -> None:
+    for where, leaf in leaves_with_paths(arguments):
+        if isinstance(leaf, _OtherResult):
+            raise RewriterError(
+                f"{path} reads another result of the layer before ({where[0]}), not only its hidden state: "
+                f"{type(leaf.layer).__name__} hands on more than one value, which is not supported yet"
+            )
+
+
+def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
+    """Which of the tensors that a child returns the layer uses, by their order; None: all of them.
+
+    What a layer only passes on beside its hidden state (attention weights) is not used.
+    """
+    if isinstance(output, torch.Tensor):
+        return None
+    users = list(node.users)
+    if not all(
+        getattr(u.target, "__name__", "") == "getitem" and isinstance(args_of(u)[1], (int, slice)) for u in users
+    ):
+        return None
+    result = args_of(node.graph.output_node())[0]
+    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
+    used: set[int] = set()
+    for user in users:
+        beside = (
+            isinstance(result, (tuple, list))
+            and user is not result[0]
+            and set(user.users) == {node.graph.output_node()}
+        )
+        if not beside:
+            picked = range(len(output))[args_of(user)[1]]
+            used |= {picked} if isinstance(picked, int) else set(picked)
+    return tuple(p for p, i in enumerate(tensors) if i in used)
+
+
+def _outputs(output: Any, wanted: Collection[int] | None) -> dict[int, int] | None:
+    if isinstance(output, torch.Tensor):
+        return None
+    tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
+    kept = range(len(tensors)) if wanted is None else sorted(wanted)
+    return {tensors[p]: position for position, p in enumerate(kept)}

@@ -1,0 +1,184 @@
+"""Writes in place, as values: an exported graph without mutation, and tensors that are filled part by part as `cat`s.
+
+`torch.export` keeps what a forward writes in place (`states[..., :n] = a`). Its own functionalisation turns such a
+write into a `slice_scatter` over what was there before. Here that becomes a `cat` of what stays and what was written,
+so that a tensor made by `empty` and filled slice by slice reads as if the model had concatenated the slices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter.common.errors import RewriterError
+from rewriter.ir import args_of
+
+aten = torch.ops.aten
+
+_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+# what reads of a tensor only its size, dtype and device
+_READS_NO_VALUES = (
+    aten.sym_size.int, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+)  # fmt: skip
+
+
+def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`exported` itself when it writes nothing in place, else the same computation without writes.
+
+    Raises RewriterError when the model writes to one of its inputs or buffers, or reads what it never wrote.
+    """
+    if not any(_mutates(node) for node in exported.graph.nodes):
+        return exported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about its pytrees
+        result = exported.run_decompositions({})
+    signature = result.graph_signature
+    if written := [*signature.user_inputs_to_mutate.values(), *signature.buffers_to_mutate.values()]:
+        raise RewriterError(f"it overwrites its input or buffer {written[0]}, which this version cannot represent")
+    _without_writes(result.graph)
+    return result
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.target is not aten.detach_.default
+
+
+def _without_writes(graph: fx.Graph) -> None:
+    known: dict[fx.Node, _Assembly] = {}
+    for node in list(graph.nodes):
+        new: fx.Node | None = None
+        if node.target is aten.copy.default:
+            new = _copied(node)
+        elif node.target in (aten.slice_scatter.default, aten.select_scatter.default):
+            new = _written(node, known)
+        elif node.target is aten.slice.Tensor and args_of(node)[0] in known:
+            new = known[args_of(node)[0]].read(node)
+        if new is not None:
+            node.replace_all_uses_with(new)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    for node in graph.nodes:
+        if node.target in _EMPTY and any(user.target not in _READS_NO_VALUES for user in node.users):
+            raise RewriterError(
+                "it fills a tensor part by part in a way that this version cannot follow, or reads what it never wrote"
+            )
+
+
+def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node in front of another, with the value that it computes."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+    with before.meta["val"].fake_mode:
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+    return node
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """What `copy(old, new)` returns: `new`, in the shape and dtype of `old`."""
+    old, new = args_of(node)[:2]
+    wanted = old.meta["val"]
+    if new.meta["val"].dtype != wanted.dtype:
+        new = _insert(node, aten._to_copy.default, new, dtype=wanted.dtype)
+    if _sizes(new) != _sizes(old):
+        fixed = [-1 if isinstance(size, torch.SymInt) else size for size in wanted.shape]
+        new = _insert(node, aten.expand.default, new, fixed)
+        if _sizes(new) != _sizes(old):
+            raise RewriterError("it writes one value to every token of a tensor, which this version cannot represent")
+    return new
+
+
+def _sizes(node: fx.Node) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
+
+
+@dataclass(frozen=True)
+class _Assembly:
+    """A tensor as runs along `dim`: (begin, end, value written there), or None for what `base` holds."""
+
+    base: fx.Node
+    dim: int
+    runs: tuple[tuple[int, int, fx.Node | None], ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.base.target not in _EMPTY or all(value is not None for _, _, value in self.runs)
+
+    def part(self, at: fx.Node, begin: int, end: int) -> list[tuple[int, int, fx.Node | None]]:
+        """The runs between two places, cut where they reach further."""
+        found = []
+        for a, b, value in self.runs:
+            first, last = max(a, begin), min(b, end)
+            if first < last:
+                if value is not None and (first, last) != (a, b):
+                    value = _insert(at, aten.slice.Tensor, value, self.dim, first - a, last - a)
+                found.append((first, last, value))
+        return found
+
+    def write(self, at: fx.Node, begin: int, end: int, value: fx.Node) -> _Assembly:
+        size = self.runs[-1][1]
+        runs = [*self.part(at, 0, begin), (begin, end, value), *self.part(at, end, size)]
+        return _Assembly(self.base, self.dim, tuple(runs))
+
+    def value(self, at: fx.Node) -> fx.Node:
+        """The whole tensor as a new node in front of `at`."""
+        pieces = [
+            value if value is not None else _insert(at, aten.slice.Tensor, self.base, self.dim, a, b)
+            for a, b, value in self.runs
+        ]
+        return _joined(at, pieces, self.dim)
+
+    def read(self, node: fx.Node) -> fx.Node | None:
+        """What a slice of the tensor reads, when all of it was written."""
+        bounds = _bounds(node, 2, self.runs[-1][1])
+        if (args_of(node)[1] if len(node.args) > 1 else 0) % node.meta["val"].dim() != self.dim or bounds is None:
+            return None
+        pieces = [value for _, _, value in self.part(node, *bounds)]
+        return None if None in pieces else _joined(node, [p for p in pieces if p is not None], self.dim)
+
+
+def _joined(at: fx.Node, pieces: list[fx.Node], dim: int) -> fx.Node:
+    return pieces[0] if len(pieces) == 1 else _insert(at, aten.cat.default, pieces, dim)
+
+
+def _bounds(node: fx.Node, place: int, size: Any) -> tuple[int, int] | None:
+    """(begin, end) of a slice with step 1 and fixed bounds; None for others. `place` is where its start stands."""
+    start, end, step = (*args_of(node)[place:], *(None,) * 3)[:3]
+    bounds = (0 if start is None else start, size if end is None else end)
+    if step not in (None, 1) or not all(isinstance(b, int) and not isinstance(b, bool) for b in (size, *bounds)):
+        return None
+    begin, stop = (min(b + size if b < 0 else b, size) for b in bounds)
+    return (begin, stop) if 0 <= begin < stop else None
+
+
+def _written(node: fx.Node, known: dict[fx.Node, _Assembly]) -> fx.Node | None:
+    """The tensor after a write to part of it; None where it is not complete yet, or cannot be followed."""
+    base, value, *place = args_of(node)
+    dim = (place[0] if place else 0) % base.meta["val"].dim()
+    size = base.meta["val"].shape[dim]
+    if node.target is aten.select_scatter.default:
+        index = place[1]
+        bounds = (index % size, index % size + 1) if isinstance(size, int) and isinstance(index, int) else None
+        if bounds is not None:
+            value = _insert(node, aten.unsqueeze.default, value, dim)
+    else:
+        bounds = _bounds(node, 3, size)
+    if bounds is None:
+        return None
+    before = known.get(base)
+    if before is None or before.dim != dim:
+        before = _Assembly(base, dim, ((0, size, None),))
+    after = before.write(node, *bounds, value)
+    known[node] = after
+    if not after.complete:
+        return None
+    new = after.value(node)
+    known[new] = after
+    return new

@@ -1,0 +1,345 @@
+"""Attention masks while a model is traced: as one operator with a rule, and found again in what a model makes of it.
+
+transformers' mask functions are lifted: instead of a tensor filled with numbers they record `rewriter_trace::mask`,
+whose MaskSpec was found by evaluating the mask function on sampled positions. A model may hand that tensor on, slice
+it, invert it, or build masks of its own from buffers and `torch.triu`. All of these are *static*: they depend on
+lengths and constants alone. `StaticGraph` evaluates them on small lengths, and `seen_by` finds the rule they follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.common.errors import RewriterError
+from rewriter.ir import args_of
+from rewriter.ops import MaskSpec
+
+# an additive score this low has a weight of exactly 0 in float32, unless every key has it
+HIDDEN = -1000.0
+
+library = torch.library.Library("rewriter_trace", "FRAGMENT")
+library.define("mask(Tensor anchor, str kind, int? size, ScalarType dtype) -> Tensor")
+
+
+@torch.library.register_fake("rewriter_trace::mask", lib=library)
+def _mask(anchor: torch.Tensor, kind: str, size: int | None, dtype: torch.dtype) -> torch.Tensor:
+    batch, queries, keys = anchor.shape
+    return anchor.new_empty(batch, 1, queries, keys, dtype=dtype)
+
+
+def lifted_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    dtype: torch.dtype = torch.float32,
+    device: Any = "meta",
+    **_: Any,
+) -> torch.Tensor:
+    """The mask function of transformers' AttentionMaskInterface, recorded as one operator: additive, [B, 1, S, T].
+
+    A mask that follows no rule is an error only where attention uses it: some models make masks for layers that they
+    do not have.
+    """
+    try:
+        spec = find_mask_spec(mask_function)
+    except RewriterError as error:
+        return torch.ops.rewriter_trace.mask(_anchor(batch_size, q_length, kv_length, device), str(error), None, dtype)
+    anchor = _anchor(batch_size, q_length, kv_length, device)
+    return torch.ops.rewriter_trace.mask(anchor, spec.kind, spec.size, dtype)
+
+
+def _anchor(batch: int, queries: int, keys: int, device: Any) -> torch.Tensor:
+    """A tensor that tells the operator its sizes."""
+    return torch.zeros(batch, queries, keys, dtype=torch.bool, device=device)
+
+
+def refuse_unknown_masks(graph: fx.Graph) -> None:
+    """Raise RewriterError where a mask that follows no rule is used."""
+    for node in graph.nodes:
+        mask = node.kwargs.get("mask") if node.target is ops.additive_mask else None
+        if isinstance(mask, MaskSpec) and mask.kind not in get_args(ops.MaskKind):
+            raise RewriterError(mask.kind)
+
+
+class _Index(np.ndarray):
+    """An integer grid that mask functions take for a tensor; they are then evaluated outside of any trace."""
+
+    device = "cpu"
+
+    def new_ones(self, shape: Any, dtype: Any = None) -> np.ndarray:
+        return np.ones(shape, dtype=bool).view(_Index)
+
+    new_zeros = new_ones
+
+    def to(self, *args: Any, **kwargs: Any) -> _Index:
+        return self
+
+
+_FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
+# tensors that transformers' own mask functions close over, and what they hold without padding
+_WITHOUT_PADDING: Mapping[str, int] = types.MappingProxyType({"left_padding": 0})
+
+
+def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
+    """The MaskSpec that agrees with `mask_function(batch, head, q, kv) -> bool`, checked on sampled positions.
+
+    Raises RewriterError when no rule of MaskSpec agrees (position biases, packed sequences, custom overlays).
+    """
+    mask_function = _without_padding(mask_function)
+
+    def evaluate(q: np.ndarray, kv: np.ndarray) -> np.ndarray:
+        zero = np.zeros((), dtype=np.int64).view(_Index)
+        result = mask_function(zero, zero, q.view(_Index), kv.view(_Index))
+        return np.broadcast_to(np.asarray(result, dtype=bool), np.broadcast_shapes(q.shape, kv.shape))
+
+    try:
+        keys = np.arange(_FAR + 2, dtype=np.int64)
+        row = evaluate(np.int64(_FAR - 1).reshape(1), keys)
+        if row[_FAR]:
+            spec = MaskSpec("bidirectional")
+        elif row[0]:
+            spec = MaskSpec("causal")
+        elif not row.any():  # a window of 0, which models make and hand to no layer
+            spec = MaskSpec("window", 0)
+        else:
+            spec = MaskSpec("window", _FAR - int(np.argmax(row)))
+            # the first query of a chunk does not see the key before it, with which a window larger than 1 begins
+            previous = evaluate(keys[1:_FAR], keys[: _FAR - 1])
+            if spec.size != 1 and not previous.all():
+                spec = MaskSpec("chunk", int(np.argmin(previous)) + 1)
+        rng = np.random.default_rng(0)
+        size = spec.size or 64
+        q = np.concatenate([rng.integers(0, _FAR, 4096), rng.integers(0, 3 * size, 4096)])
+        kv = np.clip(q + np.concatenate([rng.integers(-3 * size, 4, 4096), rng.integers(-2 * size, 4, 4096)]), 0, None)
+        expected = spec.visible(q[:, None], kv[:, None])[:, 0, 0]  # plain operators: numpy does as well as torch
+        agrees = bool((evaluate(q, kv) == expected).all())
+    except Exception as error:
+        raise RewriterError(f"a mask function could not be evaluated ({type(error).__name__}: {error})") from error
+    if not agrees:
+        raise RewriterError("a mask is none of causal, window, chunk, bidirectional: its attention cannot be traced")
+    return spec
+
+
+def _without_padding(function: Any) -> Any:
+    """`function` with the tensors of `_WITHOUT_PADDING` that it closes over replaced, and so its inner functions."""
+    if isinstance(function, tuple):
+        return tuple(map(_without_padding, function))
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    cells = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+        value = cell.cell_contents
+        if name in _WITHOUT_PADDING and isinstance(value, torch.Tensor):
+            value = np.full(1, _WITHOUT_PADDING[name])
+        cells.append(types.CellType(_without_padding(value)))
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# --- masks that a model computes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the arguments a number stands."""
+
+    place: int
+
+
+_FILLED: Mapping[Any, float | _Place] = types.MappingProxyType(
+    {
+        torch.ops.aten.new_zeros.default: 0.0, torch.ops.aten.zeros_like.default: 0.0,
+        torch.ops.aten.new_ones.default: 1.0, torch.ops.aten.ones_like.default: 1.0,
+        torch.ops.aten.new_full.default: _Place(2), torch.ops.aten.full_like.default: _Place(1),
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Static:
+    """A tensor that depends on lengths and constants alone.
+
+    `evaluate(length, stand_in)` is its value for one row of `length` tokens; the lifted masks inside follow `stand_in`
+    instead of their own rule where one is given. `masks` are those rules, `largest` is the largest number that stands
+    in the computation (a window that short lengths would not show).
+    """
+
+    evaluate: Callable[[int, MaskSpec | None], Any]
+    masks: frozenset[MaskSpec] = frozenset()
+    largest: int = 0
+
+
+class StaticGraph:
+    """Evaluates the static nodes of one cleaned graph. `buffers` by the names of its get_attr nodes; `inputs` are the
+    static ones among its placeholders. A model's attention mask is all ones: nothing is padded."""
+
+    def __init__(
+        self, graph: fx.Graph, buffers: Mapping[str, torch.Tensor], inputs: Mapping[fx.Node, Static], length: int
+    ) -> None:
+        self.graph, self.buffers, self.inputs = graph, buffers, inputs
+        self._known: dict[fx.Node, Static | None] = {}
+        sizes = [s for n in graph.nodes if n.op == "placeholder" for s in getattr(n.meta.get("val"), "shape", ())]
+        self._lengths = {str(s) for s in sizes if isinstance(s, torch.SymInt) and s.node.hint == length}
+
+    def of(self, node: fx.Node) -> Static | None:
+        """`node` as a static value, or None."""
+        if node not in self._known:
+            self._known[node] = self._find(node)
+        return self._known[node]
+
+    def _find(self, node: fx.Node) -> Static | None:
+        if node in self.inputs:
+            return self.inputs[node]
+        if node.op == "get_attr":
+            value = self.buffers.get(str(node.target))
+            return None if value is None else Static(lambda length, stand_in: value, largest=max((0, *value.shape)))
+        if node.op != "call_function" or node.target is ops.attention:
+            return None
+        if node.target is torch.ops.aten.sym_size.int:
+            return Static(lambda length, stand_in: self._size(node.meta["val"], length))
+        place = _FILLED.get(node.target)
+        if place is not None and not (isinstance(place, _Place) and isinstance(args_of(node)[place.place], fx.Node)):
+            return Static(lambda length, stand_in: self._filled(node, length))
+        sources = {n: self.of(n) for n in _sources(node)}
+        if any(s is None for s in sources.values()):
+            return None
+        found: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
+        masks = frozenset().union(*(s.masks for s in found.values()))
+        numbers = [0, *(n for n in _integers((node.args, node.kwargs)) if n < 1 << 60)]
+        if node.target is ops.additive_mask:
+            masks |= {node.kwargs["mask"]}  # type: ignore[arg-type]
+        largest = max(numbers + [s.largest for s in found.values()])
+
+        def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
+            values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in found.items()}
+            if node.target is ops.additive_mask:
+                like = torch.empty(1, length)
+                return ops.additive_mask(like, mask=stand_in or node.kwargs["mask"])
+            if node.target is ops.type_as_model:
+                return values[args_of(node)[0]].float()
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "layout", "pin_memory")}
+            args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        return Static(functools.cache(evaluate), masks, largest)
+
+    def _filled(self, node: fx.Node, length: int) -> torch.Tensor:
+        """A tensor of one number, of which another one may only lend the size."""
+        number = _FILLED[node.target]
+        value = args_of(node)[number.place] if isinstance(number, _Place) else number
+        sizes = [self._size(s, length) if isinstance(s, torch.SymInt) else s for s in node.meta["val"].shape]
+        kind = torch.float32 if node.meta["val"].is_floating_point() else node.meta["val"].dtype
+        return torch.full(sizes, value, dtype=kind)
+
+    def _size(self, size: Any, length: int) -> int:
+        """A dynamic size for one row of `length` tokens."""
+        expression = (
+            size.node.expr
+        )  # of torch.SymInt: the sympy expression of a size, for which there is no public name
+        values = {symbol: length if str(symbol) in self._lengths else 1 for symbol in expression.free_symbols}
+        return int(expression.subs(values))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node's value depends on."""
+    if node.target is ops.additive_mask:
+        return []
+    return [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
+
+
+def _integers(tree: Any) -> Iterator[int]:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _integers(item)
+    elif isinstance(tree, Mapping):
+        yield from _integers(list(tree.values()))
+    elif isinstance(tree, int) and not isinstance(tree, bool):
+        yield abs(tree)
+
+
+_STAND_INS = (MaskSpec("causal"), MaskSpec("window", 3), MaskSpec("chunk", 4), MaskSpec("bidirectional"))
+_SHORT = 13
+_LENGTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16)
+
+
+def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Static) -> MaskSpec | None:
+    """The rule for the keys that are not hidden, or None when MaskSpec has none for it.
+
+    `hidden(length, stand_in)` is a boolean tensor [..., S or 1, T or 1]: what `value` hides.
+    """
+
+    def visible(length: int, stand_in: MaskSpec | None) -> torch.Tensor | None:
+        found = hidden(length, stand_in)
+        while found.dim() > 2:
+            if not (found == found[:1]).all():
+                return None  # it differs by head
+            found = found[0]
+        return ~found.expand(length, length)
+
+    if not value.masks:
+        return _own_rule(visible, None, value.largest)
+    if len(value.masks) > 1:
+        return None
+    (mask,) = value.masks
+    if mask.kind not in get_args(ops.MaskKind):
+        return None
+    rest = visible(_SHORT, MaskSpec("bidirectional"))
+    if rest is None:
+        return None
+    for spec in _STAND_INS:  # what the model hides itself, and what the mask hides
+        found = visible(_SHORT, spec)
+        if found is None or not torch.equal(found, rest & _grid(spec, _SHORT)):
+            return None
+    own = _own_rule(visible, MaskSpec("bidirectional"), value.largest)
+    both = None if own is None else intersection(own, mask)
+    return None if both is None or both.size == 0 else both
+
+
+def _own_rule(
+    visible: Callable[[int, MaskSpec | None], torch.Tensor | None], stand_in: MaskSpec | None, largest: int
+) -> MaskSpec | None:
+    whole = {largest} if 1 < largest <= _LENGTHS[0] else set()  # a buffer shows all of its rule in full
+    for length in sorted({*_LENGTHS, *whole}, reverse=True):
+        try:
+            grid = visible(length, stand_in)
+        except (RuntimeError, IndexError):  # longer than a buffer of the model
+            continue
+        if grid is None:
+            return None
+        if largest > length and not grid.all():
+            return None  # a window of that size would not show
+        last = grid[-1]
+        sizes = {length - int(last.float().argmax()), int(grid[:, 0].float().argmin())} - {0, length}
+        specs = [MaskSpec("bidirectional"), MaskSpec("causal")]
+        specs += [MaskSpec(kind, size) for kind in ("window", "chunk") for size in sorted(sizes)]
+        return next((s for s in specs if torch.equal(grid, _grid(s, length))), None)
+    return None
+
+
+def _grid(spec: MaskSpec, length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    return spec.visible(positions, positions)
+
+
+def intersection(a: MaskSpec, b: MaskSpec) -> MaskSpec | None:
+    """The rule that shows what both show; None when MaskSpec has none."""
+    for x, y in ((a, b), (b, a)):
+        if x == y or x.kind == "bidirectional" or (x.kind == "causal" and y.kind != "bidirectional"):
+            return y
+    if a.kind == b.kind == "window":
+        return min(a, b, key=lambda spec: spec.size or 0)
+    return None

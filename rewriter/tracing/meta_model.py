@@ -1,0 +1,247 @@
+"""From a config to a model without weights: parameters on the meta device, buffers with their values."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rewriter.common.errors import RewriterError
+
+# The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
+# fp32.
+TRACE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers.
+
+    `stored` are the buffers whose values lie in checkpoints, each with the dtype it keeps (None: the model's).
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    layers_path: str
+    layers: nn.ModuleList
+    buffers: dict[str, torch.Tensor]
+    stored: dict[str, torch.dtype | None]
+
+
+def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a local directory, a bare config.json, a hub id, or a config object itself.
+
+    Raises RewriterError when there is no such model, or when it needs code that was not allowed to run.
+    """
+    if isinstance(source, PreTrainedConfig):
+        refuse_lanes(source.model_type, source.to_dict())
+        return source
+    path = Path(source)
+    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
+    if looks_local and not path.exists():
+        raise RewriterError(f"no such model: {source}. Give a Hugging Face directory, a config.json or a hub id.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
+    try:
+        if path.is_file():
+            data = _json_object(path, source)
+            refuse_lanes(source, data)
+            if "auto_map" in data and not trust_remote_code:
+                raise RewriterError(_remote_code(source))
+            if "model_type" not in data:
+                raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
+            return AutoConfig.for_model(**data)
+        if path.is_dir():
+            data = _json_object(path / "config.json", source)
+            refuse_lanes(source, data)
+            if not trust_remote_code and "auto_map" in data:
+                raise RewriterError(_remote_code(source))
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        refuse_lanes(source, config.to_dict())
+        return config
+    except RewriterError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RewriterError(f"{source}: config.json is not valid JSON ({error}).") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
+        raise RewriterError(f"{what}. {' '.join(str(error).split()):.300}") from error
+
+
+def _json_object(path: Path, source: Any) -> dict[str, Any]:
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict):
+        raise RewriterError(f"{source}: config.json holds a {type(data).__name__}, not an object: it is no config.")
+    return data
+
+
+def refuse_lanes(source: Any, config: Any) -> None:
+    """Raise RewriterError for the config of a model that is bound to its ranks: its layers compute lanes already."""
+    if isinstance(config, Mapping) and (ranks := config.get("rewriter_ranks")):
+        raise RewriterError(
+            f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute their lanes. "
+            "Rewrite the original model for another number of ranks or another recipe."
+        )
+
+
+def _remote_code(source: Any) -> str:
+    return f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
+
+
+def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> Skeleton:
+    """Instantiate the causal LM of `config` without allocating its parameters.
+
+    Raises RewriterError when no causal LM is registered for the config or its decoder layers cannot be found.
+    """
+    declared = getattr(config, "dtype", None)  # the build sets its own
+    try:
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+        raise RewriterError(
+            f"model type {config.model_type!r} cannot be built as a causal LM: {str(error).splitlines()[0]}"
+        ) from error
+    model.eval()
+    model.config.dtype = declared
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    made_alike = _buffers_in_model_dtype(config, trust_remote_code) if buffers else frozenset()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
+    stored = stored_buffers(model)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                full = f"{path}.{name}" if path else name
+                follows = stored[full] is None if full in stored else full in made_alike
+                module._buffers[name] = buffer.to("meta", TRACE_DTYPE if follows else buffer.dtype)
+    path, layers = find_layers(model)
+    return Skeleton(model, model.config, path, layers, buffers, stored)
+
+
+def require_fixed_rotary(model: PreTrainedModel) -> None:
+    """Refuse rotary scaling that transformers recomputes for the length of every call, which a program cannot hold."""
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise RewriterError(
+                    f"{path}: rotary scaling {kind!r} depends on the length of a call, which a program cannot "
+                    "represent. Models that scale every length alike (default, linear, yarn, llama3) can be traced"
+                )
+
+
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
+    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
+    found: dict[str, torch.dtype | None] = {}
+    for name, tensor in model.state_dict().items():
+        if name in parameters:
+            continue
+        if not tensor.is_floating_point():
+            found[name] = tensor.dtype
+        else:
+            found[name] = torch.float32 if any(re.search(pattern, name) for pattern in kept) else None
+    return found
+
+
+def _buffers_in_model_dtype(config: PreTrainedConfig, trust_remote_code: bool) -> frozenset[str]:
+    """The buffers that have the dtype of the model (position tables), in contrast to those that are always float32."""
+    declared = getattr(config, "dtype", None)
+    with parameters_on_meta():
+        other = AutoModelForCausalLM.from_config(
+            config, dtype=TRACE_DTYPE, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    config.dtype = declared
+    return frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Every parameter that a module registers in the block goes to the meta device; buffers keep their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    with mock.patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """(path, list) of the decoder layers: of the lists in the model's decoder that are in no other one, the one as long
+    as its config says, else the longest. An encoder of images or sound beside it may have more layers."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and not any(name.startswith(f"{p}.") for p, _ in found):
+            found.append((name, module))
+    if not found:
+        raise RewriterError(f"{type(model).__name__} has no list of decoder layers, so there is nothing to rewrite.")
+    inside = {id(module) for module in model.get_decoder().modules()}
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+
+    def rank(item: tuple[str, nn.ModuleList]) -> tuple[bool, bool, int, int]:
+        path, layers = item
+        return id(layers) in inside, len(layers) == depth, len(layers), -path.count(".")
+
+    return max(found, key=rank)
+
+
+def layer_source_hash(layer: nn.Module) -> str:
+    """SHA-256 of the source of the layer's class: what an emitted file checks at import."""
+    cls = type(layer)
+    try:
+        return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
+    except (OSError, TypeError) as error:
+        raise RewriterError(f"the source of {cls.__module__}.{cls.__name__} cannot be read: {error}") from error
+
+
+# what differs between layers that trace alike, and what every module has
+_NO_DIFFERENCE = frozenset({"layer_idx", "layer_index", "forward", *nn.Module().__dict__})
+
+
+def fingerprint(module: nn.Module) -> Any:
+    """What makes two modules trace alike: class tree, tensor shapes and plain attributes (layer indices aside)."""
+    attributes = tuple(
+        (name, repr(value) if _is_plain(value) else _function_name(value))
+        for name, value in sorted(module.__dict__.items())
+        if name not in _NO_DIFFERENCE and (_is_plain(value) or inspect.isroutine(value))
+    )
+    tensors = tuple(
+        (k, tuple(p.shape), p.dtype)
+        for group in (module._parameters, module._buffers)
+        for k, p in group.items()
+        if p is not None
+    )
+    return (type(module), attributes, tensors, tuple((k, fingerprint(m)) for k, m in module.named_children()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is told from others by how it prints: numbers, text, dtypes, and collections of them."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
+
+
+def _function_name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"

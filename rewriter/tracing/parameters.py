@@ -1,0 +1,139 @@
+"""Runtime parameters as expressions over checkpoint tensors, by the source type's own conversion."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rewriter.common.errors import RewriterError
+from rewriter.weights import Checkpoint
+from rewriter.weights.expressions import Concat, Expression, Stack, Tensor, Transpose
+
+
+def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
+    """alias → canonical name, for parameters that are one tensor with several users."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {alias: name for alias, name in declared.items() if alias in names and name in names}
+
+
+def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Expression]:
+    """Runtime name → expression, for every parameter of `model`, and for the buffers that the checkpoint holds of those
+    that checkpoints hold; tied aliases are left out.
+
+    Raises RewriterError naming tensors that are missing, surplus or of another shape, before any weight is read.
+    Tensors that transformers itself ignores on load are no error.
+    """
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ties = tied_parameters(model)
+    renamings, converters = _transforms(model)
+    collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(checkpoint.tensors, key=_natural):
+        target, pattern = _rename(name, renamings, converters, model, wanted)
+        collected[target][pattern or name].append(name)
+    by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+    expressions: dict[str, Expression] = {}
+    surplus: list[str] = []
+    for target, sources in collected.items():
+        if target not in wanted:
+            surplus += [n for names in sources.values() for n in names if not _ignored(model, n, target)]
+            continue
+        pattern = next(iter(sources))
+        converter = by_pattern.get(pattern)
+        expressions[target] = Tensor(sources[pattern][0]) if converter is None else _convert(converter, sources, target)
+    for alias, canonical in ties.items():
+        if alias in wanted and canonical in wanted:
+            if canonical not in expressions and alias in expressions:
+                expressions[canonical] = expressions[alias]
+            expressions.pop(alias, None)
+    missing = [n for n in wanted if n in trained and n not in expressions and ties.get(n) not in expressions]
+    if missing:
+        raise RewriterError(_listing(f"the checkpoint in {checkpoint.directory} lacks", missing, len(trained)))
+    if surplus:
+        raise RewriterError(
+            _listing(
+                f"the checkpoint in {checkpoint.directory} has tensors that {type(model).__name__} does not:", surplus
+            )
+        )
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    for name, expression in expressions.items():
+        found = tuple(expression.shape(shapes))
+        if found != wanted[name]:
+            raise RewriterError(
+                f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
+                "Config and weights do not belong together."
+            )
+    return expressions
+
+
+def _sizes(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "a scalar"
+
+
+def _listing(what: str, names: list[str], total: int | None = None) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{what} {shown}." + (f" The model has {total} parameters." if total else "")
+
+
+def _natural(name: str) -> list[Any]:
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _transforms(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
+    """(renamings, converters) that transformers applies when it loads this model.
+
+    This and `_rename` are the only users of transformers' loading internals: they are needed because a checkpoint's
+    names on disk are not the runtime names (Mixtral's experts lie one by one and run fused).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms = get_model_conversion_mapping(model)
+    return (
+        [t for t in transforms if isinstance(t, WeightRenaming)],
+        [t for t in transforms if isinstance(t, WeightConverter)],
+    )
+
+
+def _rename(
+    name: str, renamings: list[Any], converters: list[Any], model: PreTrainedModel, wanted: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    from transformers.core_model_loading import rename_source_key
+
+    return rename_source_key(name, renamings, converters, model.base_model_prefix, dict.fromkeys(wanted, True))
+
+
+def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
+    """Whether transformers drops this tensor silently: declared patterns, rotary buffers of old checkpoints, tied
+    copies."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    buffers = {n for n, _ in model.named_buffers()}
+    return target in buffers or any(re.search(p, n) for p in patterns for n in (name, target))
+
+
+def _convert(converter: Any, sources: Mapping[str, list[str]], target: str) -> Expression:
+    """One fused parameter: the converter's operations, as expressions. Order of the source patterns decides."""
+    values: list[list[Expression]] = [
+        [Tensor(n) for n in sources[p]] for p in converter.source_patterns if p in sources
+    ]
+    if len(values) != len(converter.source_patterns):
+        lacking = next(p for p in converter.source_patterns if p not in sources)
+        raise RewriterError(f"{target}: the checkpoint has no tensor like *{lacking}, needed to build it.")
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            values = [[Stack(tuple(group), operation.dim)] for group in values]
+        elif kind == "Concatenate":
+            values = [[Concat(tuple(e for group in values for e in group), operation.dim)]]
+        elif kind == "Transpose" and all(len(group) == 1 for group in values):
+            values = [[Transpose(group[0], operation.dim0, operation.dim1)] for group in values]
+        else:
+            raise RewriterError(f"{target}: conversion {kind} of this model type's checkpoints is not supported yet.")
+    if len(values) != 1 or len(values[0]) != 1:
+        raise RewriterError(f"{target}: its conversion gives {len(values)} tensors where one is expected.")
+    return values[0][0]

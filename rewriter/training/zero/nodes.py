@@ -1,0 +1,96 @@
+"""Which ranks share a node, and the two groups of each: inside its node, and between nodes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rewriter.common.errors import RewriterError
+from rewriter.runtime.process_groups import new_groups
+
+NODE, LOCAL = "node", "local"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks of a group as rows of `local` neighbours: rank y · local + x of the group is x of row y.
+
+    mesh: its dimensions "node" and "local". A DeviceMesh of existing groups, so that ranks of different grids (the
+    shard groups of tensor-parallel ranks) need not make each other's.
+    """
+
+    ranks: int
+    local: int
+    mesh: DeviceMesh
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.local
+
+    @property
+    def axes(self) -> DeviceMesh:
+        """The mesh without dimensions of one rank."""
+        if self.local == 1:
+            return self.mesh[NODE]
+        return self.mesh[LOCAL] if self.nodes == 1 else self.mesh
+
+
+def grid(group: ProcessGroup, local: int, device_type: str) -> Grid:
+    """Every rank of `group` calls it; `local` divides its size."""
+    members = dist.get_process_group_ranks(group)
+    own = group.rank()
+    first = own - own % local
+    groups = new_groups([members[own % local :: local], members[first : first + local]], [group])
+    layout = torch.tensor(members).view(-1, local)
+    return Grid(
+        len(members), local, DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=(NODE, LOCAL))
+    )
+
+
+def ranks_per_node(group: ProcessGroup, node: int | None, secondary: int | None) -> int:
+    """How many neighbours of `group` share a node: `node`, or what LOCAL_WORLD_SIZE says (torchrun sets it), or
+    `secondary`. At most the group's size.
+
+    Raises RewriterError where nothing says it, where it does not divide the group, or where nodes hold unequal numbers
+    of the group's ranks.
+    """
+    members = dist.get_process_group_ranks(group)
+    if node is not None:
+        return divides("node", node, len(members))
+    text = os.environ.get("LOCAL_WORLD_SIZE")
+    if text is not None:
+        where = [rank // int(text) for rank in members]
+        count = where.count(where[0])
+        if where != sorted(where) or any(where.count(n) != count for n in where):
+            raise RewriterError(
+                f"node: with LOCAL_WORLD_SIZE={text} the shard group's ranks {members} lie on nodes {where}, expected "
+                "equally many of each node, one after the other. Build the mesh so, or pass node="
+            )
+        return count
+    if secondary is not None:
+        return divides("secondary", secondary, len(members))
+    raise RewriterError(
+        "node: the number of ranks per node is unknown: LOCAL_WORLD_SIZE is not set (torchrun sets it). Pass node="
+    )
+
+
+def divides(name: str, value: int, ranks: int) -> int:
+    """`value`, if groups of so many ranks make up `ranks`; RewriterError else."""
+    if value < 1 or ranks % value:
+        options = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise RewriterError(
+            f"{name}={value} does not divide the {ranks} ranks that parameters are dealt over: {options}"
+        )
+    return value
+
+
+def node_mesh(device_type: str, node: int | None = None) -> DeviceMesh:
+    """All processes as a mesh of ("node", "local"); `node`: ranks per node, where LOCAL_WORLD_SIZE does not say it."""
+    world = dist.get_world_size()
+    size = ranks_per_node(dist.group.WORLD, node, None) if dist.group.WORLD is not None else 1
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=(NODE, LOCAL))

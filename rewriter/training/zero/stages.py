@@ -1,0 +1,330 @@
+"""ZeRO stages 1 and 2 on plain modules: every rank holds all parameters, and steps an equal part of them.
+
+Optimizer state and fp32 masters take 1 / ranks of what they take on one device; stage 2 also keeps no gradients but
+those of the own part. A step costs one all-reduce for each bucket of gradients and one all-gather for each dtype of
+parameters (DeepSpeed's communication post, sections 2 and 3). Stage 3, which shards the parameters too, is FSDP2:
+`rewriter.training.shard_parameters`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from rewriter.common.errors import RewriterError
+from rewriter.runtime.agreement import checksum
+from rewriter.runtime.process_groups import group_rank, group_size
+from rewriter.training.zero.buckets import Reducer, buckets_of
+from rewriter.training.zero.flat import FlatParameter, FlatParameters
+from rewriter.training.zero.master_weights import MasterOptimizer, Parameters, clip, groups_of_parameters
+from rewriter.training.zero.scaling import overflowed
+
+_OWNED = "_rewriter_zero_optimizer"  # set on a parameter whose gradients one takes
+
+BUCKET_BYTES = 64 << 20
+
+
+def zero_optimizer(
+    model: nn.Module,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+    group: ProcessGroup | None,
+    *,
+    stage: int,
+    params: Parameters | None = None,
+    divide: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    multi_rank_buckets: bool = True,
+) -> StagedOptimizer:
+    """Train `model`, which every rank of `group` holds whole, with an optimizer whose state lies 1 / ranks on each.
+
+        optimizer = zero_optimizer(model, lambda groups: torch.optim.AdamW(groups, lr=1e-4), group, stage=2)
+        for batch in batches:  # other rows on every rank
+            model(batch).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    group: the ranks that hold the same parameters and see other rows or tokens (of a mesh with tensor parallelism, not
+    the world); None for one rank. optimizer: called with groups of parameters, as torch.optim's classes take them; it
+    gets fp32 masters, one-dimensional pieces that together hold each element on one rank, so its update must be
+    elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params: parameters of the model, or groups of
+    them with options of their own; default all that require a gradient. divide: what the sum of gradients over `group`
+    is divided by, default its size, for ranks whose loss is the mean over their own rows. bucket_bytes: of gradients
+    that are reduced together, in fp32 whatever the parameters' dtype. multi_rank_buckets: False sends each owner's part
+    by a reduce of its own, to measure what bucketing saves.
+
+    In place: parameters become views of one flat tensor for each dtype, so the model must be on its device and in its
+    dtype; 16-bit ones get fp32 masters. Gradients are summed while backward runs, and leave the parameters' `.grad`
+    None: those of the own part are in the masters' `.grad`, averaged, where several backward passes add up. Stage 1
+    keeps fp32 gradients of the whole model, so that `no_sync` can put the sum off to the last of several passes; stage
+    2 frees them bucket by bucket, and sums in every pass. A parameter that takes no part in any rank's backward pass
+    is not stepped. All ranks call backward equally often, each with some parameter taking part, and `step`.
+
+    Raises RewriterError where nothing is trained, a parameter is not the model's, comes twice or belongs to FSDP2,
+    or ranks hold different parameters.
+    """
+    if stage not in (1, 2):
+        raise RewriterError(
+            f"zero_optimizer: stage {stage}, expected 1 or 2. Stage 3 is rewriter.training.shard_parameters"
+        )
+    if bucket_bytes <= 0:
+        raise RewriterError(f"zero_optimizer: bucket_bytes {bucket_bytes}, expected more than 0")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise RewriterError("zero_optimizer: the model is sharded by FSDP2, which is stage 3. Use a plain optimizer")
+    return StagedOptimizer(
+        model,
+        optimizer,
+        group,
+        stage=stage,
+        params=params,
+        divide=float(group_size(group)) if divide is None else divide,
+        bucket_bytes=bucket_bytes,
+        multi_rank_buckets=multi_rank_buckets,
+    )
+
+
+class StagedOptimizer(MasterOptimizer):
+    """What `zero_optimizer` returns: an Optimizer of this rank's masters.
+
+    Schedulers take it; `param_groups` and `state` are those of the optimizer inside. `model.zero_grad()` does what the
+    optimizer's does. Loading weights into the model renews the masters.
+    """
+
+    name = "zero_optimizer"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        group: ProcessGroup | None,
+        *,
+        stage: int,
+        params: Parameters | None,
+        divide: float,
+        bucket_bytes: int,
+        multi_rank_buckets: bool,
+    ) -> None:
+        self.group, self.stage = group, stage
+        groups = groups_of_parameters(model, params)
+        named = _trained(model, groups)
+        self._flats = [FlatParameters(each, group) for each in _by_kind(named)]
+        places = {held.parameter: (flat, held) for flat in self._flats for held in flat.parameters}
+        self._places = [places[parameter] for _, parameter in named]
+        self._check_replicas()
+        held = [held for _, held in self._places]
+        for each in held:
+            setattr(each.parameter, _OWNED, True)
+        self.reducer = Reducer(
+            buckets_of(held, group, bucket_bytes),
+            divide=divide,
+            per_owner=not multi_rank_buckets,
+            keep=stage == 1,
+        )
+        super().__init__(optimizer([{**given, "params": _masters(given["params"], places)} for given in groups]))
+        self._follow(model, [each.parameter for each in held], self._loaded)
+
+    def _check_replicas(self) -> None:
+        """A sum of gradients of different parameters, or of different values, would be nobody's."""
+        if self.group is None or self.group.size() == 1:
+            return
+        held = [held for _, held in self._places]
+        device = held[0].parameter.device
+        layout = zlib.crc32(repr([(h.name, h.parameter.shape, h.parameter.dtype) for h in held]).encode())
+        if _differ(torch.tensor([layout, len(held)], device=device), self.group):
+            raise RewriterError(
+                "zero_optimizer: ranks train parameters of different names, shapes or dtypes. Build the same model on "
+                "all ranks of the group, and freeze the same parameters"
+            )
+        sums = torch.stack([checksum(h.parameter.detach()) for h in held])
+        differ = _differ(sums, self.group)
+        if differ:
+            raise RewriterError(
+                f"zero_optimizer: ranks hold different weights in {held[differ[0]].name} ({len(differ)} of {len(held)} "
+                "parameters). Load the same checkpoint on all ranks, or seed them alike"
+            )
+
+    def _loaded(self, index: int) -> None:
+        flat, held = self._places[index]
+        with torch.no_grad():
+            flat.read_master(held)
+
+    _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside leave gradients where they are; the first one outside sums them all, or `step`.
+
+        Stage 2 has no memory for them, and sums them nevertheless: gradients are equal, messages are not fewer.
+        """
+        before, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Step the own masters, then give all ranks all parameters, in one all-gather for each dtype. All ranks call
+        it.
+
+        `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise RewriterError(
+                "zero_optimizer: this version of torch tells optimizers of this rank's overflow only. Train in "
+                "bfloat16, without GradScaler"
+            )
+        self.reducer.finish()
+        for flat in self._flats:
+            flat.check()
+        if grad_scaler is not None and overflowed(grad_scaler, self, [self.group] if self.group is not None else []):
+            return None
+        self.inner.step()
+        for flat in self._flats:
+            flat.publish()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.reducer.clear()
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        *,
+        within: ProcessGroup | None = None,
+        share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+    ) -> Tensor:
+        """Scale gradients so that the 2-norm of all of them, over all ranks, is at most `max_norm`; returns the norm.
+
+        torch.nn.utils.clip_grad_norm_ would see this rank's part only. `within`: ranks that hold other parameters of
+        the same model, tensor-parallel ones; `share` then says which part of a parameter's squares is to be counted
+        here, 1 / ranks for one that they all hold. All ranks call it. max_norm infinite: the norm alone.
+        """
+        self.reducer.finish()
+        squares = torch.zeros((), dtype=self._flats[0].master_S.dtype, device=self._flats[0].master_S.device)
+        gradients = []
+        for _, held in self._places:
+            if held.master is not None and held.master.grad is not None:
+                gradients.append(held.master.grad)
+                squares += torch.linalg.vector_norm(held.master.grad).square() * share(held.parameter)
+        groups = [g for g in (self.group, within) if g is not None]
+        return clip(gradients, squares, groups, max_norm)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of a parameter's gradient: zeros elsewhere, None where it has no part or none was computed.
+
+        In the parameter's shape and the masters' dtype; summed over the group it is the whole gradient.
+        """
+        for _, held in self._places:
+            if held.parameter is parameter and held.master is not None and held.master.grad is not None:
+                assert held.mine is not None
+                whole = held.master.grad.new_zeros(parameter.numel())
+                whole[held.mine.start : held.mine.end] = held.master.grad
+                return whole.view(parameter.shape)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: the optimizer's, and "masters" of 16-bit parameters. Each rank saves and loads its own, on as
+        many ranks, in either stage; the model's own state_dict holds the parameters, and is loaded first."""
+        return {
+            **self.inner.state_dict(),
+            "masters": [flat.master_S.clone() for flat in self._flats if flat.separate],
+            "place": self._place(),
+            "layout": self._layout(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises RewriterError for that of another rank, of another number of ranks or of other parameters."""
+        if state_dict.get("place") != self._place():
+            raise RewriterError(
+                f"zero_optimizer: state of rank and ranks {state_dict.get('place')}, expected {self._place()}. Load "
+                "what this rank has saved, on as many ranks"
+            )
+        if state_dict["layout"] != self._layout():
+            before, now = set(state_dict["layout"]), set(self._layout())
+            raise RewriterError(
+                "zero_optimizer: state of other parameters, or in another order: "
+                f"{sorted(before ^ now)[:3] or 'order'} differ. Train those that were trained when it was saved"
+            )
+        self._load_inner(state_dict)
+        with torch.no_grad():
+            separate = [flat for flat in self._flats if flat.separate]
+            for flat, master in zip(separate, state_dict["masters"], strict=True):
+                flat.master_S.copy_(master)
+
+    def _place(self) -> list[int]:
+        return [group_rank(self.group), group_size(self.group)]
+
+    def _layout(self) -> list[tuple[str, int, str]]:
+        return [(h.name, h.parameter.numel(), str(h.parameter.dtype)) for _, h in self._places]
+
+
+def _trained(model: nn.Module, groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of `groups` with their names, in the model's order, which is about that of its computation."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    wanted: set[nn.Parameter] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            name = names.get(parameter, f"of shape {list(parameter.shape)}")
+            why = (
+                "is not the model's"
+                if parameter not in names
+                else "does not require a gradient"
+                if not parameter.requires_grad
+                else "comes twice"
+                if parameter in wanted
+                else "belongs to another zero_optimizer"
+                if getattr(parameter, _OWNED, False)
+                else None
+            )
+            if why is not None:
+                raise RewriterError(
+                    f"zero_optimizer: parameter {name} {why}. Pass parameters of the model that are trained, each once"
+                )
+            wanted.add(parameter)
+    found = [(name, parameter) for parameter, name in names.items() if parameter in wanted and parameter.numel()]
+    if not found:
+        raise RewriterError(
+            f"zero_optimizer: no parameter of {type(model).__name__} requires a gradient. Set requires_grad_(True) on "
+            "what is trained"
+        )
+    return found
+
+
+def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Those of one dtype and device together."""
+    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    return list(kinds.values())
+
+
+def _masters(
+    parameters: Sequence[nn.Parameter], places: dict[nn.Parameter, tuple[FlatParameters, FlatParameter]]
+) -> list[nn.Parameter]:
+    found = [places[parameter][1].master for parameter in parameters if parameter in places]
+    return [master for master in found if master is not None]
+
+
+def _differ(values: Tensor, group: ProcessGroup) -> list[int]:
+    """The indices of `values` (int64) that ranks do not agree about; equal on all of them."""
+    least, most = values.clone(), values.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return (least != most).nonzero().flatten().tolist()

@@ -1,0 +1,97 @@
+"""Where the residual blocks of an eager Hugging Face model begin and end, found by watching its stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rewriter.common.errors import RewriterError
+from rewriter.verify.stream_hooks import Carry, Watch, few_ids, watched
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The blocks of a model: block b reads stream value `starts[b]` and makes the values up to `starts[b + 1]`.
+
+    `layers[b]` is its decoder layer, `readers[b]` are the modules that read for it, `modules[b]` those that run in it.
+    `chain` names the additions that make the stream: value t + 1 comes from the `chain[t]`-th addition to value t.
+    """
+
+    chain: tuple[int, ...]
+    starts: tuple[int, ...]
+    layers: tuple[int, ...]
+    readers: tuple[tuple[nn.Module, ...], ...]
+    modules: tuple[tuple[nn.Module, ...], ...]
+
+    @property
+    def last(self) -> int:
+        """The number of the last stream value, which the final norm reads."""
+        return len(self.chain)
+
+
+class Plain:
+    """The ledger of the unmodified model: every read is fresh. Remembers values and writes of one forward pass."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
+
+    def begin(self, stream: torch.Tensor) -> None:
+        self.values, self.writes = [stream.clone()], []
+
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        self.writes.append(written.clone())
+        self.values.append(carry(self.values[value]) + written)
+
+    def read(self, value: int) -> torch.Tensor:
+        return self.values[value]
+
+
+@torch.no_grad()
+def find_structure(model: PreTrainedModel) -> Structure:
+    """The blocks of `model` (eval mode), found by running it on three tokens.
+
+    Raises RewriterError when the stream cannot be followed, or when its reads do not explain the model's logits.
+    """
+    ids = few_ids(model)
+    expected = model(input_ids=ids, use_cache=False).logits
+    with watched(model, Plain()) as watch:
+        model(input_ids=ids, use_cache=False)
+    chain: list[int] = []
+    value = watch.returned
+    while value > 0:
+        value, count = watch.made[value]
+        chain.insert(0, count)
+    with watched(model, Plain(), tuple(chain)) as watch:
+        actual = model(input_ids=ids, use_cache=False).logits
+    # The same additions in the same order: a difference means a read that was not seen, or a change of the stream.
+    if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+        raise RewriterError(
+            f"{type(model).__name__}: the residual stream cannot be followed: something reads or changes it elsewhere "
+            "than in additions, casts and calls of torch functions"
+        )
+    return _blocks(model, watch, tuple(chain))
+
+
+def _blocks(model: PreTrainedModel, watch: Watch, chain: tuple[int, ...]) -> Structure:
+    last = len(chain)
+    starts = tuple(sorted({value for value, _ in watch.reads if value < last}))
+    if not starts or starts[0] != 0:
+        raise RewriterError(f"{type(model).__name__}: no layer reads the residual stream that the first one is given")
+    layers: list[int] = []
+    readers: list[tuple[nn.Module, ...]] = []
+    modules: list[tuple[nn.Module, ...]] = []
+    for start, end in zip(starts, (*starts[1:], last), strict=True):
+        own = [reader for value, reader in watch.reads if value == start]
+        if strays := [reader for reader in own if reader.layer != own[0].layer]:
+            raise RewriterError(
+                f"layer {strays[0].layer} ({type(strays[0].module).__name__}) reads the residual stream as it was for "
+                f"layer {own[0].layer}"
+            )
+        layers.append(own[0].layer)
+        readers.append(tuple(dict.fromkeys(reader.module for reader in own)))
+        modules.append(tuple(dict.fromkeys(module for value, module in watch.calls if start <= value < end)))
+    return Structure(chain, starts, tuple(layers), tuple(readers), tuple(modules))

@@ -1,0 +1,59 @@
+"""An independent reference for ladder: the unmodified eager Hugging Face model, whose blocks are handed other inputs.
+
+A ladder changes only what each block *reads*. Number the blocks of a model in order; let X_0 be the stream before the
+first, X_{j+1} = X_j + block_j(read_j). Standard: read_j = X_j. In a ladder layer: read_j = X_{j-1}, with X_{-1} := X_0.
+Both transitions follow from that. Where blocks begin and end is found by watching a forward pass (see `structure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from rewriter.common.errors import RewriterError
+from rewriter.verify.eager_blocks import Structure, find_structure
+from rewriter.verify.stream_hooks import Carry, decoder_layers, watched
+
+
+@contextmanager
+def ladder_reference(model: PreTrainedModel, layers: Collection[int]) -> Iterator[PreTrainedModel]:
+    """Within the `with`, `model` (eval mode) computes the ladder of itself on `layers`: forward, backward, `generate`.
+
+    Raises RewriterError for a layer that the model does not have, and when its stream cannot be followed.
+    """
+    check_layers("ladder reference", model, layers)
+    structure = find_structure(model)
+    with watched(model, _Ladder(structure, layers), structure.chain):
+        yield model
+
+
+def check_layers(name: str, model: PreTrainedModel, layers: Collection[int]) -> None:
+    """Raises RewriterError for layers that `model` does not have."""
+    depth = len(decoder_layers(model))
+    if surplus := sorted(set(layers) - set(range(depth))):
+        raise RewriterError(f"{name}: layers {surplus}, the model has 0 to {depth - 1}")
+
+
+class _Ladder:
+    """The ledger of a ladder."""
+
+    def __init__(self, structure: Structure, layers: Collection[int]) -> None:
+        # what is read where the model reads stream value `value`: the start of the block before
+        starts = structure.starts
+        self.source = {structure.last: structure.last} | {
+            start: starts[max(block - 1, 0)] if structure.layers[block] in layers else start
+            for block, start in enumerate(starts)
+        }
+        self.values: dict[int, torch.Tensor] = {}
+
+    def begin(self, stream: torch.Tensor) -> None:
+        self.values = {0: stream.clone()}  # some models add in place
+
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        self.values[value + 1] = carry(self.values[value]) + written
+
+    def read(self, value: int) -> torch.Tensor:
+        return self.values[self.source[value]]

@@ -1,0 +1,251 @@
+"""An independent reference for any mix of layers over P ranks: P copies of the eager model, run side by side.
+
+Nothing here knows the IR, the analyses or the passes; they are what it checks. Each rank is a thread that runs the
+unmodified code of the Hugging Face model on a copy of it, with the stream in a ledger of its own (see `stream`). Where
+a rank's part of a block matters, the copy's exit projections are its part: rank r keeps input features r·F/P to
+(r+1)·F/P (heads and channels lie in order) and 1/P of the bias, so that it writes f_r, and the block is Σ_r f_r. The
+ledger then is the definition of each mode, written as a rank sees it, with `AR` for all-reduce:
+
+    standard     x ← x + AR(f_r(x))
+    parallel     x ← x + AR(f_r(X)), where X is the stream before the first block of the layer
+    ladder       the same, where X is the stream one block earlier (X_{-1} := X_0)
+    own_partial  the same, where the block reads X + the rank's own f_r of the blocks in between
+    desync       x_r ← x_r + f_r(x_r)                      where the reduction is dropped
+                 x   ← AR(f_r(x_r) + x_r / P)              where it is kept, resync "mean"
+                 x   ← x_sync + AR(all f_r since x_sync)   where it is kept, resync "sum"
+
+Transitions: a first ladder or own-partial block after a standard layer reads the same, after a parallel layer that
+layer's input, after anything else the whole stream. The last reduction of a run of desynced layers is kept. A block
+that every rank computes in full writes g(x_r): added as it is, and counted 1/P per rank where a sum is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rewriter.common.errors import RewriterError
+from rewriter.verify.eager_blocks import Structure, find_structure
+from rewriter.verify.ladder_reference import check_layers
+from rewriter.verify.output_projections import Shares, set_tensor
+from rewriter.verify.rank_threads import Group
+from rewriter.verify.stream_hooks import Carry, watched
+
+Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
+
+
+@dataclass(frozen=True)
+class LayerMode:
+    """What a layer is. `keep` and `resync` are about desync, `norm` about parallel layers.
+
+    `keep` says per block of the layer whether its reduction is kept. `norm` is whose entry norm serves all blocks of
+    the layer: the "attention"'s (the first block), the "mlp"'s (the last), or each its "own".
+    """
+
+    mode: Mode = "standard"
+    keep: tuple[bool, ...] = ()
+    resync: Literal["mean", "sum"] = "mean"
+    norm: Literal["own", "attention", "mlp"] = "own"
+
+
+class LaneReference:
+    """The model of `mix` (layer number → mode, others standard) over `ranks` ranks, as a function of token ids.
+
+    `whole` are paths of modules that every rank computes in full (a block of which nothing can be split has to be
+    among them, if it has an exit projection that could). `untied` are weights per rank, [ranks · n, …] by the
+    parameter's name, of which rank r holds the r-th part.
+
+    Gradients reach the parameters of `model`. Raises RewriterError for a mix that the model does not have, when the
+    stream cannot be followed, and when a block that has to be split is not the sum of its ranks' parts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mix: Mapping[int, LayerMode],
+        ranks: int,
+        *,
+        whole: Collection[str] = (),
+        untied: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        check_layers("lane reference", model, mix)
+        self.model, self.ranks = model, ranks
+        self.structure = find_structure(model)
+        modes = [mix.get(layer, LayerMode()) for layer in self.structure.layers]
+        self._shares = Shares(model, self.structure, ranks, whole)
+        self.steps = _plan(self.structure, modes, self._shares.splittable)
+        self._shares.check([b for b, step in enumerate(self.steps) if step.split])
+        self._norms = _shared_norms(self.structure, modes)
+        self._untied = untied or {}
+        self.streams: list[list[torch.Tensor]] = []
+        """Of the last call: per block and at the end, what each rank held as its stream."""
+
+    def __call__(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Logits [B, S, vocabulary] for `input_ids` [B, S] (int64); `kwargs` as for the model. No cache is used."""
+        split = [b for b, step in enumerate(self.steps) if step.split]
+        copies = [self._copy(rank, split) for rank in range(self.ranks)]
+        group = Group(self.ranks)
+        ledgers = [_Rank(rank, group, self.structure, self.steps) for rank in range(self.ranks)]
+
+        def run(rank: int) -> torch.Tensor:
+            with watched(copies[rank], ledgers[rank], self.structure.chain):
+                logits: torch.Tensor = copies[rank](input_ids=input_ids, use_cache=False, **kwargs).logits
+            return logits
+
+        results = group.run(run)
+        self.streams = [list(values) for values in zip(*(ledger.seen for ledger in ledgers), strict=True)]
+        if not bool(results[0].isfinite().all()):
+            raise RewriterError("lane reference: the logits are not finite: something reads the stream unnoticed")
+        if any(not torch.equal(result, results[0]) for result in results):
+            raise RewriterError("lane reference: the ranks end with different logits")
+        return results[0]
+
+    def _copy(self, rank: int, split: Collection[int]) -> PreTrainedModel:
+        twin = self._shares.copy(rank, split)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for reader, source in self._norms:
+            twin.get_submodule(names[id(reader)]).forward = twin.get_submodule(names[id(source)]).forward
+        for name, values in self._untied.items():
+            set_tensor(twin, name, values.chunk(self.ranks)[rank])
+        return twin
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is done in a block: it reads the stream as it was before block `since`, with the rank's own parts of the
+    blocks from there if `own`; `split` says that the rank's copy writes its part only."""
+
+    mode: LayerMode
+    since: int
+    own: bool = False
+    split: bool = False
+    keep: bool = True
+
+
+def _plan(structure: Structure, modes: Sequence[LayerMode], splittable: Callable[[int], bool]) -> list[_Step]:
+    count = len(modes)
+    first = [structure.layers.index(layer) for layer in structure.layers]
+    since = [_since(b, modes, first) for b in range(count)]
+    needed = {b for b in range(count) if modes[b].mode in ("desync", "own_partial")}
+    needed |= {b for j in range(count) if modes[j].mode == "own_partial" for b in range(since[j], j)}
+    split = {b for b in needed if splittable(b)}
+    steps = []
+    for b, mode in enumerate(modes):
+        own = mode.mode == "own_partial" and since[b] < b
+        if own and b not in split and any(i in split for i in range(since[b], b)):
+            raise RewriterError(
+                f"lane reference: block {b} (layer {structure.layers[b]}) is computed in full by every rank and reads "
+                "a rank's own partial sum: the ranks would drift apart"
+            )
+        keep = mode.mode != "desync" or _kept(b, modes, structure, first, split)
+        steps.append(_Step(mode, since[b], own, b in split, keep))
+    return steps
+
+
+def _since(b: int, modes: Sequence[LayerMode], first: Sequence[int]) -> int:
+    mode = modes[b].mode
+    if mode == "parallel":
+        return first[b]
+    if mode not in ("ladder", "own_partial") or b == 0:
+        return b
+    before = modes[b - 1].mode
+    if before in (mode, "standard"):
+        return b - 1
+    return first[b - 1] if before == "parallel" else b
+
+
+def _kept(b: int, modes: Sequence[LayerMode], structure: Structure, first: Sequence[int], split: set[int]) -> bool:
+    """Whether the reduction of desynced block `b` is kept: it is asked for, or the last of its run of layers."""
+    place, count = b - first[b], structure.layers.count(structure.layers[b])
+    if len(modes[b].keep) != count:
+        raise RewriterError(
+            f"lane reference: layer {structure.layers[b]} has {count} blocks, keep={modes[b].keep} is about "
+            f"{len(modes[b].keep)}"
+        )
+    later = b + 1
+    while later < len(modes) and modes[later].mode == "desync":
+        if later in split:
+            return modes[b].keep[place]
+        later += 1
+    return True
+
+
+def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tuple[nn.Module, nn.Module]]:
+    """(entry norm, the norm that computes in its place) of the parallel layers."""
+    pairs = []
+    for layer in sorted(set(structure.layers)):
+        blocks = [b for b, number in enumerate(structure.layers) if number == layer]
+        mode = modes[blocks[0]]
+        if mode.mode != "parallel" or mode.norm == "own" or len(blocks) == 1:
+            continue
+        for b in blocks:
+            if len(structure.readers[b]) != 1 or list(structure.readers[b][0].children()):
+                raise RewriterError(f"lane reference: layer {layer} has no one norm at the entry of each block")
+        source = structure.readers[blocks[0 if mode.norm == "attention" else -1]][0]
+        pairs += [(structure.readers[b][0], source) for b in blocks if structure.readers[b][0] is not source]
+    return pairs
+
+
+class _Rank:
+    """The stream as one rank holds it. What a model multiplies the stream by (`carry`) holds for all that is in it."""
+
+    def __init__(self, rank: int, group: Group, structure: Structure, steps: Sequence[_Step]) -> None:
+        self.rank, self.group, self.structure, self.steps = rank, group, structure, steps
+        self.block_of = {start: block for block, start in enumerate((*structure.starts, structure.last))}
+        self.seen: list[torch.Tensor] = []  # x at the start of each block
+        self.parts: list[torch.Tensor] = []  # what this rank wrote in each block
+        self.carries: list[list[Carry]] = []  # what was made of x in each block
+
+    def begin(self, stream: torch.Tensor) -> None:
+        self.x = self.synchronised = stream
+        self.added, self.written = torch.zeros_like(stream), torch.zeros_like(stream)
+        self.seen, self.parts, self.carries = [stream], [], [[]]
+
+    def read(self, value: int) -> torch.Tensor:
+        block = self.block_of[value]
+        if block == len(self.steps):
+            return self.x
+        step = self.steps[block]
+        given = self.seen[step.since]
+        if step.own:
+            for earlier in range(step.since, block):
+                given = _carried(self.carries[earlier], given) + self.parts[earlier]
+        return given
+
+    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
+        self.written = carry(self.written) + written
+        self.carries[-1].append(carry)
+        block = self.block_of.get(value + 1)
+        if block is not None:
+            self.parts.append(self.written)
+            self.x = self._after(self.steps[block - 1], self.written)
+            self.seen.append(self.x)
+            self.carries.append([])
+            self.written = torch.zeros_like(self.x)
+
+    def _after(self, step: _Step, f: torch.Tensor) -> torch.Tensor:
+        """The stream after a block that wrote `f` here."""
+        ranks, reduce = self.group.ranks, lambda part: self.group.all_reduce(self.rank, part)
+        x, synchronised, added = (_carried(self.carries[-1], v) for v in (self.x, self.synchronised, self.added))
+        if step.mode.mode == "desync" and not (step.split and step.keep):
+            self.synchronised, self.added = synchronised, added + (f if step.split else f / ranks)
+            return x + f
+        if step.mode.mode != "desync":
+            x = x + (reduce(f) if step.split else f)
+        elif step.mode.resync == "mean":
+            x = reduce(f + x / ranks)
+        else:
+            x = synchronised + reduce(added + f)
+        self.synchronised, self.added = x, torch.zeros_like(x)
+        return x
+
+
+def _carried(carries: Sequence[Carry], x: torch.Tensor) -> torch.Tensor:
+    for carry in carries:
+        x = carry(x)
+    return x

@@ -1,0 +1,149 @@
+"""Computed from the real weights, never from a shrunken copy: equality (`--verify full`), drift, golden logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from rewriter.emit.manifest import Drift, mesh_of
+from rewriter.ir import Program
+from rewriter.passes import available
+from rewriter.passes.base import bound_ranks, single_device
+from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
+from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
+from rewriter.verify.drift import (
+    calibration_tokens,
+    drift,
+    golden_logits,
+    golden_tokens,
+    other_weights,
+    too_large,
+)
+from rewriter.verify.random_model import random_ids
+from rewriter.verify.reference_modes import reference_of
+from rewriter.verify.shrunken_check import compare_emitted, test_lengths
+from rewriter.verify.simulate import load_weights, simulate
+
+SHARDED_DRIFT = (
+    "the drift is that of the sharded module where every reduction of a block is quantized, as in a long prefill. The "
+    "adapted checkpoint sums exactly"
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class RealWeights:
+    """A rewritten program with its weights in memory, fp32; the caller has asked `too_large` before.
+
+    `dtype` (bf16, fp16, fp32 or None) is what the output holds them in: golden logits and drift are of weights rounded
+    to it, equality with the original is of the weights as they were.
+    """
+
+    def __init__(self, program: Program, dtype: str | None, progress: Callable[..., None]) -> None:
+        self.program, self.single = program, single_device(program)
+        self.progress = progress
+        progress("reading the weights")
+        self.stored = load_weights(self.single, torch.float32)
+        self.written = self.stored
+        self.target: torch.dtype | None = None
+        if dtype not in (None, "fp32"):
+            self.target = DTYPES[str(dtype)]
+            self.written = {n: self._rounded(t) for n, t in self.stored.items()}
+
+    def golden(self) -> bytes:
+        """A safetensors file: the golden tokens and the logits after them, of one device.
+
+        Also `sharded_logits`, those of the ranks, where so few tokens make messages that are quantized.
+        """
+        from safetensors.torch import save
+
+        self.progress("golden logits")
+        tensors = {"input_ids": golden_tokens(self.program), "logits": golden_logits(self.single, self.written)}
+        if (sharded := self._quantized(tensors["input_ids"])) is not None:
+            tensors["sharded_logits"] = sharded[0, -1].float().contiguous()
+        data: bytes = save(tensors)
+        return data
+
+    @torch.no_grad()
+    def _quantized(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """The ranks' logits for `ids`; None where no message of so many tokens is quantized."""
+        if not is_quantized(self.program):
+            return None
+        weights = self._weights_of(self.program)
+        exactly, logits = (simulate(program, ids, weights=weights) for program in (exact(self.program), self.program))
+        return None if torch.equal(exactly, logits) else logits
+
+    def drift(self, found: Verification, text: str | None) -> Drift | None:
+        """Drift from the original on the calibration text; None when every pass is exact.
+
+        Where sums are quantized, all of them are, and it is the drift of the ranks.
+        """
+        if all(entry.kind != "approximating" for entry in self.program.history):
+            return None
+        tokens, what = calibration_tokens(self.program, text)
+        self.progress(f"drift on {len(tokens)} tokens")
+        if what.startswith("random"):
+            found.notes.append(f"drift was measured on {what}")
+        original = self.program.origin or self.program
+        rewritten = self.single
+        if is_quantized(self.program):
+            rewritten = always_quantized(self.program)
+            found.notes.append(SHARDED_DRIFT)
+        before, after = self._weights_of(original), self._weights_of(rewritten)
+        return drift(original, rewritten, tokens, weights=before, rewritten_weights=after, text=what)
+
+    def _weights_of(self, program: Program) -> Mapping[str, torch.Tensor]:
+        """The weights of another form of the program, with the precision that the output holds them in."""
+        if program is self.single:
+            return self.written
+        found = other_weights(program, self.single, self.written)
+        return {n: t if self.written.get(n) is t else self._rounded(t) for n, t in found.items()}
+
+    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` with the precision that the output holds it in."""
+        if self.target is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.target).to(tensor.dtype)
+
+    @torch.no_grad()
+    def compare(self, found: Verification) -> None:
+        """Compare the rewritten model with the unmodified one, or with the independent reference. Adds or raises."""
+        from transformers import AutoModelForCausalLM
+
+        source = self.program.source
+        # The reference of a bound program holds every rank's part of the exit projections, full size.
+        copies = 1 + -(-(bound_ranks(self.program) or 0) // 2)
+        if reason := too_large(self.single, copies):
+            found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
+            return
+        passes = [available()[entry.name](**entry.options) for entry in self.program.history]
+        reference = reference_of(self.program, passes)
+        self.progress("comparing the real weights")
+        model = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
+        ).eval()
+        name = f"real weights: rewritten = {reference.name}"
+        for length in test_lengths(model.config):
+            ids = random_ids(model.config, length, rows=1)
+            actual = simulate(self.single, ids, weights=self.stored)
+            found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
+
+    @torch.no_grad()
+    def compare_emitted(self, found: Verification, directory: Path) -> None:
+        """Compare what a written directory computes in processes of its own. Adds or raises."""
+        ids = [golden_tokens(self.program)]
+        expected = [simulate(self.single, ids[0], weights=self.written)]
+        sharded = self._quantized(ids[0])
+        compare_emitted(
+            found,
+            directory,
+            mesh_of(self.program),
+            ids,
+            expected,
+            None if sharded is None else [sharded],
+            limit=REAL_WEIGHTS,
+            within=QUANTIZED_REAL_WEIGHTS,
+            prefix="real weights: ",
+            progress=self.progress,
+        )

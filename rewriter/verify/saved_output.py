@@ -1,0 +1,109 @@
+"""`rewrite verify DIR`: does a written output still compute what its manifest says?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
+
+
+def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
+    """Check a written output again; returns names and figures of what held.
+
+    Every file's sha256; then, where the manifest has golden logits and memory allows, the adapted checkpoint's and the
+    sharded module's logits for the same tokens, the latter on as many real ranks as the manifest names. What is not run
+    is reported in words. Raises VerificationError for the first that differs, RewriterError for no such output.
+    """
+    root = Path(directory)
+    manifest = read_manifest(root)
+    check_files(root, manifest, progress=progress)
+    table: dict[str, Any] = {"files with the hash of the manifest": len(manifest.files)}
+    if manifest.golden is None:
+        table["golden logits"] = "none were stored when this was written"
+        return table
+    if reason := _too_large(root, manifest):
+        table["golden logits"] = f"not computed again: {reason}"
+        return table
+    from safetensors.torch import load_file
+
+    from rewriter.verify import subprocess_logits
+    from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
+    from rewriter.verify.shrunken_check import MOST_RANKS
+
+    golden = load_file(root / manifest.golden.file)
+    result = Verification()
+    ranks = ranks_of(manifest.mesh)
+    sharded = bool(manifest.runtime) and ranks <= MOST_RANKS
+    if manifest.runtime and not sharded:
+        table["sharded module"] = f"not run: {ranks} ranks, more than {MOST_RANKS} are not started on one machine"
+    progress("computing the golden logits")
+    single, parallel = subprocess_logits.emitted_logits(root, ranks if sharded else None, [golden["input_ids"]])
+    result.require("adapted checkpoint = golden logits", single[0][0, -1], golden["logits"], REAL_WEIGHTS)
+    name = f"sharded module on {ranks} rank{'s' * (ranks > 1)} = golden logits"
+    if parallel and "sharded_logits" in golden:
+        last, expected, exact = parallel[0][0, -1:], golden["sharded_logits"][None], golden["logits"][None]
+        result.require_quantized(f"{name}, quantized", [last], [expected], [exact], QUANTIZED_REAL_WEIGHTS)
+    elif parallel:
+        result.require(name, parallel[0][0, -1], golden["logits"], REAL_WEIGHTS)
+    return table | result.figures() | ({"note": "; ".join(result.notes)} if result.notes else {})
+
+
+def check_files(
+    root: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    progress: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Compare the sha256 of files (default: all) with the manifest. Raises VerificationError where one differs."""
+    chosen = list(manifest.files if names is None else names)
+    for done, name in enumerate(chosen):
+        progress("hashing", done, len(chosen))
+        if name not in manifest.files:
+            raise VerificationError(f"{root}: its manifest does not list {name}, so what it holds cannot be trusted")
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise RewriterError(
+                f"{root}: its manifest names {name!r}, outside the directory. `rewrite` did not write it so."
+            )
+        try:
+            with open(root / name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise VerificationError(
+                f"{root / name}: missing, but the manifest names it. Rewrite the model again."
+            ) from None
+        if digest != manifest.files[name]:
+            raise VerificationError(
+                f"{root / name}: changed since it was written (sha256 {digest[:12]}…, the manifest says "
+                f"{manifest.files[name][:12]}…). Rewrite the model again, or keep what was fine-tuned elsewhere."
+            )
+
+
+def _too_large(root: Path, manifest: Manifest) -> str | None:
+    from rewriter.verify.drift import available_memory
+    from rewriter.weights import Checkpoint
+
+    elements = sum(_count(info.shape) for info in Checkpoint.open(root).tensors.values())
+    needed, free = 4 * elements, available_memory()
+    if needed <= free / 2:
+        return None
+    return f"in fp32 the weights take {needed / 1e9:.1f} GB, and half of the free memory is {free / 2e9:.1f} GB"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def config_of(root: Path) -> dict[str, Any]:
+    """config.json of an output directory."""
+    data: dict[str, Any] = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    return data

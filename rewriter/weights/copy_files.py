@@ -1,0 +1,207 @@
+"""Many files from one checkpoint in one pass over it: copies of its files and shards, hashed, on the disk at the end.
+
+What is filled (pieces of at most 1 MiB) is hashed from the CPU's cache and written from the same buffer. Mapped pages
+are given back as soon as `WINDOW` bytes of them may be in use. Peak memory is that and the buffers, however big the
+model and its tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rewriter.common.errors import RewriterError
+from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes
+from rewriter.weights.expressions import Expression
+from rewriter.weights.header import BITS, encode_header
+from rewriter.weights.regions import Block, blocks, fill, tiles
+from rewriter.weights.sink import reflink_into
+from rewriter.weights.space import available, disk_full, is_disk_full
+from rewriter.weights.streams import Finished, Pass, Piece, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A safetensors file to be written: its tensors by name, each an expression and a dtype (None: as stored)."""
+
+    path: Path
+    tensors: Mapping[str, tuple[Expression, torch.dtype | None]]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    name: str
+    expression: Expression
+    shape: tuple[int, ...]
+    dtype: str
+    span: tuple[int, int]  # place and size of its first source, among all tensors of the checkpoint in this order
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BITS[self.dtype] // 8
+
+
+def convert_files(
+    checkpoint: Checkpoint,
+    copies: Sequence[tuple[Path, Path]],
+    plans: Sequence[ShardPlan],
+    *,
+    link: bool = False,
+    finished: Finished | None = None,
+    workers: int | None = None,
+) -> dict[Path, str]:
+    """Write copies (source, target) and shards, all new files, in one pass; returns the sha256 of every file written.
+
+    The copies' sources are files of the checkpoint or any others. A copy shares its blocks with the source where the
+    file system can (reflink), and is a hard link only with `link`: a later save through such a link overwrites the
+    source. Everything is checked before the first file is created. `finished(path, sha256)` is called, from any thread
+    but one at a time, when a file is complete and on the disk. Files of a failed conversion stay behind for the caller
+    to delete. Raises RewriterError for expressions that do not fit, a source that shrinks and a full disk;
+    OSError otherwise.
+    """
+    planned = [_plan(checkpoint, plan) for plan in plans]
+    needed = sum(item.nbytes for items in planned for item in items)
+    streams: list[Stream] = []
+    before = dict(zip(checkpoint.files, accumulate(checkpoint.sizes.values(), initial=0), strict=False))
+    for source, target in copies:
+        shared = link_or_reflink(source, target, link)
+        needed += 0 if shared else source.stat().st_size
+        place = before.get(source, 0)
+        streams.append(Stream(target, place, _file_pieces(source, place), write=not shared))
+    for plan, items in zip(plans, planned, strict=True):
+        streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items), write=True))
+    try:
+        return Pass(checkpoint, streams, finished).run(workers or min(8, _processors()))
+    except OSError as error:
+        if is_disk_full(error) and streams:
+            raise disk_full(streams[0].path.parent, needed, available(streams[0].path.parent)) from error
+        raise
+
+
+def write_shards(
+    checkpoint: Checkpoint, plans: Sequence[ShardPlan], finished: Finished | None = None
+) -> dict[Path, str]:
+    """Write safetensors files from a checkpoint: `convert_files` without copies."""
+    return convert_files(checkpoint, [], plans, finished=finished)
+
+
+def copy_file(source: Path, target: Path, link: bool = False) -> str:
+    """Copy any one file as `convert_files` does, onto the disk; returns its sha256."""
+    nowhere = Checkpoint(source.parent, {})
+    return convert_files(nowhere, [(source, target)], [], link=link)[target]
+
+
+def plan_bytes(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> int:
+    """Bytes of data that the plans will write, headers not counted. Raises RewriterError as `convert_files` does."""
+    return sum(item.nbytes for plan in plans for item in _plan(checkpoint, plan))
+
+
+def link_or_reflink(source: Path, target: Path, link: bool) -> bool:
+    """Make `target` without writing data, as a hard link (`link`) or a reflink; whether that was possible."""
+    # A hub cache's files are symlinks: a link to the link would break with the cache.
+    source = source.resolve(strict=True)
+    if link:
+        try:
+            os.link(source, target)
+        except OSError as error:
+            raise RewriterError(
+                f"--link: {target} cannot be a hard link to {source}: {error.strerror}. Drop --link to copy."
+            ) from error
+        return True
+    with open(target, "xb") as clone:
+        shared = reflink_into(clone.fileno(), source)
+        if shared:
+            os.fsync(clone.fileno())
+    if not shared:
+        target.unlink()
+    return shared
+
+
+def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
+    """What a shard holds, in the order of its data: by element size, so that all stay aligned, then as in source."""
+    result = []
+    names = {name: dtype for dtype, name in TORCH_DTYPES.items()}
+    shapes = checkpoint.shapes
+    order = sorted(checkpoint.tensors, key=lambda name: -BITS[checkpoint.tensors[name].dtype])
+    places = dict(zip(order, accumulate((checkpoint.tensors[name].nbytes for name in order), initial=0), strict=False))
+    for name, (expression, target) in plan.tensors.items():
+        shape = expression.shape(shapes)
+        sources = [checkpoint.info(source) for source in expression.tensors()]
+        stored = {info.dtype for info in sources}
+        if target is None and len(stored) > 1:
+            raise mixed_dtypes(checkpoint, expression)
+        dtype = next(iter(stored)) if target is None else names[str(target).removeprefix("torch.")]
+        for source_dtype in stored - {dtype}:
+            if not _converts(source_dtype) or not _converts(dtype):
+                raise RewriterError(
+                    f"{name}: {source_dtype} cannot become {dtype}: only floating-point weights are converted."
+                )
+        if any(BITS[kind] % 8 for kind in stored):
+            raise RewriterError(
+                f"{name}: packed dtype {dtype} cannot be sharded. Start from the checkpoint before quantisation."
+            )
+        first = min(expression.tensors(), key=places.__getitem__)
+        span = (places[first], checkpoint.info(first).nbytes)
+        result.append(_Planned(name, expression, shape, dtype, span))
+    return sorted(result, key=lambda item: (-BITS[item.dtype], item.span))
+
+
+def _processors() -> int:
+    # What this process may use: in a container that is less than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _converts(dtype: str) -> bool:
+    return dtype in ("F64", "F32", "F16", "BF16")
+
+
+def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[Piece]:
+    header = encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, plan.metadata)
+    yield from _constant(header)
+    for item in items:
+        parts = blocks(checkpoint, item.expression)
+        element, done = BITS[item.dtype] // 8, 0
+        for part, shape in tiles(parts, item.shape, element, PIECE):
+            nbytes, mapped = element * prod(shape), sum(block.span for block in part)
+            position = item.span[0] + item.span[1] * done // item.nbytes
+            yield Piece(nbytes, position, mapped, _filler(part, shape, item.dtype))
+            done += nbytes
+
+
+def _filler(parts: list[Block], shape: tuple[int, ...], dtype: str) -> Callable[[memoryview], None]:
+    return lambda target: fill(parts, shape, dtype, target)
+
+
+def _constant(data: bytes) -> Iterator[Piece]:
+    for start in range(0, len(data), PIECE):
+        part = data[start : start + PIECE]
+        yield Piece(len(part), 0, 0, lambda target, part=part: target.__setitem__(slice(None), part))  # type: ignore[misc]
+
+
+def _file_pieces(path: Path, place: int) -> Iterator[Piece]:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def read(target: memoryview, offset: int) -> None:
+            while target:
+                count = os.preadv(file.fileno(), [target], offset)
+                if count == 0:
+                    raise RewriterError(
+                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
+                    )
+                target, offset = target[count:], offset + count
+
+        for offset in range(0, size, PIECE):
+            nbytes = min(PIECE, size - offset)
+            yield Piece(nbytes, place + offset, 0, lambda target, offset=offset: read(target, offset))  # type: ignore[misc]
