@@ -49,7 +49,7 @@ def rewrite(
 
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:
-    """Convert a checkpoint into a verified output directory: `rewriter.convert.conversion.convert` lists the options."""
+    """Convert a checkpoint into a verified output directory: the options are those of `convert.conversion.convert`."""
     from rewriter.weights.ahead import copies_ahead
 
     # Weight files are copied while torch and transformers are imported and the model is traced. With these options they

@@ -264,7 +264,7 @@ def all_reduce_wait(pending: torch.Tensor) -> torch.Tensor:
     return pending
 
 
-def enter(x: torch.Tensor, axis: str) -> torch.Tensor:
+def copy_to_group(x: torch.Tensor, axis: str) -> torch.Tensor:
     """The identity; its gradient is an all-reduce. Stands where a replicated value enters rank-local computation."""
     return x
 

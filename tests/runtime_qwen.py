@@ -25,7 +25,7 @@ from rewriter.runtime import (
     all_reduce_start,
     all_reduce_wait,
     attention,
-    enter,
+    copy_to_group,
     gather_tokens,
     last_tokens,
     shard_tokens,
@@ -64,10 +64,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(HEAD), RMSNorm(HEAD)
 
     def forward(self, x, cos, sin, ctx):
-        x = enter(x, self.tp)
+        x = copy_to_group(x, self.tp)
         q, k, v = (p(x).unflatten(-1, (-1, HEAD)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q = RMSNorm.normalise(q, enter(self.q_norm.weight, self.tp)).transpose(1, 2)
-        k = RMSNorm.normalise(k, enter(self.k_norm.weight, self.tp)).transpose(1, 2)
+        q = RMSNorm.normalise(q, copy_to_group(self.q_norm.weight, self.tp)).transpose(1, 2)
+        k = RMSNorm.normalise(k, copy_to_group(self.k_norm.weight, self.tp)).transpose(1, 2)
         q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.transpose(1, 2)
         o = attention(q, k, v, ctx, slot=self.slot, mask=self.mask, scale=HEAD**-0.5)
         return self.o_proj(o.transpose(1, 2).flatten(2))
@@ -88,7 +88,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(INNER // ranks, HIDDEN, bias=False, group=tp)
 
     def forward(self, x):
-        x = enter(x, self.tp)
+        x = copy_to_group(x, self.tp)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -161,7 +161,7 @@ class Model(RuntimeModel):
     def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):
         input_ids, position_ids = shard_tokens(input_ids, ctx), shard_tokens(position_ids, ctx)
         x = self.model(input_ids, position_ids, ctx)
-        x = enter(last_tokens(x, logits_to_keep, ctx), self.tp)
+        x = copy_to_group(last_tokens(x, logits_to_keep, ctx), self.tp)
         logits = all_gather(self.lm_head(x), self.tp, -1, "head")
         return gather_tokens(logits, ctx) if gather else logits
 

@@ -19,7 +19,7 @@ from rewriter.ir import Program
 from rewriter.passes import desync as desync_module
 from rewriter.passes import drop_sync as drop_sync_module
 from rewriter.verify.comparison import relative_error
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 
 BOUND = ("desync-2x", "desync-4x", "desync-2x-sum", "desync-4x-sum", "ladder-own-partial", "ladder-then-desync")
 
@@ -74,7 +74,7 @@ def test_golden_logits_are_the_references_on_the_real_weights(written: tuple[Pat
     dropped = sorted(range(4), key=lambda layer: (entry.options["sensitivity"][layer], -layer))[:2]
     mix = {layer: LayerMode("desync", (False, True), "sum") for layer in dropped}
     with torch.no_grad():
-        expected = LaneReference(zoo.shared("llama"), mix, 2)(golden["input_ids"])[0, -1]
+        expected = PerRankReference(zoo.shared("llama"), mix, 2)(golden["input_ids"])[0, -1]
         original = zoo.shared("llama")(golden["input_ids"]).logits[0, -1]
     assert relative_error(golden["logits"], expected) <= 1e-5
     assert relative_error(golden["logits"], original) >= 1e-2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from rewriter.runtime import Context, enter, mark, record_events
+from rewriter.runtime import Context, copy_to_group, mark, record_events
 from rewriter.runtime import load as load_rank
 from rewriter.training import shard_parameters
 
@@ -66,7 +66,9 @@ def sums(group: Any, anomaly: bool) -> tuple[torch.Tensor, torch.Tensor]:
         for _ in range(2):
             y = x * 2
             rank = group.rank() + 1
-            total = (enter(y, group) * rank).sum() + (enter(y, group) * enter(weight, group) * 10 * rank).sum()
+            total = (copy_to_group(y, group) * rank).sum() + (
+                copy_to_group(y, group) * copy_to_group(weight, group) * 10 * rank
+            ).sum()
             total.backward()
     assert x.grad is not None
     assert weight.grad is not None

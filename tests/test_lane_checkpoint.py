@@ -31,7 +31,7 @@ from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.runtime import load as load_rank
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5
@@ -124,7 +124,7 @@ REFERENCES = {
 def test_logits_equal_the_reference(family: str, mix: str) -> None:
     ids = batch(family)
     with torch.no_grad():
-        expected = LaneReference(zoo.shared(family), REFERENCES[mix], 2)(ids)
+        expected = PerRankReference(zoo.shared(family), REFERENCES[mix], 2)(ids)
         for attention in ("eager", "sdpa"):
             logits = shared(family, mix, 2, attention)(input_ids=ids).logits
             assert oracles.relative_error(logits, expected) <= TOLERANCE, attention
@@ -273,9 +273,9 @@ def test_norms_of_each_rank_s_own() -> None:
         with torch.no_grad():
             parameter += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         untied[name] = parameter.detach().clone().requires_grad_()
-    reference = LaneReference(zoo.shared("llama"), REFERENCES["2x"], 2)
+    reference = PerRankReference(zoo.shared("llama"), REFERENCES["2x"], 2)
     alike = reference(ids)
-    expected = LaneReference(zoo.shared("llama"), REFERENCES["2x"], 2, untied=untied)(ids)
+    expected = PerRankReference(zoo.shared("llama"), REFERENCES["2x"], 2, untied=untied)(ids)
     assert oracles.relative_error(alike, expected) >= 1e-2
     logits = model(input_ids=ids).logits
     assert oracles.relative_error(logits, expected) <= TOLERANCE

@@ -16,7 +16,7 @@ from programs import traced, weights
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.passes import available
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
 FAMILY = "llama_mha_bias"
@@ -85,7 +85,7 @@ def logits(some_program: Program, name: str) -> torch.Tensor:
 @torch.no_grad()
 def expected(name: str) -> torch.Tensor:
     mix = dict(enumerate(REWRITES[name][1]))
-    return LaneReference(zoo.shared(FAMILY), mix, RANKS, untied=untied(name))(zoo.batch(2, 21))
+    return PerRankReference(zoo.shared(FAMILY), mix, RANKS, untied=untied(name))(zoo.batch(2, 21))
 
 
 @pytest.mark.parametrize("name", REWRITES)

@@ -17,7 +17,7 @@ from oracles import ladder_logits, relative_error
 from torch.nn.functional import gelu, layer_norm, linear, silu, softmax
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 
 CLOSE = 1e-5
 DIFFERENT = 1e-2
@@ -121,7 +121,7 @@ def gpt_neox(w: Mapping[str, torch.Tensor], config: Any, ranks: int, ids: torch.
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return layer_norm(x, (width,), w[f"{name}.weight"], w[f"{name}.bias"], config.layer_norm_eps)
 
-    def enter(x: torch.Tensor, at: str, rank: int) -> torch.Tensor:
+    def copy_to_group(x: torch.Tensor, at: str, rank: int) -> torch.Tensor:
         return linear(x, part(w[f"{at}.weight"], 0, rank, ranks), part(w[f"{at}.bias"], 0, rank, ranks))
 
     def leave(x: torch.Tensor, at: str, rank: int) -> torch.Tensor:
@@ -129,12 +129,12 @@ def gpt_neox(w: Mapping[str, torch.Tensor], config: Any, ranks: int, ids: torch.
 
     def block(layer: int, rank: int, stream: torch.Tensor) -> torch.Tensor:
         at = f"gpt_neox.layers.{layer}."
-        fused = enter(norm(stream, at + "input_layernorm"), at + "attention.query_key_value", rank)
+        fused = copy_to_group(norm(stream, at + "input_layernorm"), at + "attention.query_key_value", rank)
         q, k, v = fused.unflatten(-1, (-1, 3 * size)).transpose(1, 2).chunk(3, -1)
         turning = size // 4
         attention = leave(attend(rotate(q, turning, base), rotate(k, turning, base), v), at + "attention.dense", rank)
         x = norm(stream, at + "post_attention_layernorm")
-        return attention + leave(gelu(enter(x, at + "mlp.dense_h_to_4h", rank)), at + "mlp.dense_4h_to_h", rank)
+        return attention + leave(gelu(copy_to_group(x, at + "mlp.dense_h_to_4h", rank)), at + "mlp.dense_4h_to_h", rank)
 
     def head(x: torch.Tensor) -> torch.Tensor:
         return linear(norm(x, "gpt_neox.final_layer_norm"), w["lm_head.weight"])
@@ -253,7 +253,7 @@ def test_the_reference_equals_ranks_with_slices_of_their_own(family: str, name: 
     weights = {n: p.detach().double() for n, p in model.named_parameters()}
     build = gpt_neox if family == "gpt_neox" else llama
     expected = run(build(weights, model.config, ranks, ids), modes, ranks)
-    actual = LaneReference(model, dict(enumerate(modes)), ranks)(ids)
+    actual = PerRankReference(model, dict(enumerate(modes)), ranks)(ids)
     assert relative_error(actual, model(ids, use_cache=False).logits) >= DIFFERENT
     assert relative_error(actual, expected) <= CLOSE
 
@@ -262,7 +262,7 @@ def test_the_reference_equals_ranks_with_slices_of_their_own(family: str, name: 
 def test_modes_differ_from_each_other() -> None:
     """Each pair of these differs in one rule only; a reference that mixed them up would pass no test above."""
     model, ids = zoo.shared("llama"), zoo.batch(2, 21)
-    results = {name: LaneReference(model, dict(enumerate(modes)), 2)(ids) for name, modes in MIXES.items()}
+    results = {name: PerRankReference(model, dict(enumerate(modes)), 2)(ids) for name, modes in MIXES.items()}
     names = list(results)
     for i, name in enumerate(names):
         for other in names[:i]:
@@ -273,23 +273,23 @@ def test_modes_differ_from_each_other() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "mixtral"])
 def test_what_does_not_depend_on_ranks_equals_the_table_driven_oracle(family: str) -> None:
     model, ids = zoo.shared(family), zoo.batch(2, 21)
-    ladder = LaneReference(model, {1: LADDER, 3: LADDER}, 4)(ids)
+    ladder = PerRankReference(model, {1: LADDER, 3: LADDER}, 4)(ids)
     assert relative_error(ladder, ladder_logits(model, {1, 3}, ids)) <= 1e-6
-    assert relative_error(LaneReference(model, {}, 2)(ids), ladder_logits(model, set(), ids)) <= 1e-6
+    assert relative_error(PerRankReference(model, {}, 2)(ids), ladder_logits(model, set(), ids)) <= 1e-6
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [OWN, desync(False, False), desync(False, False, resync="sum")])
 def test_on_one_rank_lanes_are_the_original(mode: LayerMode) -> None:
     model, ids = zoo.shared("llama"), zoo.batch(2, 21)
-    actual = LaneReference(model, dict.fromkeys(range(4), mode), 1)(ids)
+    actual = PerRankReference(model, dict.fromkeys(range(4), mode), 1)(ids)
     assert relative_error(actual, model(ids, use_cache=False).logits) <= 1e-6
 
 
 def test_gradients_reach_the_parameters_of_the_model() -> None:
     """The derivative in every parameter is that of the ranks written out in plain tensors."""
     model, ids, modes = zoo.build("llama_mha_bias"), zoo.batch(2, 21), MIXES["desync-own-desync-standard"]
-    LaneReference(model, dict(enumerate(modes)), 2)(ids).square().mean().backward()
+    PerRankReference(model, dict(enumerate(modes)), 2)(ids).square().mean().backward()
     weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     run(llama(weights, model.config, 2, ids), modes, 2).square().mean().backward()
     for name, parameter in model.named_parameters():
@@ -300,13 +300,13 @@ def test_gradients_reach_the_parameters_of_the_model() -> None:
 def test_norms_untied_per_rank_are_those_of_the_rank() -> None:
     model, ids, name = zoo.shared("llama"), zoo.batch(2, 21), "model.layers.1.post_attention_layernorm.weight"
     mix = {1: desync(False, True)}
-    tied = LaneReference(model, mix, 2)(ids)
+    tied = PerRankReference(model, mix, 2)(ids)
     weight = model.get_parameter(name)
-    assert torch.equal(LaneReference(model, mix, 2, untied={name: weight.repeat(2)})(ids), tied)
+    assert torch.equal(PerRankReference(model, mix, 2, untied={name: weight.repeat(2)})(ids), tied)
     ones = {name: torch.cat([weight, 2 * weight])}
     others = {name: torch.cat([2 * weight, weight])}
-    assert relative_error(LaneReference(model, mix, 2, untied=ones)(ids), tied) >= DIFFERENT
-    assert relative_error(*(LaneReference(model, mix, 2, untied=u)(ids) for u in (ones, others))) >= DIFFERENT
+    assert relative_error(PerRankReference(model, mix, 2, untied=ones)(ids), tied) >= DIFFERENT
+    assert relative_error(*(PerRankReference(model, mix, 2, untied=u)(ids) for u in (ones, others))) >= DIFFERENT
 
 
 @torch.no_grad()
@@ -315,7 +315,7 @@ def test_a_block_that_every_rank_computes_in_full_counts_once() -> None:
     model, ids = zoo.shared("llama"), zoo.batch(2, 21)
     for resync in ("mean", "sum"):
         mix = {layer: desync(False, False, resync=resync) for layer in range(4)}
-        actual = LaneReference(model, mix, 2, whole=["model"])(ids)
+        actual = PerRankReference(model, mix, 2, whole=["model"])(ids)
         assert relative_error(actual, model(ids, use_cache=False).logits) <= 1e-6
 
 
@@ -334,9 +334,9 @@ def test_what_it_cannot_be_a_reference_for_is_refused(
     family: str, mix: dict[int, LayerMode], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RewriterError, match=message):
-        LaneReference(zoo.shared(family), mix, 2, **options)
+        PerRankReference(zoo.shared(family), mix, 2, **options)
 
 
 def test_features_that_do_not_divide_are_refused() -> None:
     with pytest.raises(RewriterError, match=r"self_attn.o_proj has 64 input features, which do not divide by 3"):
-        LaneReference(zoo.shared("llama"), {0: desync(False, True)}, 3)
+        PerRankReference(zoo.shared("llama"), {0: desync(False, True)}, 3)

@@ -54,11 +54,11 @@ def show(module, path):
     """Make `module` appear in profiles under its path."""
     open_ = []
 
-    def enter(*_):
+    def copy_to_group(*_):
         open_.append(torch.profiler.record_function(f"module {path}"))
         open_[-1].__enter__()
 
-    module.register_forward_pre_hook(enter)
+    module.register_forward_pre_hook(copy_to_group)
     module.register_forward_hook(lambda *_: open_.pop().__exit__(None, None, None))
 
 

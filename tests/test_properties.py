@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
 SAME = 1e-5
@@ -40,7 +40,7 @@ def check_mixes(rng: random.Random, drawn: draws.Architecture, mixes: Sequence[d
     for chosen in mixes:
         rewritten = draws.rewrite(rng, program, drawn, chosen)
         lint(rewritten, "the last pass")
-        reference = LaneReference(model, chosen.modes(), chosen.ranks, whole=drawn.whole(chosen.ranks))
+        reference = PerRankReference(model, chosen.modes(), chosen.ranks, whole=drawn.whole(chosen.ranks))
         expected = reference(ids)
         case = f"{drawn.config}\n{chosen}"
         changed = any(step.since < b or (step.split and not step.keep) for b, step in enumerate(reference.steps))
@@ -88,7 +88,7 @@ def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens
     for layer, blocks in enumerate(getattr(adapted.config, "rewriter_pattern", [])):
         mode = chosen.modes()[layer].mode
         assert mode == "desync" or set(blocks.values()) == {mode}
-    reference = LaneReference(model, chosen.modes(), ranks, whole=drawn.whole(ranks))
+    reference = PerRankReference(model, chosen.modes(), ranks, whole=drawn.whole(ranks))
     prompts = zoo.prompts(3, drawn.config.vocab_size)
     with torch.no_grad():
         expected = greedy_oracle(reference, prompts, tokens)

@@ -38,7 +38,7 @@ from rewriter.passes.quantize_collectives import QuantizeCollectives, always_qua
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe, check_bound
 from rewriter.verify.comparison import Verification
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.rank_threads import Group
 from rewriter.verify.saved_output import verify
 from rewriter.verify.simulate import simulate
@@ -191,9 +191,9 @@ def test_with_lanes_it_equals_ranks_run_side_by_side(
     assert set(marked) == set(range(4))
     mix = {layer: LayerMode("desync", kept, "sum") for layer, kept in keep.items()}
     with torch.no_grad():
-        plain = LaneReference(fp64("llama"), mix, 2)(batch("llama"))
+        plain = PerRankReference(fp64("llama"), mix, 2)(batch("llama"))
         monkeypatch.setattr(Group, "_sum", lambda self: setattr(self, "_total", combine(self._parts, "int8")))
-        expected = LaneReference(fp64("llama"), mix, 2)(batch("llama"))
+        expected = PerRankReference(fp64("llama"), mix, 2)(batch("llama"))
     assert relative_error(expected, plain) >= VISIBLE
     for program in programs:
         assert relative_error(simulated(program, "llama"), expected) <= SAME

@@ -27,7 +27,7 @@ from rewriter.runtime import (
     all_reduce,
     all_reduce_start,
     all_reduce_wait,
-    enter,
+    copy_to_group,
     experts,
     once,
     share,
@@ -41,7 +41,7 @@ def each_once(group):
     for name, function in {
         "all_reduce": lambda x: all_reduce(x * 1, group),
         "pair": lambda x: all_reduce_wait(all_reduce_start(x * 1, group)),
-        "enter": lambda x: enter(x, group),
+        "copy_to_group": lambda x: copy_to_group(x, group),
         "once": lambda x: once(x, group),
         "share": lambda x: share(x, group),
         "all_gather": lambda x: all_gather(x, group, -1),
@@ -50,7 +50,7 @@ def each_once(group):
         x = torch.arange(6.0).reshape(3, 2).add(10 * rank).requires_grad_()
         y = function(x)
         gradient = torch.arange(y.numel()).reshape(y.shape) + (
-            100.0 * rank if name in ("enter", "share", "shared") else 0
+            100.0 * rank if name in ("copy_to_group", "share", "shared") else 0
         )
         y.backward(gradient)
         found[name] = (y.detach(), x.grad)
@@ -64,7 +64,7 @@ def test_values_and_gradients_of_every_collective():
     for rank, found in enumerate(run_ranks(each_once, 2)):
         for name in ("all_reduce", "pair"):
             torch.testing.assert_close(found[name], (x + x + 10, g))
-        torch.testing.assert_close(found["enter"], (x + 10 * rank, g + g + 100))
+        torch.testing.assert_close(found["copy_to_group"], (x + 10 * rank, g + g + 100))
         torch.testing.assert_close(found["once"], (x if rank == 0 else torch.zeros_like(x), g))
         torch.testing.assert_close(found["share"], ((x + 10 * rank) / 2, (g + g + 100) / 2))
         wide = torch.arange(12.0).reshape(3, 4)
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
     def forward(self, x, pending):
         x = x + all_reduce_wait(pending)
-        return x, all_reduce_start(self.linear(enter(x, self.group)), self.group)
+        return x, all_reduce_start(self.linear(copy_to_group(x, self.group)), self.group)
 
 
 def through_modules(group, mode):
@@ -196,8 +196,8 @@ def conv_and_vocabulary(group, weights):
         down.bias.copy_(weights["down_bias"])
         table.weight.copy_(weights["table"].chunk(size)[rank])
     x = all_reduce(table(weights["ids"]), group)
-    h = all_reduce(down(up(enter(x, group)).relu()), group)
-    logits = all_gather(head(enter(h, group)), group, -1)
+    h = all_reduce(down(up(copy_to_group(x, group)).relu()), group)
+    logits = all_gather(head(copy_to_group(h, group)), group, -1)
     logits.square().sum().backward()
     return logits.detach(), [p.grad for p in (up.weight, up.bias, down.weight, down.bias, table.weight)]
 

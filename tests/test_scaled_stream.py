@@ -13,7 +13,7 @@ from programs import traced, weights
 
 from rewriter.analysis.residual import annotate, residual_blocks
 from rewriter.passes import available
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
 PASSES, SCALE, RANKS = available(), 0.5, 2
@@ -122,5 +122,5 @@ def test_the_lane_reference_scales_what_it_carries(name):
     for layer in model.model.layers:
         layer.forward = types.MethodType(forward, layer)
     with torch.no_grad():
-        actual = LaneReference(model, dict.fromkeys(range(4), MODES[name]), RANKS)(ids)
+        actual = PerRankReference(model, dict.fromkeys(range(4), MODES[name]), RANKS)(ids)
         assert relative_error(actual, REWRITES[name][1](zoo.shared("llama"), ids)) <= 1e-5

@@ -63,8 +63,8 @@ def test_a_block_waits_for_no_later_sum_than_it_reads() -> None:
 
 def test_a_value_that_needs_the_partial_and_its_sum_is_refused() -> None:
     graph = fx.Graph()
-    partial = graph.call_function(ops.enter, (graph.placeholder("x"), "tp"))
+    partial = graph.call_function(ops.copy_to_group, (graph.placeholder("x"), "tp"))
     total = graph.call_function(ops.all_reduce, (partial, "tp"))
-    graph.output(graph.call_function(ops.enter, (graph.call_function(max, (partial, total)), "tp")))
-    with pytest.raises(RewriterError, match="reads the partial enter and its sum all_reduce"):
+    graph.output(graph.call_function(ops.copy_to_group, (graph.call_function(max, (partial, total)), "tp")))
+    with pytest.raises(RewriterError, match="reads the partial copy_to_group and its sum all_reduce"):
         earlier_readers(graph)

@@ -54,7 +54,7 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    if node.target in (ops.type_as_model, ops.enter, aten.to.dtype, aten.type_as.default):
+    if node.target in (ops.type_as_model, ops.copy_to_group, aten.to.dtype, aten.type_as.default):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 

@@ -1,8 +1,8 @@
 """Values that differ by rank beyond a partial sum: a rank's own residual ("lane"), and the bodies that read it.
 
 A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a rank's own
-residual. Gradients of a local value are local too, so whatever all ranks share passes `enter` (whose gradient is an
-all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
+residual. Gradients of a local value are local too, so whatever all ranks share passes `copy_to_group` (whose gradient
+is an all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx
         if node.op in ("placeholder", "output") or node.target in _REPLICATING:
             continue
         split = node.op == "call_module" and str(node.target) in prefixes
-        if split or node.target is ops.enter or any(n in local for n in node.all_input_nodes):
+        if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
             local.add(node)
     return local
 
 
-def without_idle_enters(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
-    """Take out of a wiring each `enter` of a value that is local already: it would sum gradients of different ones."""
+def without_idle_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
+    """Take out of a wiring each `copy_to_group` of a value that is local already: it would sum gradients of different
+    ones.
+    """
     local = local_values(graph, parameters)
     for node in list(graph.nodes):
-        if node.target is ops.enter and node.all_input_nodes[0] in local:
+        if node.target is ops.copy_to_group and node.all_input_nodes[0] in local:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
 
@@ -129,7 +131,7 @@ class _Localiser:
                     self.local.add(node)
                 continue
             sources = node.all_input_nodes
-            if node.target is ops.enter:
+            if node.target is ops.copy_to_group:
                 self._enter(node, sources[0])
                 continue
             varying = any(n in self.varying for n in sources)
@@ -149,7 +151,7 @@ class _Localiser:
         return replace(self.body, graph=self.graph, modules=self.modules)
 
     def _enter(self, node: fx.Node, source: fx.Node) -> None:
-        """An `enter` of a value that is local already would sum gradients of different values."""
+        """An `copy_to_group` of a value that is local already would sum gradients of different values."""
         if source not in self.local:
             self.local.add(node)
             return
@@ -173,7 +175,7 @@ class _Localiser:
                 continue
             if source not in self.entered:
                 with self.graph.inserting_after(insertion_point(source)):
-                    new = self.graph.call_function(ops.enter, (source, AXIS))
+                    new = self.graph.call_function(ops.copy_to_group, (source, AXIS))
                 new.meta["val"] = value_of(source)
                 self.entered[source] = new
                 self.local.add(new)

@@ -1,8 +1,8 @@
 """How one body is split over ranks: entry projections by output (heads whole), exit projections by input.
 
 The result is a body of local sizes whose output is Partial: the sum over ranks is the original output. Values are
-Replicated, Shard(dim) or Partial; a replicated value that enters rank-local computation passes `enter`, whose gradient
-is an all-reduce.
+Replicated, Shard(dim) or Partial; a replicated value that enters rank-local computation passes `copy_to_group`, whose
+gradient is an all-reduce.
 """
 
 from __future__ import annotations
@@ -414,12 +414,12 @@ class _Splitter:
         self.partial.add(node)
 
     def _enter(self, user: fx.Node, value: fx.Node) -> None:
-        """Route `value` into `user` through one `enter` per value."""
+        """Route `value` into `user` through one `copy_to_group` per value."""
         if value in self.local or not differentiable(value, self.body):
             return
         if value not in self.entered:
             with self.graph.inserting_after(insertion_point(value)):
-                node = self.graph.call_function(ops.enter, (value, AXIS))
+                node = self.graph.call_function(ops.copy_to_group, (value, AXIS))
             node.meta["val"] = value_of(value)
             self.entered[value] = node
             for other in list(value.users):

@@ -35,7 +35,7 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.verify.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.verify.ladder_reference import ladder_reference
-from rewriter.verify.per_rank_reference import LaneReference
+from rewriter.verify.per_rank_reference import PerRankReference
 from rewriter.verify.random_model import EAGER, build_model, random_ids, randomize
 from rewriter.verify.shrunken_check import test_lengths
 from rewriter.verify.simulate import load_weights, simulate
@@ -178,7 +178,7 @@ class _Subject:
         shared = MergeReductions().apply(shared)
         program = Desync(self._layers(), n=2).apply(shared)
         blocks = residual_blocks(shared)
-        reference = LaneReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
+        reference = PerRankReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
         expected = [reference(ids) for ids in self.batches]
         self._require_different(expected)
         self._require(program, expected, RANKS, "desync on 2 ranks")

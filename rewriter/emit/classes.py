@@ -14,7 +14,7 @@ from rewriter.emit.statements import Names, body_lines
 from rewriter.ir import Body, Leaf, Module
 
 _GROUP_OPS = frozenset({
-    ops.enter, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,
+    ops.copy_to_group, ops.all_reduce, ops.all_reduce_start, ops.all_gather, ops.vocab_embedding, ops.repeat_shard,
 })  # fmt: skip
 MAX_BUFFER = 65536  # elements; a constant printed into source stays readable and loads fast
 

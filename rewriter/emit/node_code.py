@@ -216,7 +216,7 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     ops.all_reduce: _reduction("all_reduce"),
     ops.all_reduce_start: _reduction("all_reduce_start"),
     ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(args_of(n)[0])})",
-    ops.enter: _on_group("enter"),
+    ops.copy_to_group: _on_group("copy_to_group"),
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
     ops.own_shard: _on_group("own_shard"),

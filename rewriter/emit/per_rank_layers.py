@@ -1,8 +1,9 @@
 """Decoder layers of a program that is bound to its ranks, printed for one device: every rank is a lane.
 
 A value that differs by rank is printed as [B, S, lanes, D], any other as [B, S, D]. `all_reduce` is a sum over the
-lanes, `enter` nothing; a partial sum that is only ever reduced is printed as what the source's own child returns, which
-is the total. Between layers, values are packed along the last dimension, so that the source's model passes them on.
+lanes, `copy_to_group` nothing; a partial sum that is only ever reduced is printed as what the source's own child
+returns, which is the total. Between layers, values are packed along the last dimension, so that the source's model
+passes them on.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class _Printer:
     # --- what is printed of a value
 
     def _form(self, node: fx.Node) -> Form:
-        if node not in self.local or node.target is ops.enter:
+        if node not in self.local or node.target is ops.copy_to_group:
             return "same"
         module = self.program.modules[str(node.target)] if node.op == "call_module" else None
         if module is not None and is_entry(module):
@@ -164,8 +165,8 @@ class _Printer:
         return self.form[node] == "total" and _is_scaled(node)
 
     def _node(self, node: fx.Node) -> None:
-        source = args_of(node)[0] if node.target in (ops.enter, ops.all_reduce) else None
-        if source in self.names and (node.target is ops.enter or self.form[source] == "total"):
+        source = args_of(node)[0] if node.target in (ops.copy_to_group, ops.all_reduce) else None
+        if source in self.names and (node.target is ops.copy_to_group or self.form[source] == "total"):
             self.names[node] = self.names[source]
             return
         form, head, items, tail = self.form[node], "", list[str](), ""
@@ -270,7 +271,7 @@ class _Printer:
             node = users[0]  # it is printed as nothing
         if node.target is ops.blend:
             return "blended"
-        if node.target is ops.enter:  # of a sum over the lanes: of anything else it is printed as nothing
+        if node.target is ops.copy_to_group:  # of a sum over the lanes: of anything else it is printed as nothing
             return "summed"
         if "stream" in node.meta:
             return self.labels.get(node.meta["stream"], "total")

@@ -228,7 +228,7 @@ class _Walk:
             if kinds != {"whole"} or "lane" in {s.kind for s in env.values()}:
                 raise Stopped(f"it reduces over the ranks inside, at {node.name}")
             return _WHOLE
-        if target is ops.enter:
+        if target is ops.copy_to_group:
             return states[0]
         if target is ops.attention:
             return self._attention(node, env, prefix, body)

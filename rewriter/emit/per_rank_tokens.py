@@ -21,7 +21,8 @@ from rewriter.ir import Body, Leaf, Module, Program, args_of
 
 _VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints})
 _HARMLESS = frozenset({
-    ops.enter, operator.getitem, aten.sym_size.int, aten.unsqueeze.default, aten.contiguous.default, aten.clone.default,
+    ops.copy_to_group, operator.getitem, aten.sym_size.int, aten.unsqueeze.default, aten.contiguous.default,
+    aten.clone.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.expand.default,
 })  # fmt: skip
 # operators that look along one dimension, and where they say which

@@ -45,7 +45,7 @@ class Roles:
             return self.of(args_of(node)[0])
         if node.target in _SUMS:
             return self.of(args_of(node)[0]).removesuffix("_pending")
-        if node.target is ops.enter:
+        if node.target is ops.copy_to_group:
             entered = self.of(args_of(node)[0])
             return "x_own" if entered == "x" and node.meta.get("layer") is not None else entered
         if node.target is torch.ops.aten.sym_size.int:

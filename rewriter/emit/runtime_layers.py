@@ -135,7 +135,7 @@ class LayerPrinter:
         constructors = {name: self.table.construct(child) for name, child in children.items()}
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group = (
-            any(n.target in SCHEDULED or n.target is ops.enter for n in region.nodes)
+            any(n.target in SCHEDULED or n.target is ops.copy_to_group for n in region.nodes)
             or any("tp" in c.arguments for c in classes)
             or any(leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf))
         )

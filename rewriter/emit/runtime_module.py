@@ -206,7 +206,7 @@ class _Emitter:
         if last is None or last not in tail:
             return None
         entered = last.all_input_nodes[0]
-        return entered if entered.target is ops.enter else last
+        return entered if entered.target is ops.copy_to_group else last
 
     def _where(self, path: str, paths: Mapping[str, str]) -> str:
         if path in paths:
@@ -277,7 +277,7 @@ _RUNTIME_NAMES = [
     "all_reduce_start",
     "all_reduce_wait",
     "attention",
-    "enter",
+    "copy_to_group",
     "experts",
     "gather_tokens",
     "last_tokens",

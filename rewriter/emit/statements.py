@@ -38,7 +38,7 @@ def identifier(wanted: str) -> str:
 
 
 _NEVER_INLINED = frozenset({
-    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.enter,
+    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.copy_to_group,
     ops.shard_tokens, ops.gather_tokens,
 })  # fmt: skip
 
@@ -108,7 +108,7 @@ class Lines:
             return may_inline(node, text)
         # what enters this rank's own sum stands in the sum
         user = next(iter(node.users), None)
-        return node.target is ops.enter and len(node.users) == 1 and user in self.members and is_infix(user)
+        return node.target is ops.copy_to_group and len(node.users) == 1 and user in self.members and is_infix(user)
 
     def _extend(self, node: fx.Node, position: int) -> None:
         self.last_use[node] = max(self.last_use.get(node, -1), position)

@@ -20,7 +20,7 @@ from rewriter.ir.structure import Body, Module, Parameter, ProgramData, walk_mod
 
 Namer = Callable[[int], str]
 _SUFFIX = {
-    ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.enter: "in",
+    ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.copy_to_group: "in",
     ops.shard_tokens: "own", ops.gather_tokens: "whole",
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
 
-_COLLECTIVES = (ops.enter, ops.all_reduce)
+_COLLECTIVES = (ops.copy_to_group, ops.all_reduce)
 
 
 def annealed(program: Program, at: float = 1.0) -> Program:
@@ -78,7 +78,7 @@ def _blend_dropped(program: Program, graph: fx.Graph, at: float) -> int:
                 meta = {"layer": block.layer, "writes": block.index}
                 with graph.inserting_before(total):
                     whole = _made(graph, meta, ops.all_reduce, part, AXIS)
-                    whole = _made(graph, meta, ops.enter, whole, AXIS)
+                    whole = _made(graph, meta, ops.copy_to_group, whole, AXIS)
                     total.replace_input_with(part, _made(graph, meta, ops.blend, whole, part, at))
                 count += 1
     return count
@@ -130,7 +130,7 @@ class _Reads:
         if key not in self.blends:
             value = self._made_of(fresh, meta)
             if stale in self.local and value not in self.local:
-                value = _made(self.graph, meta, ops.enter, value, AXIS)
+                value = _made(self.graph, meta, ops.copy_to_group, value, AXIS)
             self.blends[key] = _made(self.graph, meta, ops.blend, value, stale, self.at)
             if (read := read_index(stale)) is not None:
                 self.blends[key].meta["reads"] = read

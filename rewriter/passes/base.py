@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from rewriter.ir import PassRecord, Program
 
 Effect = Literal["exact", "approximating", "timing only"]
-Scope = Literal["model", "lanes", "runtime"]
+Scope = Literal["model", "per_rank", "runtime"]
 
 
 class Pass(Protocol):
@@ -16,7 +16,7 @@ class Pass(Protocol):
     Effect "exact": the same function up to rounding. "approximating": another function, whose drift is reported.
     "timing only": it can be run and emulated, never emitted as a checkpoint.
 
-    Scope "model": it changes what the model computes and shows in the adapted checkpoint. "lanes": the same, but the
+    Scope "model": it changes what the model computes and shows in the adapted checkpoint. "per_rank": the same, but the
     function is bound to the number of ranks, each of which keeps values of its own (a lane); the adapted checkpoint
     computes all of them. "runtime": it changes how ranks compute, and shows in the runtime module only.
     `apply` raises RewriterError with the reason when it matches nothing.
@@ -46,7 +46,7 @@ def scopes(program: Program) -> tuple[Scope, ...]:
 
 def bound_ranks(program: Program) -> int | None:
     """The number of ranks that the function of `program` is bound to; None where it is the same on any number."""
-    return program.mesh["tp"] if "lanes" in scopes(program) else None
+    return program.mesh["tp"] if "per_rank" in scopes(program) else None
 
 
 def single_device(program: Program) -> Program:

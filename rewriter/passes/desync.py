@@ -61,7 +61,7 @@ class Desync:
 
     name: ClassVar[str] = "desync"
     effect: ClassVar[Effect] = "approximating"
-    scope: ClassVar[Scope] = "lanes"
+    scope: ClassVar[Scope] = "per_rank"
 
     def __post_init__(self) -> None:
         if (self.n is None) == (self.pattern is None):
@@ -173,8 +173,8 @@ class _Lane:
             parts = [partial_of(w, block, self.name) for w in reduced]
             if not self.varying:  # ranks part ways here; what they share enters
                 self.synchronised = current
-                current = self._made(ops.enter, current, AXIS)
-                whole = [self._made(ops.enter, w, AXIS) for w in whole]
+                current = self._made(ops.copy_to_group, current, AXIS)
+                whole = [self._made(ops.copy_to_group, w, AXIS) for w in whole]
             if keep and reduced:
                 value = self._kept(current, parts, whole, travel_of(reduced[0]))
                 self.synchronised = self.added = None

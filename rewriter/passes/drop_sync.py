@@ -37,7 +37,7 @@ class DropSync:
 
     name: ClassVar[str] = "drop_sync"
     effect: ClassVar[Effect] = "approximating"
-    scope: ClassVar[Scope] = "lanes"
+    scope: ClassVar[Scope] = "per_rank"
 
     def __post_init__(self) -> None:
         if not self.drop > 0 or (isinstance(self.drop, float) and self.drop > 1):

@@ -189,7 +189,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def entries(body: Body, index: int) -> list[Leaf]:
     """The projections that read input `index` of `body`, directly or where it enters rank-local computation."""
     placeholder = [n for n in body.graph.nodes if n.op == "placeholder"][index]
-    values = [placeholder, *(n for n in placeholder.users if n.target is ops.enter)]
+    values = [placeholder, *(n for n in placeholder.users if n.target is ops.copy_to_group)]
     readers = [user for value in values for user in value.users]
     leaves = [body.modules[str(u.target)] for u in readers if u.op == "call_module"]
     return [leaf for leaf in leaves if isinstance(leaf, Leaf) and _plain_kind(leaf) in _OUTPUTS]
@@ -257,10 +257,10 @@ def _append(graph: fx.Graph, name: str, body: Body, env: dict[fx.Node, fx.Node])
 
 
 def _unify(graph: fx.Graph) -> None:
-    """One `enter` per value, and one node per size."""
+    """One `copy_to_group` per value, and one node per size."""
     seen: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target in (ops.enter, aten.sym_size.int):
+        if node.target in (ops.copy_to_group, aten.sym_size.int):
             first = seen.setdefault((node.target, *node.args), node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -38,7 +38,7 @@ class Ladder:
 
     @property
     def scope(self) -> Scope:
-        return "model" if self.variant == "paper" else "lanes"
+        return "model" if self.variant == "paper" else "per_rank"
 
     def apply(self, program: Program) -> Program:
         if self.variant == "own_partial":

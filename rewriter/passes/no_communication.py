@@ -48,9 +48,9 @@ def _silence(graph: object) -> int:
             # every rank needs logits of the full width: its own, repeated
             node.target, node.args = ops.repeat_shard, node.args
             removed += 1
-        elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.enter):
+        elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group):
             args_of(node)[0].meta.update({k: v for k, v in node.meta.items() if k == "stream"})
             node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)  # type: ignore[attr-defined]
-            removed += node.target is not ops.enter
+            removed += node.target is not ops.copy_to_group
     return removed

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.per_rank import localise, share_bias, without_idle_enters
+from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
 from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
 from rewriter.common.errors import RewriterError
@@ -185,11 +185,11 @@ def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
         return node
 
     with graph.inserting_before(first):
-        value = made(ops.enter, before.carried, AXIS)
+        value = made(ops.copy_to_group, before.carried, AXIS)
         for part in parts:
             value = made(operator.add, value, part)
         for write in whole:
-            value = made(operator.add, value, made(ops.enter, write, AXIS))
+            value = made(operator.add, value, made(ops.copy_to_group, write, AXIS))
     return value
 
 
@@ -200,7 +200,7 @@ def _with_lanes(program: Program, graph: fx.Graph, lanes: set[int]) -> Program:
         return program.with_(graph=graph, origin=origin)
     modules: Mapping[str, Module] = program.modules
     paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and node.meta.get("block") in lanes}
-    without_idle_enters(graph, program.parameters)
+    without_idle_copies(graph, program.parameters)
     modules = share_bias(modules, paths)
     modules = localise(graph, modules, program.parameters)
     return program.with_(graph=graph, modules=modules, origin=origin)

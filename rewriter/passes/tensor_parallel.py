@@ -141,7 +141,7 @@ class _Sharder:
             for entry in chain.entries:
                 self._split_leaf(entry, column_parallel(self._leaf(entry), ranges))
                 with self.graph.inserting_before(entry):
-                    entered = self.graph.call_function(ops.enter, (args_of(entry)[0], AXIS))
+                    entered = self.graph.call_function(ops.copy_to_group, (args_of(entry)[0], AXIS))
                 entered.meta.update(entry.meta)
                 entered.meta.pop("python", None)
                 entry.args = (entered,)
@@ -223,7 +223,7 @@ class _Sharder:
     def _split_head(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> None:
         self._split_leaf(node, column_parallel(self._leaf(node), ranges))
         with self.graph.inserting_before(node):
-            entered = self.graph.call_function(ops.enter, (args_of(node)[0], AXIS))
+            entered = self.graph.call_function(ops.copy_to_group, (args_of(node)[0], AXIS))
         node.args = (entered,)
         with self.graph.inserting_after(node):
             gathered = self.graph.call_function(ops.all_gather, (node, AXIS, -1))

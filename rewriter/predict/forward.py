@@ -218,7 +218,7 @@ class _Run:
 
 
 _IDENTITIES = frozenset(
-    {ops.enter, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
+    {ops.copy_to_group, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
 )  # of the wiring: what its collectives cost is the timeline's matter
 
 
@@ -235,7 +235,7 @@ def head_entry(graph: fx.Graph) -> fx.Node | None:
     if not called or called[-1].meta.get("layer") is not None:
         return None
     entered = called[-1].all_input_nodes[0]
-    return entered if entered.target is ops.enter else called[-1]
+    return entered if entered.target is ops.copy_to_group else called[-1]
 
 
 def _signature(tree: Any) -> Hashable:

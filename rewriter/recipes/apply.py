@@ -99,7 +99,7 @@ def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> 
     disabled = _disabled((), [p.name for p in passes])
     _check_sequence(recipe, passes, disabled, sp)
     for spec, rewrite in zip(recipe.passes, passes, strict=True):
-        if tp == 1 and rewrite.scope == "lanes" and not spec.optional and rewrite.name not in disabled:
+        if tp == 1 and rewrite.scope == "per_rank" and not spec.optional and rewrite.name not in disabled:
             raise RewriterError(
                 f"{rewrite.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
             )

@@ -7,7 +7,7 @@ every rank computes the same loss. Here a value is either *replicated* (equal on
     function                forward                     gradient                      from → to
     all_reduce              sum over ranks              identity                      partial → replicated
     all_reduce_start/wait   the same, in two steps      identity                      partial → replicated
-    enter                   identity                    sum over ranks                replicated → rank-local
+    copy_to_group           identity                    sum over ranks                replicated → rank-local
     all_gather              concatenation               the rank's own slice          shard → replicated
     once                    the value on rank 0 only    identity                      replicated → partial
     share                   the value / ranks           mean over ranks               replicated → partial, used alone
@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from rewriter.runtime.collective_log import observe
-from rewriter.runtime.copy_to_group import enter
+from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import (
@@ -51,7 +51,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_start",
     "all_reduce_wait",
-    "enter",
+    "copy_to_group",
     "once",
     "own_shard",
     "quantized_all_gather",
@@ -182,7 +182,7 @@ def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
     """
     if x is None or group is None or group.size() == 1:
         return x
-    return enter(x, group) / group.size()
+    return copy_to_group(x, group) / group.size()
 
 
 @dataclass(frozen=True)

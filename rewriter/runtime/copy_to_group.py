@@ -1,4 +1,5 @@
-"""`enter`: where a replicated value enters computation that differs per rank; its gradient is summed over the ranks.
+"""`copy_to_group`: where a replicated value enters computation that differs per rank; its gradient is summed over the
+ranks.
 
 In backward the sum is started as soon as a rank's part of the gradient is there, and waited for as late as possible:
 whatever else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
@@ -66,7 +67,7 @@ class _Started(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # a new tensor: autograd may hand the same gradient to other branches
         total = gradient.clone(memory_format=torch.contiguous_format)
-        observe("gradient start", "enter", total, ctx.group)
+        observe("gradient start", "copy_to_group", total, ctx.group)
         ctx.sum.work = dist.all_reduce(total, group=ctx.group, async_op=True)
         if torch.is_anomaly_enabled():  # which looks for NaN in what is still on its way
             ctx.sum.work.wait()
@@ -82,7 +83,7 @@ class _Awaited(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        observe("gradient wait", "enter", gradient, ctx.group)
+        observe("gradient wait", "copy_to_group", gradient, ctx.group)
         ctx.sum.work.wait()
         ctx.sum.work = None
         return gradient, None, None
@@ -99,7 +100,7 @@ def _last_of_all(x: Tensor) -> None:
     _waits.count += 1
 
 
-def enter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`x` itself; its gradient is summed over `group`.
 
     Stands where a replicated value (a hidden state, a norm weight shared by all heads, a router's weights) enters

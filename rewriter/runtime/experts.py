@@ -32,8 +32,8 @@ def experts(
     `act` (a name of `rewriter.ops.ACTIVATIONS`), `layout`, `limit`, `slope` and `offset` are those of
     `rewriter.ops.gated`. `up` is [E, 2I, D] and `down` [E, D, I], or [E, D, 2I] and [E, I, D] where they are
     `transposed`; ungated ones have I rows. With I split over ranks the result is partial, and `weight_NK`, being
-    replicated, must pass through `enter` to be trained. Indices outside 0 … E-1 add nothing: transformers marks dropped
-    tokens so. Only experts that some token chose are computed, each on its own tokens.
+    replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1 add nothing: transformers marks
+    dropped tokens so. Only experts that some token chose are computed, each on its own tokens.
 
     How many tokens an expert gets is data, so this is never inside a compiled graph.
     """

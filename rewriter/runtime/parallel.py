@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collectives import Shared, enter, once, share, shared_gradient
+from rewriter.runtime.collectives import Shared, copy_to_group, once, share, shared_gradient
 from rewriter.runtime.process_groups import group_rank
 
 
@@ -122,7 +122,7 @@ class LaneLinear(nn.Linear):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, enter(self.weight, self.group), _entered(self.bias, self.group))
+        return F.linear(input, copy_to_group(self.weight, self.group), _entered(self.bias, self.group))
 
 
 class LaneConv1D(Conv1D):
@@ -135,7 +135,7 @@ class LaneConv1D(Conv1D):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, enter(self.weight, self.group).t(), _entered(self.bias, self.group))
+        return F.linear(x, copy_to_group(self.weight, self.group).t(), _entered(self.bias, self.group))
 
 
 class LaneLayerNorm(nn.LayerNorm):
@@ -146,12 +146,12 @@ class LaneLayerNorm(nn.LayerNorm):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = enter(self.weight, self.group), _entered(self.bias, self.group)
+        weight, bias = copy_to_group(self.weight, self.group), _entered(self.bias, self.group)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def _entered(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
-    return None if x is None else enter(x, group)
+    return None if x is None else copy_to_group(x, group)
 
 
 class VocabParallelEmbedding(nn.Embedding):

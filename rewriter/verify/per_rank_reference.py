@@ -53,7 +53,7 @@ class LayerMode:
     norm: Literal["own", "attention", "mlp"] = "own"
 
 
-class LaneReference:
+class PerRankReference:
     """The model of `mix` (layer number → mode, others standard) over `ranks` ranks, as a function of token ids.
 
     `whole` are paths of modules that every rank computes in full (a block of which nothing can be split has to be

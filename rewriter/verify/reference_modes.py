@@ -21,7 +21,7 @@ from rewriter.passes.permute import Permute
 from rewriter.passes.selection import resolve
 from rewriter.verify.eager_blocks import Plain, Structure, find_structure
 from rewriter.verify.output_projections import exit_shares
-from rewriter.verify.per_rank_reference import LaneReference, LayerMode
+from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream_hooks import few_ids, watched
 
@@ -39,7 +39,7 @@ class Reference:
     ranks: int
     whole: tuple[str, ...]
     reordered: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    _built: dict[int, LaneReference] = field(default_factory=dict)
+    _built: dict[int, PerRankReference] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -57,7 +57,7 @@ class Reference:
         if id(model) not in self._built:
             ordered = self.ordered(model)
             mix = layer_modes(ordered, self.passes, self.whole)
-            self._built = {id(model): LaneReference(ordered, mix, self.ranks, whole=self.whole)}
+            self._built = {id(model): PerRankReference(ordered, mix, self.ranks, whole=self.whole)}
         return self._built[id(model)](ids)
 
     def ordered(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -283,7 +283,7 @@ class Simulator:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
             options: dict[str, Any] = dict(node.kwargs)
             return Lanes((quantized_sum(value.values, **options) if options else _sum(value.values),))
-        if target is ops.enter and not env[args_of(node)[0]].replicated:
+        if target is ops.copy_to_group and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
             return Lanes((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
