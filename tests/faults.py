@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks, stream_values
 from rewriter.ir import Body, Module, Program
+from rewriter.ir.marks import Marks, in_stream, marks, set_marks, stream_index
 
 
 def _reroute(program: Program, block_index: int, read: int) -> Program:
@@ -38,7 +39,7 @@ def reduction_missing(program: Program, number: int) -> Program:
     """The `number`-th all-reduce of the wiring's layers is gone: each rank keeps its partial."""
     graph, _ = program.edit()
     found = [
-        n for n in graph.nodes if n.target in (ops.all_reduce, ops.all_reduce_start) and n.meta["layer"] is not None
+        n for n in graph.nodes if n.target in (ops.all_reduce, ops.all_reduce_start) and marks(n).layer is not None
     ]
     start = found[number]
     for node in [*(u for u in list(start.users) if u.target is ops.all_reduce_wait), start]:
@@ -65,7 +66,7 @@ def mean_for_sum(program: Program) -> Program:
     graph, _ = program.edit()
     total = _of_desync(graph, ops.all_reduce)[0]
     kept = next(user for user in total.users)
-    stream = next(n for n in graph.nodes if n.meta.get("stream") == kept.meta["stream"] - 1)
+    stream = next(n for n in graph.nodes if marks(n).stream == stream_index(kept) - 1)
     partial = total.args[0].args[1]
     with graph.inserting_before(kept):
         share = graph.call_function(operator.mul, (stream, 1 / program.mesh["tp"]))
@@ -85,7 +86,7 @@ def shares_forgotten(program: Program) -> Program:
 def partial_forgotten(program: Program, block: int, operand: int = 0) -> Program:
     """Only one `operand` is left of the sum, taken in `block`, of what ranks added before and what they add there."""
     graph, _ = program.edit()
-    added = [n for n in _of_desync(graph, operator.add) if n.meta["writes"] == block and "stream" not in n.meta]
+    added = [n for n in _of_desync(graph, operator.add) if marks(n).writes == block and not in_stream(n)]
     return _replaced(program, graph, added[0], added[0].args[operand])
 
 
@@ -108,8 +109,8 @@ def own_partial_stored(program: Program, block: int) -> Program:
     """What the block read, with the rank's own partial in it, goes on as the stream."""
     graph, _ = program.edit()
     value = _own_partial_of(graph, block)
-    stream = next(n for n in graph.nodes if n.meta.get("stream") == block + 1)
-    before = next(n for n in graph.nodes if n.meta.get("stream") == block)
+    stream = next(n for n in graph.nodes if marks(n).stream == block + 1)
+    before = next(n for n in graph.nodes if marks(n).stream == block)
     stream.replace_input_with(before, value)
     return program.with_(graph=graph)
 
@@ -124,7 +125,7 @@ def parallel_mlp_reads_attention(program: Program, layer: int) -> Program:
     """The MLP of a parallel layer (each half with its own norm) reads the stream with this attention in it."""
     block = next(b for b in residual_blocks(program) if b.layer == layer)
     graph, env = program.edit()
-    norm = [env[n] for n in block.branch if any("stream" in s.meta for s in n.all_input_nodes)][-1]
+    norm = [env[n] for n in block.branch if any(in_stream(s) for s in n.all_input_nodes)][-1]
     with graph.inserting_before(norm):
         fresh = graph.call_function(operator.add, (env[block.skip], env[block.writes[0]]))
     norm.replace_input_with(env[block.skip], fresh)
@@ -156,18 +157,20 @@ def norms_of_another_rank(program: Program) -> Program:
 
 
 def _of_desync(graph: fx.Graph, target: object) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target is target and "writes" in n.meta]
+    return [n for n in graph.nodes if n.target is target and marks(n).writes is not None]
 
 
 def _own_partial_of(graph: fx.Graph, block: int) -> fx.Node:
     """The node that block `block` reads: the stale stream and the rank's own partial."""
-    readers = [n for n in graph.nodes if n.meta.get("block") == block]
-    return next(s for n in readers for s in n.all_input_nodes if "reads" in s.meta)
+    readers = [n for n in graph.nodes if marks(n).block == block]
+    return next(s for n in readers for s in n.all_input_nodes if marks(s).reads is not None)
 
 
 def _replaced(program: Program, graph: fx.Graph, old: fx.Node, new: fx.Node) -> Program:
     """`new` for `old`, which it may have as an input. It is a stream value if `old` was, and it is none."""
+    own = {f.name: value for f in fields(Marks) if (value := getattr(marks(new), f.name)) != f.default}
     new.meta = {**old.meta, **new.meta}
+    set_marks(new, replace(marks(old), **own))
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     graph.erase_node(old)
     return program.with_(graph=graph)

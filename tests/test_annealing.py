@@ -33,6 +33,7 @@ from rewriter.emit.annealed import write_annealed
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
+from rewriter.ir.marks import mark, marks
 from rewriter.passes.annealing import annealed
 from rewriter.passes.base import single_device
 from rewriter.passes.desync import Desync
@@ -412,7 +413,7 @@ def outputs_blended(graph: fx.Graph) -> None:
     with graph.inserting_before(reader):
         each = [graph.node_copy(reader, lambda n, x=x: x if n is node else n) for x in node.args[:2]]
         both = graph.call_function(ops.blend, (*each, node.args[2]))
-    both.meta.update(layer=reader.meta["layer"])
+    mark(both, layer=marks(reader).layer)
     reader.replace_all_uses_with(both)
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from rewriter.analysis.chains import chains
 from rewriter.ir import Body, Leaf
+from rewriter.ir.marks import mark
 
 
 def linear(inputs: int, outputs: int) -> Leaf:
@@ -29,7 +30,7 @@ def wiring(build):
     x = graph.placeholder("x")
     graph.output(build(graph, x))
     for node in graph.nodes:
-        node.meta["layer"] = 0
+        mark(node, layer=0)
     return graph
 
 

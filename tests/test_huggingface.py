@@ -14,6 +14,7 @@ from torch import fx
 from transformers import AutoModel
 
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.ir.marks import in_stream, stream_index
 from rewriter.passes.ladder import Ladder
 
 TOLERANCE = 1e-5
@@ -138,7 +139,7 @@ def test_a_ladder_of_one_layer(tmp_path: Path) -> None:
 
 
 def _stream(graph: fx.Graph) -> dict[int, fx.Node]:
-    return {node.meta["stream"]: node for node in graph.nodes if "stream" in node.meta}
+    return {stream_index(node): node for node in graph.nodes if in_stream(node)}
 
 
 def _norm(graph: fx.Graph, name: str) -> fx.Node:

@@ -25,6 +25,7 @@ from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import read_manifest
 from rewriter.emit.per_rank_huggingface import emit_lanes
 from rewriter.ir import Program
+from rewriter.ir.marks import marks
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
@@ -462,7 +463,7 @@ def test_dropout_that_lanes_do_not_compute_is_refused_in_training(dropout: float
 
 def lost_part(graph: fx.Graph) -> None:
     """What the lanes added at attention is not in the sum of the kept reduction."""
-    total = next(n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") == 1)
+    total = next(n for n in graph.nodes if n.target is ops.all_reduce and marks(n).layer == 1)
     add = total.args[0]
     add.replace_all_uses_with(add.args[1])
 
@@ -470,7 +471,7 @@ def lost_part(graph: fx.Graph) -> None:
 def synchronised_too_early(graph: fx.Graph) -> None:
     """The MLP reads the stream as it was before attention, equal in all lanes."""
     norm = next(n for n in graph.nodes if n.target == "model.layers.1.post_attention_layernorm")
-    norm.args = (next(n for n in graph.nodes if n.meta.get("stream") == 2),)
+    norm.args = (next(n for n in graph.nodes if marks(n).stream == 2),)
 
 
 @pytest.mark.parametrize("fault", [lost_part, synchronised_too_early])

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rewriter import ops
 from rewriter.analysis.residual import is_add, residual_blocks
 from rewriter.ir import Program
+from rewriter.ir.marks import mark, marks
 from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
@@ -37,15 +38,15 @@ def parallel(program: Program) -> Program:
     for first, second in zip(*[iter(residual_blocks(program))] * 2, strict=True):
         for node in second.branch:
             env[node].replace_input_with(env[first.add], env[first.skip])
-        del env[first.add].meta["stream"]
-        env[second.add].meta["stream"] = first.layer + 1
+        mark(env[first.add], stream=None)
+        mark(env[second.add], stream=first.layer + 1)
         for node in (*first.branch, *second.branch, first.add):
-            env[node].meta["block"] = first.layer
+            mark(env[node], block=first.layer)
     return program.with_(graph=graph)
 
 
 def block_reductions(program: Program) -> list[torch.fx.Node]:
-    return [n for n in program.graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
+    return [n for n in program.graph.nodes if n.target is ops.all_reduce and marks(n).layer is not None]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -89,11 +90,12 @@ def test_reductions_of_sequential_blocks_stay_apart() -> None:
 def test_a_sum_that_something_else_reads_is_not_taken_apart() -> None:
     sharded = PASSES["tensor_parallel"]().apply(parallel(granite()[0]).with_(mesh={"tp": 2}))
     graph, _ = sharded.edit()
-    first = next(n for n in graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") == 0)
+    first = next(n for n in graph.nodes if n.target is ops.all_reduce and marks(n).layer == 0)
     last = next(n for n in reversed(graph.nodes) if is_add(n))
     with graph.inserting_before(last):
         again = graph.call_function(last.target, (last.args[0], first))
-    again.meta = {k: v for k, v in last.meta.items() if k != "stream"}
+    again.meta = dict(last.meta)
+    mark(again, stream=None)
     last.args = (again, last.args[1])
     merged = PASSES["merge_reductions"]().apply(sharded.with_(graph=graph))
     assert len(block_reductions(merged)) == 3  # the last layer's two became one, the first layer's did not

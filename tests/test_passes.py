@@ -12,6 +12,7 @@ from programs import program, traced, weights
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
+from rewriter.ir.marks import marks
 from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.tracing import trace
@@ -114,7 +115,7 @@ def test_layer_zero_of_a_ladder_is_a_parallel_block():
 def test_parallel_blocks_are_one_block_per_layer_and_merge_their_reductions():
     plain, sharded = traced("gpt_neox"), program("gpt_neox", (), 2, overlap=False)
     assert [b.kind for b in residual_blocks(plain)] == ["parallel"] * 4
-    assert sum(n.target is ops.all_reduce and n.meta["layer"] is not None for n in sharded.graph.nodes) == 4
+    assert sum(n.target is ops.all_reduce and marks(n).layer is not None for n in sharded.graph.nodes) == 4
 
 
 def test_overlap_waits_right_before_the_first_use():
@@ -122,7 +123,7 @@ def test_overlap_waits_right_before_the_first_use():
     order = {n: i for i, n in enumerate(graph.nodes)}
     waits = [n for n in graph.nodes if n.target is ops.all_reduce_wait]
     assert len(waits) == 7  # nothing hides the last reduction, so it stays one
-    assert sum(n.target is ops.all_reduce and n.meta["layer"] is not None for n in graph.nodes) == 1
+    assert sum(n.target is ops.all_reduce and marks(n).layer is not None for n in graph.nodes) == 1
     for wait in waits:
         assert min(order[u] for u in wait.users) == order[wait] + 1
         assert order[wait.args[0]] == order[wait.args[0].args[0]] + 1  # started as soon as the partial is there

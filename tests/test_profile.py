@@ -17,6 +17,7 @@ from test_emitted_runtime import build
 from rewriter import ops
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
+from rewriter.ir.marks import in_stream, mark, marks
 
 FAMILY = "llama"
 BLOCKS = ("self_attn", "mlp")
@@ -92,15 +93,15 @@ def scheduled(sharded: Program) -> list[tuple[str, str]]:
     """
     steps = []
     for node in sharded.graph.nodes:
-        if node.op == "call_module" and node.meta.get("layer") is not None:
+        if node.op == "call_module" and marks(node).layer is not None:
             steps.append(("module", str(node.target)))
         elif node.target is ops.all_reduce_start:
             steps.append(("start", block_of(node)))
         elif node.target is ops.all_reduce_wait:
             steps.append(("wait", block_of(node.args[0])))
-        elif node.target is ops.all_reduce and node.meta.get("layer") is not None:
+        elif node.target is ops.all_reduce and marks(node).layer is not None:
             steps += [("start", block_of(node)), ("wait at once", block_of(node))]
-        elif node.target is operator.add and "stream" in node.meta:
+        elif node.target is operator.add and in_stream(node):
             steps.append(("op", "aten::add"))
     return steps
 
@@ -155,7 +156,7 @@ def right_after_its_start(graph):
     """Layer 2's attention is waited for as soon as it is started, as without a ladder."""
     wait = wait_of(graph, 2, "self_attn")
     wait.args[0].append(wait)
-    wait.meta["runs_in"] = 2
+    mark(wait, runs_in=2)
 
 
 FAULTS = {f.__name__: f for f in (before_the_next_block, right_after_its_start)}

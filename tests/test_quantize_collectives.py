@@ -31,6 +31,7 @@ from rewriter.emit.manifest import read_manifest
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.inspect.inspection import inspect
 from rewriter.ir import Program
+from rewriter.ir.marks import marks
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
@@ -185,7 +186,7 @@ def test_with_lanes_it_equals_ranks_run_side_by_side(
 ) -> None:
     """The lane reference runs the eager model once a rank; here what it sums travels quantized."""
     programs = [wired("llama", 2, *steps) for steps in ([rewrite, quantizing(), OVERLAP], [quantizing(), rewrite])]
-    marked = [n.meta["layer"] for n in programs[1].graph.nodes if n.target is ops.all_reduce and n.kwargs]
+    marked = [marks(n).layer for n in programs[1].graph.nodes if n.target is ops.all_reduce and n.kwargs]
     if len(keep) < traced("llama").source.num_layers:  # the other layers are no lanes, so the reference sums nothing
         programs = [only(program, set(keep)) for program in programs]
     assert set(marked) == set(range(4))
@@ -203,7 +204,7 @@ def only(program: Program, layers: set[int]) -> Program:
     """`program` whose other layers' sums are exact."""
     graph, _ = program.edit()
     for node in graph.nodes:
-        if node.kwargs.get("format") and node.meta["layer"] not in layers:
+        if node.kwargs.get("format") and marks(node).layer not in layers:
             node.kwargs = {}
     return program.with_(graph=graph)
 
@@ -238,7 +239,7 @@ def test_every_place_behind_tensor_parallelism_gives_the_same_program(seed: int)
 def test_reductions_that_travel_otherwise_are_not_merged() -> None:
     program = wired("llama", 2, ("parallel_block", {}), quantizing())
     graph, _ = program.edit()
-    mixed = [n for n in graph.nodes if n.kwargs.get("format") and n.meta["layer"] == 1]
+    mixed = [n for n in graph.nodes if n.kwargs.get("format") and marks(n).layer == 1]
     mixed[0].kwargs = {}
     merged = available()["merge_reductions"]().apply(program.with_(graph=graph))
     counts = [sum(c.layer == layer for c in collectives(merged)) for layer in range(4)]

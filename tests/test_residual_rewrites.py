@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
+from rewriter.ir.marks import marks
 from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.recipes.apply import lint
@@ -32,7 +33,7 @@ def apply(program, *rewrites):
 
 
 def reductions(program):
-    return sum(n.target is ops.all_reduce and n.meta["layer"] is not None for n in program.graph.nodes)
+    return sum(n.target is ops.all_reduce and marks(n).layer is not None for n in program.graph.nodes)
 
 
 def modes(program):

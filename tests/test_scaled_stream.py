@@ -12,6 +12,7 @@ from oracles import relative_error
 from programs import traced, weights
 
 from rewriter.analysis.residual import annotate, residual_blocks
+from rewriter.ir.marks import Marks, mark, marks, set_marks
 from rewriter.passes import available
 from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
@@ -22,14 +23,14 @@ PASSES, SCALE, RANKS = available(), 0.5, 2
 def scaled():
     """The zoo's llama with SCALE in front of every skip, its stream found anew."""
     graph, _ = traced("llama").edit()
-    for node in [n for n in graph.nodes if n.meta.get("stream")]:
+    for node in [n for n in graph.nodes if marks(n).stream]:
         skip = node.all_input_nodes[0]
         with graph.inserting_before(node):
             carried = graph.call_function(operator.mul, (skip, SCALE))
-        carried.meta["layer"] = node.meta["layer"]
+        mark(carried, layer=marks(node).layer)
         node.replace_input_with(skip, carried)
     for node in graph.nodes:
-        node.meta = {"layer": node.meta.get("layer")}
+        set_marks(node, Marks(layer=marks(node).layer))
     annotate(graph, 4)
     return traced("llama").with_(graph=graph)
 

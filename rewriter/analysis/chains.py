@@ -13,6 +13,7 @@ from torch import fx
 from rewriter.analysis.labels import is_pointwise, is_tensor
 from rewriter.analysis.projections import is_projection
 from rewriter.ir import Body, Module
+from rewriter.ir.marks import marks
 
 _POINTWISE = frozenset({operator.mul, operator.imul, torch.mul, F.gelu, F.relu, F.silu, torch.relu, torch.tanh})
 
@@ -29,7 +30,7 @@ def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
     """The chains of a wiring, in order. Nothing inside one is used elsewhere."""
     found = []
     for node in graph.nodes:
-        if node.meta.get("layer") is not None and _is_loose(node, modules):
+        if marks(node).layer is not None and _is_loose(node, modules):
             inside, entries = _behind(node, modules)
             closed = all(set(n.users) <= {*inside, node} for n in (*inside, *entries))
             if entries and closed and not any(_behind(e, modules)[1] for e in entries):

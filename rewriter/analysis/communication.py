@@ -19,6 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import computes
 from rewriter.ir import Body, Module, Program, args_of
+from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
 
@@ -94,8 +95,8 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     found: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
-        layer = node.meta.get("layer")
-        index = node.meta.get("block", node.meta.get("writes"))
+        layer = marks(node).layer
+        index = marks(node).writes if marks(node).block is None else marks(node).block
         if node.target in (*_SUMS, *_GATHERS):
             gather = node.target in _GATHERS
             shape = shapes[node] or ()

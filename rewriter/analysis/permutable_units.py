@@ -21,6 +21,7 @@ from rewriter.analysis.projections import Shard, column_parallel, held, inputs_o
 from rewriter.analysis.residual import attends
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Program, args_of, walk_modules
+from rewriter.ir.marks import layer_of, marks
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ def _bodies(program: Program) -> Iterator[Interchangeable]:
     for node in program.graph.nodes:
         path = str(node.target)
         body = program.modules.get(path) if node.op == "call_module" else None
-        if not isinstance(body, Body) or node.meta.get("layer") is None or path in seen:
+        if not isinstance(body, Body) or marks(node).layer is None or path in seen:
             continue
         if not body.modules and not attends(body):
             continue  # norms and other small modules
         seen.add(path)
-        layer, heads = node.meta["layer"], attends(body)
+        layer, heads = layer_of(node), attends(body)
         if id(body) not in done:
             try:
                 done[id(body)] = _units(body)
@@ -129,7 +130,7 @@ def _heads(node: fx.Node, operand: int) -> int:
 
 def _chains(program: Program) -> Iterator[Interchangeable]:
     for chain in chains(program.graph, program.modules):
-        path, layer = str(chain.exit.target), chain.exit.meta["layer"]
+        path, layer = str(chain.exit.target), layer_of(chain.exit)
         leaf = program.modules[path]
         assert isinstance(leaf, Leaf)
         count = inputs_of(leaf)

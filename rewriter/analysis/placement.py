@@ -33,6 +33,7 @@ from rewriter.analysis.products import Product, product_of
 from rewriter.analysis.projections import Shard, column_parallel, held, is_projection, resized, row_parallel
 from rewriter.analysis.units import Ranges, Units
 from rewriter.ir import Body, Leaf, Module, args_of, copy_graph
+from rewriter.ir.marks import mark
 
 AXIS = "tp"
 # operators through which a sum over ranks may be taken later: linear in their first tensor
@@ -310,9 +311,9 @@ class _Splitter:
                     if operand not in sharded:
                         self._enter(node, operand)
                 self._split_bias(node, sharded)
-                node.meta["local_q_heads"] = held(sharded[node][1])
+                mark(node, local_q_heads=held(sharded[node][1]))
                 if args_of(node)[1] in sharded:
-                    node.meta["local_kv_heads"] = held(sharded[args_of(node)[1]][1])
+                    mark(node, local_kv_heads=held(sharded[args_of(node)[1]][1]))
         elif node.target in MOVEMENT:
             localize(node, sharded)
         elif node.target in REDUCTIONS:

@@ -14,6 +14,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 
 
@@ -45,9 +46,9 @@ def memory(program: Program) -> Memory:
                 known[id(module)] = (*_cache(module), _widths(module))
             everything, bounded, width = known[id(module)]
             cache, windowed = cache + everything, windowed + bounded
-            if node.meta.get("layer") is not None:
+            if marks(node).layer is not None:
                 widest = max(widest, width)
-        if "stream" in node.meta:
+        if in_stream(node):
             stream = max(stream, _width(shapes[node]))
     logits = _width(shapes[program.graph.output_node()])
     return Memory(full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size)
@@ -79,7 +80,7 @@ def _head_size(node: fx.Node, operand: int) -> int:
 
 def _kv_heads(node: fx.Node) -> int:
     """Key/value heads on this rank: its own ones, or all where they are replicated."""
-    return int(node.meta.get("local_kv_heads", args_of(node)[1].meta["val"].shape[1]))
+    return int(marks(node).local_kv_heads or args_of(node)[1].meta["val"].shape[1])
 
 
 def _widths(module: Module) -> int:

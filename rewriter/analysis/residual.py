@@ -1,14 +1,7 @@
 """The residual stream: which values it takes, and which block reads and writes where.
 
-`annotate` finds the stream once, in the wiring as traced, and leaves marks that passes keep, so that `residual_blocks`
-also reads rewired programs:
-
-- `meta["stream"]`: a value of the stream, 0 (what the first block reads), 1, 2, …;
-- `meta["block"]`: the block that a node between two such values belongs to;
-- `meta["mode"]`, on a stream value: how the block that wrote it is wired, where a pass changed that;
-- `meta["writes"]`: the block that a node belongs to which carries a write into the stream;
-- `meta["reads"]`, on a value that a pass made for blocks to read: the stream value that it stands for;
-- `meta["dropped"]`, on a rank's own part of a sum that a pass leaves without its reduction.
+`annotate` finds the stream once, in the wiring as traced, and leaves marks (`rewriter.ir.marks`) that passes keep, so
+that `residual_blocks` also reads rewired programs.
 """
 
 from __future__ import annotations
@@ -24,9 +17,9 @@ from torch import fx
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program
+from rewriter.ir.marks import Mode, in_stream, layer_of, mark, marks, stream_index
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
-Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
 # operators of the wiring that multiply a value by numbers
 SCALINGS = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
@@ -88,12 +81,12 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
         for source in node.all_input_nodes:
             bits |= ancestors[source]
         ancestors[node] = bits
-    last = [n for n in nodes if n.meta.get("layer") == num_layers - 1]
+    last = [n for n in nodes if marks(n).layer == num_layers - 1]
     if not last:
         raise RewriterError("the model has no decoder layers in its wiring")
     value = last[-1]
     stream: list[tuple[fx.Node, fx.Node]] = []
-    while value.meta.get("layer") is not None:
+    while marks(value).layer is not None:
         terms = terms_of(value)
         skips = [t for t in terms if all(u is t or ancestors[u] >> position[_unscaled(t)] & 1 for u in terms)]
         if len(terms) < 2 or not skips:
@@ -105,13 +98,13 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
             )
         stream.append((value, skips[0]))
         value = _unscaled(skips[0])
-    value.meta["stream"] = 0
+    mark(value, stream=0)
     for index, (node, _) in enumerate(reversed(stream), start=1):
-        node.meta["stream"] = index
+        mark(node, stream=index)
     for index, (node, skip) in enumerate(reversed(stream)):
         branch, _ = _branch(index, [t for t in terms_of(node) if t is not skip], position)
         for inner in (*branch, *_inner_sums(node)):
-            inner.meta["block"] = index
+            mark(inner, block=index)
 
 
 def terms_of(value: fx.Node) -> list[fx.Node]:
@@ -132,7 +125,7 @@ def _unscaled(term: fx.Node) -> fx.Node:
 
 
 def _is_inner(operand: fx.Node) -> bool:
-    return is_add(operand) and len(operand.users) == 1 and "stream" not in operand.meta
+    return is_add(operand) and len(operand.users) == 1 and not in_stream(operand)
 
 
 def _inner_sums(value: fx.Node) -> list[fx.Node]:
@@ -147,7 +140,7 @@ def _describe(node: fx.Node) -> str:
 
 def stream_values(graph: fx.Graph) -> list[fx.Node]:
     """The values of the stream, in order; empty when the model has none."""
-    marked = {n.meta["stream"]: n for n in graph.nodes if "stream" in n.meta}
+    marked = {stream_index(n): n for n in graph.nodes if in_stream(n)}
     return [marked[i] for i in range(len(marked))]
 
 
@@ -162,15 +155,15 @@ def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ..
     order = {node: i for i, node in enumerate(graph.nodes)}
     members: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if "block" in node.meta:
-            members.setdefault(node.meta["block"], []).append(node)
+        if (block := marks(node).block) is not None:
+            members.setdefault(block, []).append(node)
     blocks = []
     for index in range(len(stream) - 1):
         skip, add = stream[index], stream[index + 1]
-        mode: Mode = add.meta.get("mode", "standard")
+        mode: Mode = marks(add).mode or "standard"
         if mode == "desync":
             inside = members.get(index, [])
-            writes = tuple(n for n in inside if any(u.meta.get("block") != index for u in n.users))
+            writes = tuple(n for n in inside if any(marks(u).block != index for u in n.users))
         else:
             writes = tuple(t for t in terms_of(add) if _unscaled(t) is not skip)
         carried = next((t for t in terms_of(add) if _unscaled(t) is skip), skip)
@@ -178,7 +171,7 @@ def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ..
         calls = [n for n in branch if n.op == "call_module"]
         kind, main = _kind(modules, calls)
         path = str(main.target).rpartition(".")[0] if kind == "parallel" else str(main.target)
-        blocks.append(Block(index, main.meta["layer"], kind, path, add, skip, carried, writes, reads, branch, mode))
+        blocks.append(Block(index, layer_of(main), kind, path, add, skip, carried, writes, reads, branch, mode))
     return tuple(blocks)
 
 
@@ -196,8 +189,8 @@ def _branch(
         elif (
             node not in found
             and node.op != "placeholder"
-            and node.meta.get("layer") is not None
-            and node.meta.get("block", index) == index
+            and marks(node).layer is not None
+            and marks(node).block in (None, index)
         ):
             found.add(node)
             todo += node.all_input_nodes
@@ -206,8 +199,7 @@ def _branch(
 
 def read_index(node: fx.Node) -> int | None:
     """Which stream value a node is, or stands for where a block reads it; None for every other node."""
-    index: int | None = node.meta.get("stream", node.meta.get("reads"))
-    return index
+    return marks(node).reads if marks(node).stream is None else marks(node).stream
 
 
 def _kind(modules: Mapping[str, Module], calls: list[fx.Node]) -> tuple[BlockKind, fx.Node]:

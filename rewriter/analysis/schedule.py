@@ -12,6 +12,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
+from rewriter.ir.marks import mark, marks
 
 IN_PLACE = frozenset({ops.all_reduce, ops.all_reduce_start})
 
@@ -61,7 +62,7 @@ def rescheduled(
     """A copy of `graph` in its own order, but for nodes that may come late.
 
     A node that is `late`, or needs one that has not run yet, is put off until a node that `forces` (or the output)
-    needs it. What one node needs is then computed in order of rising `priority`. `meta["runs_in"]` of a copy is the
+    needs it. What one node needs is then computed in order of rising `priority`. `marks(copy).runs_in` is the
     layer that it runs in: its own, or that of the node which forced it.
     """
     readers = earlier_readers(graph)
@@ -81,8 +82,8 @@ def rescheduled(
                 stack += sorted(needed, key=priority)[::-1]
             else:
                 env[stack.pop()] = new.node_copy(top, env.__getitem__)
-                if top.meta.get("layer") is not None:
-                    env[top].meta["runs_in"] = target.meta.get("layer")
+                if marks(top).layer is not None:
+                    mark(env[top], runs_in=marks(target).layer)
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or forces(node) or not (late(node) or missing(node)):

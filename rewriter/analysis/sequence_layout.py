@@ -16,6 +16,7 @@ from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messa
 from rewriter.analysis.sequence_plans import TOKENS, Setting
 from rewriter.fabric import load_fabric
 from rewriter.ir import Body, Module, Program, args_of
+from rewriter.ir.marks import marks
 
 AXIS = "sp"
 
@@ -61,8 +62,8 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
         mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
         q_heads, kv_heads = q[1], k[1]
         if split:
-            q_heads = int(node.meta.get("local_q_heads", q_heads))
-            kv_heads = int(node.meta.get("local_kv_heads", kv_heads))
+            q_heads = marks(node).local_q_heads or q_heads
+            kv_heads = marks(node).local_kv_heads or kv_heads
         elif q_heads % ranks == 0:
             q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
         causal = mask.kind != "bidirectional"

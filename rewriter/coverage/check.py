@@ -28,6 +28,7 @@ from rewriter.coverage.coverage_row import Coverage, explain
 from rewriter.coverage.desync_reference import computed_whole, desync_modes
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
+from rewriter.ir.marks import marks
 from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.merge_reductions import MergeReductions
@@ -168,7 +169,7 @@ class _Subject:
         self._require(program, self.expected, RANKS, f"the program on {ranks} ranks")
         entry = program.history[-1]
         self.result.reductions = sum(
-            n.target is ops.all_reduce for n in program.graph.nodes if n.meta.get("layer") is not None
+            n.target is ops.all_reduce for n in program.graph.nodes if marks(n).layer is not None
         )
         self.result.replicated += [note for note in entry.notes if note not in self.result.replicated]
 

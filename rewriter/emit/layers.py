@@ -17,6 +17,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.naming import Names
 from rewriter.emit.python import bracketed, call_parts, operands
 from rewriter.ir import Program
+from rewriter.ir.marks import in_stream, marks, stream_index
 
 _INDENT = 8  # statements of a method
 
@@ -82,8 +83,8 @@ class Flow:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.last_use: dict[fx.Node, int] = {}
         count = program.source.num_layers
-        inside = [n for n in self.nodes if n.meta.get("layer") is not None]
-        leaving = [n for n in inside if any(u.meta.get("layer") is None for u in n.users)]
+        inside = [n for n in self.nodes if marks(n).layer is not None]
+        leaving = [n for n in inside if any(marks(u).layer is None for u in n.users)]
         if len(leaving) != 1:
             names = ", ".join(n.name for n in leaving) or "none"
             raise RewriterError(
@@ -91,15 +92,15 @@ class Flow:
             )
         self.last_use[leaving[0]] = count
         for node in reversed(self.nodes):
-            layer = node.meta.get("layer")
+            layer = marks(node).layer
             if layer is None or node not in self.last_use:
                 continue
             for operand in operands(node):
-                home = operand.meta.get("layer")
+                home = marks(operand).layer
                 if home is not None and home > layer:
                     raise RewriterError(f"{node.name} of layer {layer} reads {operand.name} of the later layer {home}")
                 self.last_use[operand] = max(self.last_use.get(operand, -1), layer)
-        entries = [n for n in self.last_use if n.meta.get("layer") is None]
+        entries = [n for n in self.last_use if marks(n).layer is None]
         if len(entries) != 1:
             names = ", ".join(n.name for n in entries) or "none"
             raise RewriterError(f"the decoder layers can read one value from outside, the hidden state; here: {names}")
@@ -110,11 +111,11 @@ class Flow:
         return sorted(alive, key=self.order.__getitem__, reverse=True)
 
     def inside(self, layer: int) -> list[fx.Node]:
-        return [n for n in self.nodes if n in self.last_use and n.meta.get("layer") == layer]
+        return [n for n in self.nodes if n in self.last_use and marks(n).layer == layer]
 
     @staticmethod
     def _home(node: fx.Node) -> int:
-        layer = node.meta.get("layer")
+        layer = marks(node).layer
         return -1 if layer is None else layer
 
 
@@ -146,8 +147,8 @@ def _print_layer(
         names[node] = unique.fresh(_wish(node, path, labels))
         head, items, tail = call_parts(node, path, names)
         statements.append((names[node], _statement(names[node], head, items, tail)))
-    newest = gives[0].meta.get("stream")
-    ages = tuple(None if newest is None or "stream" not in g.meta else newest - g.meta["stream"] for g in gives)
+    newest = marks(gives[0]).stream
+    ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)
     return PrintedLayer(tuple(names[n] for n in takes), tuple(names[n] for n in gives), tuple(statements), ages)
 
 

@@ -19,6 +19,7 @@ from rewriter.emit.naming import identifier
 from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
 from rewriter.emit.source_classes import Argument, config_module
 from rewriter.ir import Program, Source
+from rewriter.ir.marks import marks
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
 
@@ -165,7 +166,7 @@ ANNEALED = (
 def anneals(program: Program, layer: int | None = None) -> bool:
     """Whether a layer, or any, blends what it computes with what the original does."""
     blends = (n for n in program.graph.nodes if n.target is ops.blend)
-    return any(layer is None or n.meta["layer"] == layer for n in blends)
+    return any(layer is None or marks(n).layer == layer for n in blends)
 
 
 def annealing_attribute(program: Program, layer: int) -> list[str]:

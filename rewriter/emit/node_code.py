@@ -12,6 +12,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.ir import args_of
+from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
 
@@ -171,7 +172,7 @@ def _attention(p: Printer, node: fx.Node) -> str:
 def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
     def show(p: Printer, node: fx.Node) -> str:
         x, _, *rest = node.args
-        name = f', name="{node.meta["tag"]}"' if "tag" in node.meta else ""
+        name = f', name="{marks(node).tag}"' if marks(node).tag is not None else ""
         return f"{function}({', '.join([p.value(x), p.group, *map(p.value, rest)])}{name})"
 
     return show

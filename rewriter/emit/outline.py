@@ -9,6 +9,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
+from rewriter.ir.marks import in_stream, marks, running_layer
 
 SCHEDULED = frozenset({ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.repeat_shard})
 
@@ -39,7 +40,7 @@ def outline(graph: fx.Graph, num_layers: int) -> Outline:
     after: list[fx.Node] = []
     reached = -1
     for node in nodes:
-        layer = node.meta["runs_in"] if "runs_in" in node.meta else node.meta.get("layer")
+        layer = running_layer(node)
         if layer is None:
             (before if reached < 0 else after).append(node)
             continue
@@ -65,7 +66,7 @@ def with_values_in_flight(cut: Outline) -> Outline:
     """
     last = {n: i for i, r in enumerate(cut.layers) for n in r.inputs}
     last |= {n: len(cut.layers) for node in cut.after for n in node.all_input_nodes}
-    live = {n for n in cut.before if "stream" in n.meta}
+    live = {n for n in cut.before if in_stream(n)}
     layers = []
     for index, layer in enumerate(cut.layers):
         passing = tuple(n for n in live if n not in layer.inputs and last.get(n, -1) > index)
@@ -79,7 +80,7 @@ def _needs_layer(node: fx.Node) -> bool:
     todo, seen = [node], set()
     while todo:
         current = todo.pop()
-        if current.meta.get("layer") is not None:
+        if marks(current).layer is not None:
             return True
         if current not in seen:
             seen.add(current)

@@ -24,6 +24,7 @@ from rewriter.emit.python import bracketed, quoted
 from rewriter.emit.reduction_pattern import BlockMode, described, layer_modes, pattern_table
 from rewriter.emit.source_classes import layer_arguments, require_importable, returned_values
 from rewriter.ir import Leaf, Program, Source, args_of
+from rewriter.ir.marks import marks
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def _drops_out(program: Program) -> bool:
     """Whether the source's layers have dropout of their own, outside their modules: a sharded wiring has none."""
     origin = program.origin or program
     for node in origin.graph.nodes:
-        if node.meta.get("layer") is None:
+        if marks(node).layer is None:
             continue
         if node.target is ops.dropout and args_of(node)[1]:
             return True

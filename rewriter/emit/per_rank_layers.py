@@ -33,6 +33,7 @@ from rewriter.emit.per_rank_modules import (
 from rewriter.emit.per_rank_tokens import has_experts, token_child
 from rewriter.emit.python import bracketed, call_parts
 from rewriter.ir import Leaf, Program, args_of
+from rewriter.ir.marks import in_stream, marks, stream_index
 
 _INDENT = 8
 _ADDS = (operator.add, operator.iadd)
@@ -93,7 +94,7 @@ def print_lane_layers(program: Program) -> list[LaneLayer]:
 
 def _newest_first(node: fx.Node) -> int:
     """The residual stream stands first, where recorded hidden states are read."""
-    return -int(node.meta.get("stream", -1))
+    return -stream_index(node) if in_stream(node) else 1
 
 
 class _Printer:
@@ -158,10 +159,10 @@ class _Printer:
 
     def _is_inlined(self, node: fx.Node) -> bool:
         """A sum or mean over the lanes stands where its one use is, unless it is the stream itself."""
-        if len(node.users) != 1 or "stream" in node.meta:
+        if len(node.users) != 1 or in_stream(node):
             return False
         if node.target is ops.all_reduce:
-            return next(iter(node.users)).meta.get("layer") == node.meta.get("layer")
+            return marks(next(iter(node.users))).layer == marks(node).layer
         return self.form[node] == "total" and _is_scaled(node)
 
     def _node(self, node: fx.Node) -> None:
@@ -273,9 +274,9 @@ class _Printer:
             return "blended"
         if node.target is ops.copy_to_group:  # of a sum over the lanes: of anything else it is printed as nothing
             return "summed"
-        if "stream" in node.meta:
-            return self.labels.get(node.meta["stream"], "total")
-        if "reads" in node.meta:
+        if in_stream(node):
+            return self.labels.get(stream_index(node), "total")
+        if marks(node).reads is not None:
             return "with_own_part"
         if _is_sum(node) or node.target is ops.all_reduce:
             return "added" if self.form[node] == "total" else "total"

@@ -12,7 +12,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import SPLAT, Input, LayerArgument, PythonCall
+from rewriter.ir import SPLAT, Input, LayerArgument
+from rewriter.ir.marks import marks
 
 LINE_LENGTH = 120
 
@@ -78,7 +79,7 @@ def tree(value: Any, leaf: Callable[[Any], str | None]) -> str:
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The wiring nodes whose values the printed node names: a child's other tensors arrive as layer arguments."""
-    call = node.meta.get("python")
+    call = marks(node).python
     if call is None:
         return list(node.all_input_nodes)
     found: list[fx.Node] = []
@@ -132,7 +133,8 @@ def call_parts(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> 
 
 
 def _child_call(node: fx.Node, layer_path: str, names: Mapping[fx.Node, str]) -> tuple[str, list[str], str]:
-    call: PythonCall = node.meta["python"]
+    call = marks(node).python
+    assert call is not None
 
     def leaf(value: Any) -> str | None:
         if isinstance(value, Input):

@@ -10,6 +10,7 @@ from rewriter import ops
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import Block, residual_blocks, stream_values
 from rewriter.ir import Program
+from rewriter.ir.marks import marks
 
 _SENTENCES = {
     "standard": "`{name}` is reduced and added as in the source.",
@@ -54,7 +55,7 @@ def layer_modes(program: Program) -> list[tuple[BlockMode, ...]]:
         # a parallel layer has one block for what were two
         for place, block in enumerate(blocks):
             index = rewritten[layer][min(place, len(rewritten[layer]) - 1)].index
-            mode = str(stream[index + 1].meta.get("mode", "standard"))
+            mode: str = marks(stream[index + 1]).mode or "standard"
             if mode == "desync":
                 mode = _desynced(stream[index], stream[index + 1], local)
             name = block.path.rpartition(".")[2] if block.kind != "parallel" else "layer"

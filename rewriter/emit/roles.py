@@ -19,6 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.residual import is_add
 from rewriter.ir import Body, Program, args_of
+from rewriter.ir.marks import in_stream, marks
 
 _SUMS = (ops.all_reduce_wait, ops.all_reduce, ops.all_gather, ops.repeat_shard)
 
@@ -31,9 +32,9 @@ class Roles:
 
     def of(self, node: fx.Node) -> str:
         """What `node` is called in a layer."""
-        if "role" in node.meta:
-            return str(node.meta["role"])
-        if "stream" in node.meta or "reads" in node.meta:
+        if marks(node).role is not None:
+            return str(marks(node).role)
+        if in_stream(node) or marks(node).reads is not None:
             return "x_own" if node in self.local else "x"
         if node.op == "placeholder":
             return str(node.target)
@@ -47,10 +48,10 @@ class Roles:
             return self.of(args_of(node)[0]).removesuffix("_pending")
         if node.target is ops.copy_to_group:
             entered = self.of(args_of(node)[0])
-            return "x_own" if entered == "x" and node.meta.get("layer") is not None else entered
+            return "x_own" if entered == "x" and marks(node).layer is not None else entered
         if node.target is torch.ops.aten.sym_size.int:
             return {0: "batch", 1: "length"}.get(args_of(node)[1], "size")
-        if node.meta.get("layer") is None:
+        if marks(node).layer is None:
             return "x"
         return self._computed(node)
 
@@ -60,17 +61,17 @@ class Roles:
         if is_add(node):
             if "x_own" in operands:
                 return "x_own"
-            if "writes" in node.meta:
+            if marks(node).writes is not None:
                 return "share" if "share" in operands and self._is_summed(node) else "delta"
             return "update"
-        if "writes" in node.meta and node.target is operator.mul:
+        if marks(node).writes is not None and node.target is operator.mul:
             return "share"
         return operands[0] if len(operands) == 1 else "total"
 
     @staticmethod
     def _is_summed(node: fx.Node) -> bool:
         """Whether all that reads `node` is a reduction that gives the stream itself."""
-        return all("stream" in user.meta or user.target is ops.all_reduce_start for user in node.users)
+        return all(in_stream(user) or user.target is ops.all_reduce_start for user in node.users)
 
     def crossing(self, nodes: Collection[fx.Node], context: Collection[fx.Node]) -> dict[fx.Node, str]:
         """Names of values that cross from layer to layer, in the order in which they are passed."""
@@ -90,7 +91,7 @@ class Roles:
     def in_context(self, node: fx.Node) -> str:
         """Values that every layer reads (rotary tables) are named as the layers' bodies call them."""
         for user in node.users:
-            if user.op == "call_module" and user.meta.get("layer") is not None:
+            if user.op == "call_module" and marks(user).layer is not None:
                 body = self.program.modules[str(user.target)]
                 if isinstance(body, Body):
                     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]

@@ -18,6 +18,7 @@ from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
 from rewriter.emit.roles import Roles
 from rewriter.emit.statements import Lines, Names
 from rewriter.ir import Body, Leaf, Module, Program, args_of
+from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
 _PREFIXES = {"ladder": "Ladder", "own_partial": "OwnPartialLadder", "desync": "Desync", "parallel": "Parallel"}
 _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
@@ -53,7 +54,7 @@ class LayerPrinter:
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         placed = {n for r in cut.layers for n in r.nodes}
         inputs = {n for r in cut.layers for n in r.inputs}
-        self.context = {n for n in inputs if n not in placed and n.meta.get("stream") is None}
+        self.context = {n for n in inputs if n not in placed and marks(n).stream is None}
         self.local = local_values(program.graph, program.parameters)
         self.roles = Roles(program, self.local)
         self.slot_specs: list[str] = []
@@ -100,9 +101,7 @@ class LayerPrinter:
                 mode = "ladder"
             modes[block.layer] = modes[block.layer] or _PREFIXES.get(mode, "")
         for index, region in enumerate(self.outline.layers):
-            own = [
-                any("stream" in n.meta and n in self.local for n in side) for side in (region.inputs, region.outputs)
-            ]
+            own = [any(in_stream(n) and n in self.local for n in side) for side in (region.inputs, region.outputs)]
             if modes[index] == _PREFIXES["desync"] and own == [True, False]:
                 modes[index] = "Resync"
         return modes
@@ -166,7 +165,7 @@ class LayerPrinter:
 
     def crossing_order(self, node: fx.Node) -> tuple[int, int]:
         """The stream first, newest first; then what is in flight, oldest first."""
-        return (0, -node.meta["stream"]) if "stream" in node.meta else (1, self.order[node])
+        return (0, -stream_index(node)) if in_stream(node) else (1, self.order[node])
 
     def names_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
         """Names of values that cross layers."""
@@ -194,7 +193,7 @@ class LayerPrinter:
         for piece in pieces:
             if isinstance(piece, fx.Node):
                 if piece.target in (ops.all_reduce_start, ops.all_reduce):
-                    piece.meta["tag"] = self.roles.of(args_of(piece)[0])
+                    mark(piece, tag=self.roles.of(args_of(piece)[0]))
                 text = Printer(names.__getitem__, module, str, "self.tp").expression(piece)
                 bind(piece, self.order[piece])
                 lines.append(f"{names[piece]} = {text}")
@@ -282,7 +281,7 @@ def cache_slots(children: Mapping[str, Module]) -> list[str]:
         for node in child.graph.nodes if isinstance(child, Body) else ():
             if node.target is ops.attention:
                 k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
-                heads = node.meta.get("local_kv_heads", reduced_shape(k)[1])
+                heads = marks(node).local_kv_heads or reduced_shape(k)[1]
                 mask = node.kwargs["mask"]
                 window = f", window={mask.size}" if mask.kind == "window" else ""
                 found.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")

@@ -23,6 +23,7 @@ from rewriter.emit.runtime_layers import Layer, LayerPrinter, is_dropout
 from rewriter.emit.statements import Lines, Names
 from rewriter.emit.wrapping import wrapped
 from rewriter.ir import Body, Opaque, Program, args_of
+from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
 
 def emit_runtime_module(program: Program, header: str = "") -> str:
@@ -154,8 +155,8 @@ class _Emitter:
         crossing = {name for layer in layers for name in self.printer.names_of(layer.gives).values()}
 
         def role(node: fx.Node) -> str:
-            name = "x" if "stream" in node.meta else self.printer.roles.in_context(node)
-            return f"outer_{name}" if name in crossing and "stream" not in node.meta else name
+            name = "x" if in_stream(node) else self.printer.roles.in_context(node)
+            return f"outer_{name}" if name in crossing and not in_stream(node) else name
 
         first = Lines(before, env, keep, role, module, lambda a: f"self.{a}", "self.tp")
         first.run()
@@ -176,7 +177,7 @@ class _Emitter:
             tail,
             {s: env[s] for n in tail for s in n.all_input_nodes if s in env},
             {result: "logits"},
-            lambda n: "logits" if n is result else self.printer.roles.of(n) if "runs_in" in n.meta else "x",
+            lambda n: "logits" if n is result else self.printer.roles.of(n) if marks(n).runs_in != UNSCHEDULED else "x",
             module,
             lambda a: f"self.{a}",
             "self.tp",

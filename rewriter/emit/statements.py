@@ -12,6 +12,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.emit.node_code import Printer, is_infix
 from rewriter.ir import Body, args_of
+from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
 
@@ -38,8 +39,8 @@ def identifier(wanted: str) -> str:
 
 
 _NEVER_INLINED = frozenset({
-    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather, ops.copy_to_group,
-    ops.shard_tokens, ops.gather_tokens,
+    ops.attention, ops.experts, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.all_gather,
+    ops.copy_to_group, ops.shard_tokens, ops.gather_tokens,
 })  # fmt: skip
 
 
@@ -175,8 +176,8 @@ def body_lines(
 
 def _role(node: fx.Node) -> str:
     """A projection's name without its suffix; glue is called as what it transforms."""
-    if "role" in node.meta:
-        return str(node.meta["role"])
+    if marks(node).role is not None:
+        return str(marks(node).role)
     if node.op == "call_module":
         return str(node.target).rpartition(".")[2].removesuffix("_proj")
     if node.op in ("placeholder", "get_attr"):

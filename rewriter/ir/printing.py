@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.ir.marks import in_stream, marks, running_layer
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 from rewriter.ir.structure import Body, Module, Parameter, ProgramData, walk_modules
 
@@ -178,7 +179,7 @@ class _Wiring:
                 shape = self.shapes[node]
                 inputs.append(f"{node.name}{_sizes(shape)}" if is_shape(shape) else node.name)
                 continue
-            layer = node.meta["runs_in"] if "runs_in" in node.meta else node.meta.get("layer")
+            layer = running_layer(node)
             if not runs or runs[-1][0] != layer:
                 runs.append((layer, []))
             runs[-1][1].append(node)
@@ -220,7 +221,7 @@ class _Wiring:
 
     def _line(self, node: fx.Node, index: Namer) -> str:
         def name(n: fx.Node) -> str:
-            layer = n.meta.get("layer")
+            layer = marks(n).layer
             return self.names[n] + (f"[{index(layer)}]" if layer is not None else "")
 
         if node.op == "output":
@@ -229,14 +230,14 @@ class _Wiring:
         shown = f": {_value(shape)}" if shape is not None else ""
         if node.op == "call_module":
             path = str(node.target)
-            prefix, layer = self.program.source.layers + ".", node.meta.get("layer")
+            prefix, layer = self.program.source.layers + ".", marks(node).layer
             if layer is not None and path.startswith(prefix):
                 path = f"{prefix}{index(layer)}.{path.removeprefix(prefix).partition('.')[2]}"
             module = self.program.modules[str(node.target)]
             what = f"{path}({_arguments(node, name)})  # {self.kinds.of(module)}"
         else:
             what = f"{_callee(node)}({_arguments(node, name)})"
-        mark = "  # the residual stream" if "stream" in node.meta else ""
+        mark = "  # the residual stream" if in_stream(node) else ""
         return f"{name(node)}{shown} = {what}{mark if '#' not in what else ''}"
 
 
@@ -245,7 +246,7 @@ def _value_names(program: ProgramData) -> dict[fx.Node, str]:
     names: dict[fx.Node, str] = {}
     taken: set[tuple[int | None, str]] = set()
     for node in program.graph.nodes:
-        layer = node.meta.get("layer")
+        layer = marks(node).layer
         if node.op == "placeholder":
             name = node.name
         elif node.op == "call_module":
@@ -255,7 +256,7 @@ def _value_names(program: ProgramData) -> dict[fx.Node, str]:
             name = names[node.args[0]].removesuffix(".pending") + ".sum"
         elif node.target in _SUFFIX:
             name = f"{names[node.args[0]]}.{_SUFFIX[node.target]}"
-        elif "stream" in node.meta:
+        elif in_stream(node):
             name = "x"
         elif _callee(node) == "getitem" and isinstance(node.args[1], int):
             name = f"{names[node.args[0]]}.{node.args[1]}"

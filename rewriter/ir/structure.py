@@ -5,7 +5,7 @@ attention, MLP, experts) and the modules around the layers; between them stand t
 ran, the collectives. *Ops* (`Body.graph`): the inside of one child, over leaf modules, attention and ATen glue. Layers
 that are alike share their bodies.
 
-Every wiring node but the inputs carries `meta["layer"]` (index or None). Shapes, tuples of ints and of the symbols "B"
+`rewriter.ir.marks` says what is known of each node. Shapes, tuples of ints and of the symbols "B"
 (batch), "S" (tokens) and "N" (batch · tokens), are derived by `ir.shapes.wiring_shapes`.
 """
 

@@ -7,6 +7,7 @@ made from, and nothing else about it changes: parameters, their names, what is b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -17,6 +18,7 @@ from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
+from rewriter.ir.marks import Marks, in_stream, layer_of, mark, marks, set_marks
 
 _COLLECTIVES = (ops.copy_to_group, ops.all_reduce)
 
@@ -74,12 +76,12 @@ def _blend_dropped(program: Program, graph: fx.Graph, at: float) -> int:
     count = 0
     for block in blocks_of(graph, program.modules):
         for total in _sums(block.add):
-            for part in [n for n in total.all_input_nodes if n.meta.get("dropped")]:
-                meta = {"layer": block.layer, "writes": block.index}
+            for part in [n for n in total.all_input_nodes if marks(n).dropped]:
+                made = Marks(layer=block.layer, writes=block.index)
                 with graph.inserting_before(total):
-                    whole = _made(graph, meta, ops.all_reduce, part, AXIS)
-                    whole = _made(graph, meta, ops.copy_to_group, whole, AXIS)
-                    total.replace_input_with(part, _made(graph, meta, ops.blend, whole, part, at))
+                    whole = _made(graph, made, ops.all_reduce, part, AXIS)
+                    whole = _made(graph, made, ops.copy_to_group, whole, AXIS)
+                    total.replace_input_with(part, _made(graph, made, ops.blend, whole, part, at))
                 count += 1
     return count
 
@@ -89,7 +91,7 @@ def _sums(value: fx.Node) -> Iterator[fx.Node]:
     if is_add(value):
         yield value
         for operand in value.all_input_nodes:
-            if len(operand.users) == 1 and "stream" not in operand.meta:
+            if len(operand.users) == 1 and not in_stream(operand):
                 yield from _sums(operand)
 
 
@@ -116,7 +118,7 @@ class _Reads:
         originals = {self.calls[key]: node for node, key in self.origin_calls.items() if key in self.calls}
         for node in list(self.graph.nodes):
             original = originals.get(node)
-            if original is not None and node.meta.get("layer") is not None and self._serves(original, node):
+            if original is not None and marks(node).layer is not None and self._serves(original, node):
                 for place, (fresh, stale) in enumerate(zip(args_of(original), args_of(node), strict=True)):
                     if not self._same(fresh, stale):
                         with self.graph.inserting_before(node):
@@ -125,15 +127,15 @@ class _Reads:
         return len(self.blends)
 
     def _blended(self, fresh: fx.Node, stale: fx.Node, reader: fx.Node) -> fx.Node:
-        meta: dict[str, Any] = {k: v for k, v in reader.meta.items() if k in ("layer", "block")}
-        key = (fresh, stale, reader.meta["layer"])
+        record = marks(reader).only("layer", "block")
+        key = (fresh, stale, layer_of(reader))
         if key not in self.blends:
-            value = self._made_of(fresh, meta)
+            value = self._made_of(fresh, record)
             if stale in self.local and value not in self.local:
-                value = _made(self.graph, meta, ops.copy_to_group, value, AXIS)
-            self.blends[key] = _made(self.graph, meta, ops.blend, value, stale, self.at)
+                value = _made(self.graph, record, ops.copy_to_group, value, AXIS)
+            self.blends[key] = _made(self.graph, record, ops.blend, value, stale, self.at)
             if (read := read_index(stale)) is not None:
-                self.blends[key].meta["reads"] = read
+                mark(self.blends[key], reads=read)
         return self.blends[key]
 
     def _serves(self, original: fx.Node, node: fx.Node) -> bool:
@@ -142,11 +144,11 @@ class _Reads:
 
     def _same(self, fresh: fx.Node, stale: fx.Node) -> bool:
         """Whether `stale` is, in the rewritten program, what `fresh` is in the original."""
-        while stale.target in _COLLECTIVES and "stream" not in stale.meta:
+        while stale.target in _COLLECTIVES and not in_stream(stale):
             stale = stale.all_input_nodes[0]
-        if "stream" in fresh.meta:
+        if in_stream(fresh):
             return self.streams.get(fresh) is stale
-        if fresh.meta.get("layer") is None:
+        if marks(fresh).layer is None:
             return True  # what is made outside the layers is made as before
         if (fresh.op, fresh.target) != (stale.op, stale.target):
             return False
@@ -154,28 +156,29 @@ class _Reads:
             return True
         return all(self._same(a, b) for a, b in zip(_nodes(fresh), _nodes(stale), strict=True))
 
-    def _made_of(self, fresh: fx.Node, meta: dict[str, Any]) -> fx.Node:
+    def _made_of(self, fresh: fx.Node, record: Marks) -> fx.Node:
         """`fresh` of the original, computed in the rewritten program; from what is there, where it is."""
         if (value := self.streams.get(fresh)) is not None:
             return value
         key = self.origin_calls.get(fresh)
         if key in self.calls and computes(self.modules[str(fresh.target)]):
-            return self._whole(self.calls[key], meta)
-        sources = {n: self._made_of(n, meta) for n in fresh.all_input_nodes}
+            return self._whole(self.calls[key], record)
+        sources = {n: self._made_of(n, record) for n in fresh.all_input_nodes}
         args, kwargs = fx.map_arg((fresh.args, fresh.kwargs), sources.__getitem__)
         for node in self.before:
             if (node.op, node.target, node.args, node.kwargs) == (fresh.op, fresh.target, args, kwargs):
                 return node
         made = self.graph.create_node(fresh.op, fresh.target, args, kwargs, fresh.name)
-        made.meta = {k: v for k, v in fresh.meta.items() if k in ("python", "val")} | meta
+        made.meta = {k: v for k, v in fresh.meta.items() if k == "val"}
+        set_marks(made, replace(record, python=marks(fresh).python))
         return made
 
-    def _whole(self, node: fx.Node, meta: dict[str, Any]) -> fx.Node:
+    def _whole(self, node: fx.Node, record: Marks) -> fx.Node:
         """The sum over ranks of a rank's own part."""
         if node not in self.local:
             return node
         known = [n for n in self.before if n.target is ops.all_reduce and n.args[0] is node]
-        return known[0] if known else _made(self.graph, meta, ops.all_reduce, node, AXIS)
+        return known[0] if known else _made(self.graph, record, ops.all_reduce, node, AXIS)
 
 
 def _calls(graph: fx.Graph) -> dict[tuple[str, int], fx.Node]:
@@ -232,9 +235,9 @@ def _same_values(program: Program, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return same
 
 
-def _made(graph: fx.Graph, meta: Mapping[str, Any], target: Any, *args: Any) -> fx.Node:
+def _made(graph: fx.Graph, record: Marks, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
-    node.meta.update(meta)
+    set_marks(node, record)
     return node
 
 

@@ -15,6 +15,7 @@ from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
+from rewriter.ir.marks import Marks, in_stream, mark, marks, set_marks
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
@@ -161,7 +162,7 @@ class _Lane:
         reduced, whole = split_writes(block, self.name)
         current, self.block = self.current or block.skip, block
         if not self.varying and (keep or not reduced):
-            block.add.meta["mode"] = "desync"
+            mark(block.add, mode="desync")
             self.current = None
             return
         with self.graph.inserting_before(block.add):
@@ -180,7 +181,7 @@ class _Lane:
                 self.synchronised = self.added = None
             else:
                 for part in parts:
-                    part.meta["dropped"] = True
+                    mark(part, dropped=True)
                 value = self._sum(current, *parts, *whole)
                 if self.resync == "sum":
                     self.added = self._added(parts, whole)
@@ -190,12 +191,12 @@ class _Lane:
     def _carried(self, value: fx.Node) -> fx.Node:
         """`value` times what the block multiplies the stream by, before it adds to it."""
         scalings, node = [], self.block.carried
-        while node is not self.block.skip and "stream" not in node.meta:  # skip itself may have been replaced
+        while node is not self.block.skip and not in_stream(node):  # skip itself may have been replaced
             scalings.append(node)
             node = node.all_input_nodes[0]
         for scaling in reversed(scalings):
             value = self.graph.node_copy(scaling, lambda _, value=value: value)  # type: ignore[misc]
-            value.meta = {"layer": self.block.layer, "writes": self.block.index}
+            set_marks(value, Marks(layer=self.block.layer, writes=self.block.index))
         return value
 
     def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node], travel: Mapping[str, Any]) -> fx.Node:
@@ -220,7 +221,7 @@ class _Lane:
 
     def _made(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(layer=self.block.layer, writes=self.block.index)
+        mark(node, layer=self.block.layer, writes=self.block.index)
         return node
 
 
@@ -232,7 +233,7 @@ def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
     local, ranks = local_values(graph, program.parameters), program.mesh[AXIS]
     parameters: dict[str, Parameter] = dict(program.parameters)
     for node in graph.nodes:
-        if node.op != "call_module" or "block" not in node.meta or node.all_input_nodes[0] not in local:
+        if node.op != "call_module" or marks(node).block is None or node.all_input_nodes[0] not in local:
             continue
         path = str(node.target)
         own = [n for n in parameters if n.rpartition(".")[0] == path]

@@ -14,6 +14,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Parameter, Program
+from rewriter.ir.marks import mark, marks, set_marks
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.fused_entries import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
 
@@ -73,10 +74,11 @@ class _Fuser:
         groups: dict[tuple[fx.Node, int], list[fx.Node]] = {}
         for node in self.graph.nodes:
             body = self.modules.get(str(node.target)) if node.op == "call_module" else None
-            if isinstance(body, Body) and body.outputs == 1 and not body.stored and "block" in node.meta:
+            block = marks(node).block
+            if isinstance(body, Body) and body.outputs == 1 and not body.stored and block is not None:
                 for index, value in enumerate(node.all_input_nodes):
                     if entries(body, index):
-                        groups.setdefault((value, node.meta["block"]), []).append(node)
+                        groups.setdefault((value, block), []).append(node)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         done: dict[tuple[object, ...], Body] = {}
         for (value, _), calls in groups.items():
@@ -124,10 +126,11 @@ class _Fuser:
                 )
         with self.graph.inserting_before(calls[0]):
             both = self.graph.call_module(path, tuple(values))
-            both.meta = {k: v for k, v in calls[0].meta.items() if k in ("layer", "block")}
+            set_marks(both, marks(calls[0]).only("layer", "block"))
             for index, (call, child) in enumerate(zip(calls, names, strict=True)):
                 result = self.graph.call_function(operator.getitem, (both, index))
-                result.meta = {**call.meta, "role": child}
+                result.meta = dict(call.meta)
+                mark(result, role=child)
                 call.replace_all_uses_with(result)
         for call in calls:
             self.graph.erase_node(call)
@@ -145,7 +148,7 @@ class _Fuser:
         for node in self.graph.nodes:
             path = str(node.target)
             body = self.modules.get(path) if node.op == "call_module" else None
-            if not isinstance(body, Body) or node.meta.get("layer") is None:
+            if not isinstance(body, Body) or marks(node).layer is None:
                 continue
             if any(name.startswith(f"{path}.") for name in tied):
                 continue

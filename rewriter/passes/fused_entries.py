@@ -15,6 +15,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.projections import resized
 from rewriter.ir import Body, Leaf, Module, Parameter, args_of, copy_graph
+from rewriter.ir.marks import mark
 from rewriter.weights.expressions import Concat
 
 aten = torch.ops.aten
@@ -132,7 +133,8 @@ def _fuse(
         split.meta["val"] = tuple(values)
         for index, call in enumerate(calls):
             piece = graph.call_function(operator.getitem, (split, index))
-            piece.meta = {**call.meta, "role": str(call.target).rpartition(".")[2].removesuffix("_proj")}
+            piece.meta = dict(call.meta)
+            mark(piece, role=str(call.target).rpartition(".")[2].removesuffix("_proj"))
             call.replace_all_uses_with(piece)
     for call in calls:
         graph.erase_node(call)

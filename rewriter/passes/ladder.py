@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.marks import in_stream, mark
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
 from rewriter.passes.selection import Selection
@@ -48,7 +49,7 @@ class Ladder:
             raise RewriterError("ladder: only the first block of the model is selected, which has nothing to skip")
         graph, env = program.edit()
         for block in blocks:
-            env[block.add].meta["mode"] = "ladder" if self.variant == "paper" else "own_partial"
+            mark(env[block.add], mode="ladder" if self.variant == "paper" else "own_partial")
         rewired = settle_reads(program, graph, self.name)
         late = len(blocks) - (blocks[0].index == 0)
         summary = f"{late} of {_count(program)} blocks read the stream one block earlier"
@@ -58,4 +59,4 @@ class Ladder:
 
 
 def _count(program: Program) -> int:
-    return sum("stream" in n.meta for n in program.graph.nodes) - 1
+    return sum(in_stream(n) for n in program.graph.nodes) - 1

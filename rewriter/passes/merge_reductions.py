@@ -13,6 +13,7 @@ from rewriter import ops
 from rewriter.analysis.residual import is_add
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
+from rewriter.ir.marks import Marks, in_stream, marks, set_marks
 from rewriter.passes.base import Effect, Scope, record
 
 _PRODUCTS = (operator.mul, torch.mul, torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
@@ -56,7 +57,7 @@ def _merge(root: fx.Node) -> int:
     def new(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         with graph.inserting_before(root):
             node = graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in (*root.meta.items(), *reductions[0].meta.items()) if k in ("layer", "block")}
+        set_marks(node, Marks(layer=marks(reductions[0]).layer, block=marks(reductions[0]).block))
         return node
 
     def total(summands: list[fx.Node]) -> fx.Node:
@@ -69,7 +70,7 @@ def _merge(root: fx.Node) -> int:
     reduced = new(ops.all_reduce, (partial, axis), travel)
     if others:
         root.args = (total(others), reduced)
-    elif "stream" in root.meta:
+    elif in_stream(root):
         raise RewriterError(f"merge_reductions: {root.name} adds reductions to nothing")
     else:
         root.replace_all_uses_with(reduced)
@@ -77,7 +78,7 @@ def _merge(root: fx.Node) -> int:
 
 
 def _is_inner(node: fx.Node, user: fx.Node) -> bool:
-    return is_add(user) and len(node.users) == 1 and "stream" not in node.meta
+    return is_add(user) and len(node.users) == 1 and not in_stream(node)
 
 
 def _terms(root: fx.Node) -> list[fx.Node]:

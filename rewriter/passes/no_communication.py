@@ -8,6 +8,7 @@ from typing import ClassVar
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
+from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Scope, record
 
 
@@ -49,7 +50,8 @@ def _silence(graph: object) -> int:
             node.target, node.args = ops.repeat_shard, node.args
             removed += 1
         elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group):
-            args_of(node)[0].meta.update({k: v for k, v in node.meta.items() if k == "stream"})
+            if in_stream(node):
+                mark(args_of(node)[0], stream=marks(node).stream)
             node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)  # type: ignore[attr-defined]
             removed += node.target is not ops.copy_to_group

@@ -13,6 +13,7 @@ from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
 from rewriter.ir import Program, copy_graph
+from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.residual_rewrite import is_reduced
 
@@ -24,7 +25,7 @@ class Overlap:
     A partial is computed when its turn comes in the model's order, and started at once; the wait, and what depends on
     it, comes where the next block needs the sum. Whoever else reads a partial runs before the start, which works in
     place. A reduction with no block between start and wait stays an all-reduce; the add behind it runs with the next
-    block. `meta["runs_in"]` is the layer that runs a node, None after the last one; `meta["layer"]` still says whose it
+    block. The mark `runs_in` is the layer that runs a node, None after the last one; `layer` still says whose it
     is. Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
     """
 
@@ -33,11 +34,11 @@ class Overlap:
     scope: ClassVar[Scope] = "runtime"
 
     def apply(self, program: Program) -> Program:
-        reductions = [n for n in program.graph.nodes if n.target is ops.all_reduce and n.meta.get("layer") is not None]
+        reductions = [n for n in program.graph.nodes if n.target is ops.all_reduce and marks(n).layer is not None]
         if not reductions:
             return record(program, self, "no all-reduce to hide", fired=False)
         tried = _started(program, {n.name for n in reductions})
-        hidden = {n.meta["reduction"] for n in hidden_starts(tried, program.modules)}
+        hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
         summary = f"{len(hidden)} of {len(reductions)} all-reduces run behind the computation of another block"
         return record(program, self, summary, fired=bool(hidden), graph=_started(program, hidden))
 
@@ -52,12 +53,12 @@ def _started(program: Program, names: Collection[str]) -> fx.Graph:
             wait.meta.update(node.meta)
             node.target = ops.all_reduce_start
             node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
-            node.meta = {k: v for k, v in node.meta.items() if k not in ("stream", "mode")} | {"reduction": node.name}
+            mark(node, stream=None, mode=None, reduction=node.name)
     started = _last_start(graph)
 
     def late(node: fx.Node) -> bool:
         """A sum on its way; and a residual add behind a sum that is there, which runs with the norm that follows."""
-        added = "stream" in node.meta and any(map(is_reduced, node.all_input_nodes))
+        added = in_stream(node) and any(map(is_reduced, node.all_input_nodes))
         return node.target is ops.all_reduce_wait or added
 
     def forces(node: fx.Node) -> bool:

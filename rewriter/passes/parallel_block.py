@@ -12,6 +12,7 @@ from torch import fx
 from rewriter.analysis.residual import Block, blocks_of, computes, read_index
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.marks import in_stream, mark, marks, stream_index
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
 from rewriter.passes.selection import Selection
@@ -61,7 +62,7 @@ class ParallelBlock:
         return record(rewired, self, summary)
 
     def _join(self, program: Program, graph: fx.Graph, attention: Block, mlp: Block) -> None:
-        start = next(n for n in graph.nodes if n.meta.get("stream") == attention.index)
+        start = next(n for n in graph.nodes if marks(n).stream == attention.index)
         for node in mlp.branch:
             for source in node.all_input_nodes:
                 if source not in mlp.branch and read_index(source) == mlp.index:
@@ -69,12 +70,12 @@ class ParallelBlock:
         if self.norm != "own":
             self._share_norm(program, attention, mlp)
         for node in attention.branch:
-            node.meta["block"] = mlp.index
+            mark(node, block=mlp.index)
         with graph.inserting_before(mlp.add):
             written, *others = (*attention.writes, *mlp.writes)
             for write in others:
                 written = graph.call_function(operator.add, (written, write))
-                written.meta.update(layer=attention.layer, block=mlp.index)
+                mark(written, layer=attention.layer, block=mlp.index)
             total = graph.call_function(operator.add, (start, written))
         replace_stream_value(mlp.add, total, "parallel")
         attention.add.replace_all_uses_with(start)
@@ -105,12 +106,14 @@ def _entry_norm(program: Program, block: Block) -> fx.Node | None:
 
 def _renumber(graph: fx.Graph) -> None:
     """Number stream values and blocks anew, after some of them went. Block b writes stream value b + 1."""
-    left = sorted(n.meta["stream"] for n in graph.nodes if "stream" in n.meta)
+    left = sorted(stream_index(n) for n in graph.nodes if in_stream(n))
     for node in graph.nodes:
-        if "stream" in node.meta:
-            node.meta["stream"] = bisect.bisect_left(left, node.meta["stream"])
-        if "reads" in node.meta:
-            node.meta["reads"] = bisect.bisect_right(left, node.meta["reads"]) - 1
-        for mark in ("block", "writes"):
-            if mark in node.meta:
-                node.meta[mark] = bisect.bisect_left(left, node.meta[mark] + 1) - 1
+        known = marks(node)
+        if known.stream is not None:
+            mark(node, stream=bisect.bisect_left(left, known.stream))
+        if known.reads is not None:
+            mark(node, reads=bisect.bisect_right(left, known.reads) - 1)
+        if known.block is not None:
+            mark(node, block=bisect.bisect_left(left, known.block + 1) - 1)
+        if known.writes is not None:
+            mark(node, writes=bisect.bisect_left(left, known.writes + 1) - 1)

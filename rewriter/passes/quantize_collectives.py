@@ -14,6 +14,7 @@ from rewriter import ops
 from rewriter.analysis.sequence_layout import AXIS, attention_shapes, sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of
+from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Scope, record
 from rewriter.passes.sequence_parallel import replanned
@@ -80,7 +81,7 @@ class QuantizeCollectives:
     def _reductions(self, program: Program) -> Program:
         graph, _ = program.edit()
         found = [n for n in graph.nodes if n.target in _REDUCTIONS and args_of(n)[1] == self.axis]
-        blocks = [n for n in found if n.meta.get("layer") is not None]
+        blocks = [n for n in found if marks(n).layer is not None]
         if not blocks:
             raise RewriterError(
                 f"{self.name}: no block ends in a reduction over {self.axis}. Put tensor_parallel before it in the "
@@ -139,7 +140,7 @@ STREAM = (
 def carries_stream(node: fx.Node) -> bool:
     """Whether the sum is a value of the residual stream, and not what a block adds to it."""
     waits = [user for user in node.users if user.target is ops.all_reduce_wait]
-    return any("stream" in n.meta for n in (node, *waits))
+    return any(in_stream(n) for n in (node, *waits))
 
 
 def is_quantized(program: Program) -> bool:

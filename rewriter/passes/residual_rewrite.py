@@ -18,6 +18,7 @@ from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
+from rewriter.ir.marks import Marks, mark, marks, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
 # operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
@@ -81,7 +82,7 @@ def partial_of(write: fx.Node, block: Block, name: str) -> fx.Node:
     graph = write.graph
     with graph.inserting_after(write):
         scaled = graph.node_copy(write, lambda n: inner if n is source else n)
-    scaled.meta = {"layer": write.meta.get("layer"), "block": block.index}
+    set_marks(scaled, Marks(layer=marks(write).layer, block=block.index))
     return scaled
 
 
@@ -126,9 +127,9 @@ def _described(node: fx.Node) -> str:
 def replace_stream_value(old: fx.Node, new: fx.Node, mode: str) -> None:
     """Let `new` be the stream value that `old` was; `old` goes, and `new` takes its name."""
     name = old.name
-    new.meta.update(stream=old.meta["stream"], layer=old.meta["layer"], mode=mode)
+    mark(new, stream=stream_index(old), layer=marks(old).layer, mode=mode)
     old.replace_all_uses_with(new)
-    old.meta.pop("stream")
+    mark(old, stream=None)
     new.graph.erase_node(old)
     new._rename(name)
 
@@ -181,7 +182,7 @@ def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
 
     def made(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta.update(layer=block.layer, reads=before.index)
+        mark(node, layer=block.layer, reads=before.index)
         return node
 
     with graph.inserting_before(first):
@@ -199,7 +200,7 @@ def _with_lanes(program: Program, graph: fx.Graph, lanes: set[int]) -> Program:
     if not lanes:
         return program.with_(graph=graph, origin=origin)
     modules: Mapping[str, Module] = program.modules
-    paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and node.meta.get("block") in lanes}
+    paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and marks(node).block in lanes}
     without_idle_copies(graph, program.parameters)
     modules = share_bias(modules, paths)
     modules = localise(graph, modules, program.parameters)

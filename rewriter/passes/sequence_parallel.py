@@ -14,6 +14,7 @@ from rewriter.analysis.sequence_plans import allowed, choose
 from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
+from rewriter.ir.marks import mark
 from rewriter.passes.base import Effect, Scope, record
 
 Grid = tuple[int, int, int]
@@ -102,7 +103,7 @@ def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
     def insert(target: Any, source: fx.Node) -> fx.Node:
         arguments: Any = (source, AXIS, plan)
         node = graph.call_function(target, arguments)
-        node.meta["layer"] = None
+        mark(node, layer=None)
         return node
 
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx" and n.users]:

@@ -18,6 +18,7 @@ from rewriter.analysis.residual import attends
 from rewriter.analysis.units import Ranges
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
+from rewriter.ir.marks import in_stream, mark, marks, set_marks
 from rewriter.passes.base import Effect, Scope, record
 
 
@@ -104,7 +105,7 @@ class _Sharder:
     def layers(self) -> None:
         done: dict[int, SplitBody | str] = {}
         for node in list(self.graph.nodes):
-            if node.op != "call_module" or node.meta.get("layer") is None:
+            if node.op != "call_module" or marks(node).layer is None:
                 continue
             path = str(node.target)
             body = self.modules[path]
@@ -143,7 +144,7 @@ class _Sharder:
                 with self.graph.inserting_before(entry):
                     entered = self.graph.call_function(ops.copy_to_group, (args_of(entry)[0], AXIS))
                 entered.meta.update(entry.meta)
-                entered.meta.pop("python", None)
+                mark(entered, python=None)
                 entry.args = (entered,)
             self._split_leaf(chain.exit, row_parallel(self._leaf(chain.exit), ranges))
             self._reduce(chain.exit)
@@ -189,7 +190,7 @@ class _Sharder:
         return self.program.ties.get(f"{node.target}.weight", f"{node.target}.weight")
 
     def _is_lookup(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or node.meta.get("layer") is not None or not _reads_tokens(node):
+        if node.op != "call_module" or marks(node).layer is not None or not _reads_tokens(node):
             return False
         module = self.modules[str(node.target)]
         if isinstance(module, Leaf):
@@ -197,7 +198,7 @@ class _Sharder:
         return "weight" in module.parameters and any(n.target is aten.embedding.default for n in module.graph.nodes)
 
     def _is_head(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or node.meta.get("layer") is not None:
+        if node.op != "call_module" or marks(node).layer is not None:
             return False
         module = self.modules[str(node.target)]
         return isinstance(module, Leaf) and module.kind == "Linear"
@@ -227,16 +228,18 @@ class _Sharder:
         node.args = (entered,)
         with self.graph.inserting_after(node):
             gathered = self.graph.call_function(ops.all_gather, (node, AXIS, -1))
-        gathered.meta["layer"] = entered.meta["layer"] = None
+        mark(gathered, layer=None)
+        mark(entered, layer=None)
         node.replace_all_uses_with(gathered, delete_user_cb=lambda user: user is not gathered)
         self.counts["heads"] += 1
 
     def _reduce(self, node: fx.Node) -> None:
         with self.graph.inserting_after(node):
             total = self.graph.call_function(ops.all_reduce, (node, AXIS))
-        total.meta.update({k: v for k, v in node.meta.items() if k in ("layer", "block")})
-        if "stream" in node.meta:
-            total.meta["stream"] = node.meta.pop("stream")
+        set_marks(total, marks(node).only("layer", "block"))
+        if in_stream(node):
+            mark(total, stream=marks(node).stream)
+            mark(node, stream=None)
         node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
     def _shard(self, name: str, shard: Shard) -> None:

@@ -17,6 +17,7 @@ from rewriter import ops
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_bytes import local_tokens
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
+from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.predict.expert_cost import NAME as _EXPERTS
 from rewriter.predict.forward_pass import ForwardPass
@@ -232,7 +233,7 @@ def model_dtype(program: Program) -> torch.dtype:
 def head_entry(graph: fx.Graph) -> fx.Node | None:
     """The node behind which only the wanted tokens are needed: the head, or where its input enters."""
     called = [n for n in graph.nodes if n.op == "call_module"]
-    if not called or called[-1].meta.get("layer") is not None:
+    if not called or marks(called[-1]).layer is not None:
         return None
     entered = called[-1].all_input_nodes[0]
     return entered if entered.target is ops.copy_to_group else called[-1]

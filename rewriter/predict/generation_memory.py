@@ -6,6 +6,7 @@ from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.rank_memory import memory
 from rewriter.analysis.sequence_layout import attention_shapes, attentions
 from rewriter.ir import Program, args_of
+from rewriter.ir.marks import marks
 
 
 def bytes_per_rank(program: Program, batch: int, prompt: int, generate: int) -> int:
@@ -37,7 +38,7 @@ def _bytes_per_pair(program: Program) -> int:
     """Of a query and a key, in the layer that holds most: with a softcap or sinks, scores are written in the model's
     dtype, and their softmax in fp32 and again in the model's (`runtime.attention.cached`)."""
     heads = [
-        int(node.meta.get("local_q_heads", args_of(node)[0].meta["val"].shape[1]))
+        int(marks(node).local_q_heads or args_of(node)[0].meta["val"].shape[1])
         for _, node in attentions(program)
         if node.kwargs.get("softcap") is not None or node.kwargs.get("sinks") is not None
     ]

@@ -13,6 +13,7 @@ from rewriter import ops
 from rewriter.analysis.communication import producer
 from rewriter.fabric import Call
 from rewriter.ir import args_of
+from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel
@@ -80,7 +81,7 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
     pending: list[tuple[NodeWork, Kernel]] = []
 
     def flush() -> None:
-        found.extend(Run(_name(work.node), work.node.meta.get("layer"), (kernel,)) for work, kernel in pending)
+        found.extend(Run(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
         pending.clear()
 
     for work in forward.works:
@@ -95,7 +96,7 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         elif node.target is ops.all_reduce_wait:
             flush()
             found.append(Await(begun[args_of(node)[0]]))
-        if fuse and node.op != "call_module" and items and "stream" in node.meta and _only_glue(items):
+        if fuse and node.op != "call_module" and items and in_stream(node) and _only_glue(items):
             pending += [(work, item) for item in items if isinstance(item, Kernel)]
             continue
         if pending and _joins(pending[-1][0].node, node, items):
@@ -128,7 +129,7 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
     """A module's items: its kernels together, but for the exchanges between them."""
     if not items:
         return
-    name, layer = _name(node), node.meta.get("layer")
+    name, layer = _name(node), marks(node).layer
     if not any(isinstance(item, Exchange) for item in items):
         yield Run(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
         return
@@ -171,7 +172,7 @@ def _begin(work: NodeWork, place: Place) -> Begin:
     if options.get("format") is not None and work.nbytes >= options.get("min_bytes", 0):
         parts = _quantized(work, place, ranks, str(options["format"]))
         name = f"{options['format']} {name}"
-    return Begin(name, node.meta.get("layer"), axis, parts, exact, kind == "all_reduce")
+    return Begin(name, marks(node).layer, axis, parts, exact, kind == "all_reduce")
 
 
 def _quantized(work: NodeWork, place: Place, ranks: tuple[int, ...], name: str) -> tuple[Call | Kernel, ...]:

@@ -11,6 +11,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
+from rewriter.ir.marks import mark
 from rewriter.tracing.assemble import Child, ModelTracer, Outside
 from rewriter.tracing.export import tensors_of
 from rewriter.tracing.masks import refuse_unknown_masks
@@ -51,7 +52,7 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
                 args = tuple(args[i] for i in module.kept)
         kwargs = fx.map_arg(node.kwargs, env.__getitem__)
         new = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        new.meta["layer"] = None
+        mark(new, layer=None)
         env[node] = new
         if node.op == "output":
             new.args = (args_of(new)[0][0],)
@@ -129,7 +130,7 @@ class _Layer:
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         new = self.graph.create_node(op, target, args, kwargs)
-        new.meta["layer"] = self.index
+        mark(new, layer=self.index)
         return new
 
     def _call(self, node: fx.Node, child: Child, env: dict[fx.Node, Any]) -> Any:
@@ -170,7 +171,7 @@ class _Layer:
         kwargs = {k: v for k, v in node.kwargs.items() if k != SPLAT}
         call = PythonCall(template(tuple(node.args), (0,)), template(kwargs, (1,)), SPLAT in node.kwargs, None)
         if child.outputs is None:
-            new.meta["python"] = call
+            mark(new, python=call)
             return new if residual is None else self._add("call_function", operator.add, (residual, new), {})
         return _Outputs(self, new, call, child.outputs, residual)
 
@@ -200,9 +201,9 @@ class _Outputs:
     def __init__(self, layer: _Layer, node: fx.Node, call: PythonCall, outputs: Any, residual: fx.Node | None) -> None:
         self.layer, self.node, self.call, self.outputs, self.residual = layer, node, call, outputs, residual
         if len(outputs) == 1:
-            node.meta["python"] = dataclasses.replace(call, index=next(iter(outputs)))
+            mark(node, python=dataclasses.replace(call, index=next(iter(outputs))))
         else:
-            node.meta["python"] = call
+            mark(node, python=call)
 
     def item(self, index: int) -> Any:
         if index not in self.outputs:

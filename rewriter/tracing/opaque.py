@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque
+from rewriter.ir.marks import marks
 from rewriter.ops import MaskSpec
 from rewriter.tracing.example import Example
 from rewriter.tracing.interception import Recorded, replaced_forward
@@ -74,7 +75,7 @@ def _refuse(path: str, module: nn.Module, where: str, value: Any, reason: str) -
 def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> Iterator[dict[str, Exception]]:
     """In the block, a child that fails on meta tensors gives a stand-in for its result; which did, and why."""
     failures: dict[str, Exception] = {}
-    lengths = {str(n.target): n.meta["returned"] for n in wiring.nodes if n.op == "call_module"}
+    lengths = {str(n.target): marks(n).returned for n in wiring.nodes if n.op == "call_module"}
 
     def forward_for(name: str, module: nn.Module) -> Callable[..., Any]:
         original = module.forward

@@ -14,6 +14,7 @@ from torch import fx
 from rewriter.analysis.residual import NoStream, annotate, is_add
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, args_of
+from rewriter.ir.marks import layer_of
 from rewriter.tracing.assemble import ModelTracer, Outside
 from rewriter.tracing.flat_tokens import keep_tokens
 from rewriter.tracing.flatten import flatten
@@ -56,7 +57,7 @@ def _enter(tracer: ModelTracer, node: fx.Node) -> bool:
     for value in summands:
         call = args_of(value)[0] if value.target is operator.getitem else value
         if call.op == "call_module":
-            index = call.meta["layer"]
+            index = layer_of(call)
             name = str(call.target).removeprefix(f"{tracer.path}.{index}.")
             if tracer.enter(index, name) or tracer.split_sum(index, name):
                 return True

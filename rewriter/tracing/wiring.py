@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
+from rewriter.ir.marks import mark
 
 
 class _LayerTracer(fx.Tracer):
@@ -74,7 +75,7 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], entered: Collectio
         ) from error
     for node in tracer.graph.nodes:
         if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
-            node.meta["returned"] = _unpacked(node)
+            mark(node, returned=_unpacked(node))
     drop_dead_nodes(tracer.graph)
     _cast_writes_instead_of_the_stream(tracer.graph)
     return tracer.graph

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.ir.marks import marks
 from rewriter.passes.base import Pass, bound_ranks
 from rewriter.passes.permute import Permute
 from rewriter.passes.selection import resolve
@@ -108,7 +109,7 @@ def original_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def _whole(program: Program) -> tuple[str, ...]:
     """Paths of the modules called in layers of which nothing is split."""
     split = [name for name, parameter in program.parameters.items() if parameter.ranges is not None]
-    called = [str(n.target) for n in program.graph.nodes if n.op == "call_module" and n.meta.get("layer") is not None]
+    called = [str(n.target) for n in program.graph.nodes if n.op == "call_module" and marks(n).layer is not None]
     return tuple(path for path in dict.fromkeys(called) if not any(name.startswith(f"{path}.") for name in split))
 
 

@@ -1,0 +1,103 @@
+"""What analyses and passes have found out about a node of a graph: one typed, frozen record per node.
+
+A record is replaced, never changed, so that copies of graphs may share it. Nodes without one have the default record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from rewriter.ir.structure import PythonCall
+
+Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
+_KEY = "marks"
+UNSCHEDULED: Literal["unscheduled"] = "unscheduled"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks of one node; None where nothing is known.
+
+    Of wiring nodes:
+    `layer`: the decoder layer, None outside the layers.
+    `stream`: this value is number 0 (what the first block reads), 1, 2, … of the residual stream.
+    `mode`, on a stream value: how the block that wrote it is wired, where a pass changed that.
+    `block`: the residual block that a node between two stream values belongs to.
+    `writes`: the block whose write into the stream this node carries.
+    `reads`, on a value that a pass made for blocks to read: the stream value that it stands for.
+    `dropped`: a rank's own part of a sum whose reduction a pass left out.
+    `runs_in`: the layer that runs the node where a pass rescheduled it (None: after the last), else UNSCHEDULED.
+    `reduction`: the all-reduce that this start or wait was made from.
+    `python`: how the source's layer calls this child.
+    `role`: what an emitted module calls the value. `tag`: the name of a traced region in emitted code.
+    `returned`, while tracing: how many values a child returns.
+
+    Of nodes inside a body: `local_q_heads` and `local_kv_heads` of an attention are a rank's heads.
+    """
+
+    layer: int | None = None
+    stream: int | None = None
+    mode: Mode | None = None
+    block: int | None = None
+    writes: int | None = None
+    reads: int | None = None
+    dropped: bool = False
+    runs_in: int | Literal["unscheduled"] | None = UNSCHEDULED
+    reduction: str | None = None
+    python: PythonCall | None = None
+    role: str | None = None
+    tag: str | None = None
+    returned: Any = None
+    local_q_heads: int | None = None
+    local_kv_heads: int | None = None
+
+    def only(self, *names: str) -> Marks:
+        """A record with these marks alone."""
+        return Marks(**{name: getattr(self, name) for name in names})
+
+
+_NONE = Marks()
+
+
+def marks(node: fx.Node) -> Marks:
+    """The marks of `node`."""
+    found: Marks = node.meta.get(_KEY, _NONE)
+    return found
+
+
+def mark(node: fx.Node, **changes: Any) -> None:
+    """Replace some marks of `node`. Raises TypeError for a name that Marks does not have."""
+    node.meta[_KEY] = replace(marks(node), **changes)
+
+
+def set_marks(node: fx.Node, record: Marks) -> None:
+    """Give `node` this record in place of its own."""
+    node.meta[_KEY] = record
+
+
+def running_layer(node: fx.Node) -> int | None:
+    """The decoder layer that runs the node: its own, unless a pass rescheduled it."""
+    found = marks(node)
+    return found.layer if found.runs_in == UNSCHEDULED else found.runs_in
+
+
+def in_stream(node: fx.Node) -> bool:
+    """Whether the value is one of the residual stream."""
+    return marks(node).stream is not None
+
+
+def layer_of(node: fx.Node) -> int:
+    """The decoder layer of a node that is known to stand in one."""
+    layer = marks(node).layer
+    assert layer is not None, f"{node.name} stands in no layer"
+    return layer
+
+
+def stream_index(node: fx.Node) -> int:
+    """The number of a value that is known to be of the residual stream."""
+    index = marks(node).stream
+    assert index is not None, f"{node.name} is no value of the residual stream"
+    return index
