@@ -19,8 +19,8 @@ import time
 from math import prod
 from pathlib import Path
 
+from rewriter.common.expressions import Expression, Slice, Tensor
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
-from rewriter.weights.expressions import Expression, Slice, Tensor
 from rewriter.weights.header import encode_header
 
 HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 4096, 8, 14336, 32000

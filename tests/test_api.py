@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import rewriter as rw
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.convert.conversion import conversion as convert_module
+from rewriter.convert import conversion as convert_module
 from rewriter.emit import output_files
 from rewriter.emit.manifest import read_manifest
 from rewriter.ir import Parameter

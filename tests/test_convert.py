@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, copy_file, plan_bytes, write_shards
 from rewriter.weights import copy_files as convert_module
 from rewriter.weights import sink as sink_module
-from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -313,7 +313,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     code = """
 import re, sys
 from pathlib import Path
-from rewriter.weights.expressions import Concat, Slice, Tensor
+from rewriter.common.expressions import Concat, Slice, Tensor
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
 from rewriter.weights.header import encode_header
 def peak():  # in KiB; ru_maxrss begins with what the process had that started this one

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.expressions import Slice, Tensor
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
-from rewriter.weights.expressions import Slice, Tensor
 from rewriter.weights.header import encode_header
 
 JOB = {"source": "abc", "tp": 2}
@@ -224,7 +224,7 @@ def test_resume_of_another_job_is_refused_by_name_and_without_resume_it_starts_o
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rewriter.weights.expressions import Slice, Tensor
+from rewriter.common.expressions import Slice, Tensor
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rewriter as rw
 from rewriter.analysis.permutable_units import Interchangeable, interchangeable
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.convert.conversion import save
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.ir import Program
@@ -35,7 +36,6 @@ from rewriter.verify.shrunken_check import rehearse
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.verify.unit_assignment import deal
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.regions import blocks, fill, tiles
 
 FAST = ["llama", "gpt2", "mixtral"]

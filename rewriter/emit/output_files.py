@@ -15,6 +15,7 @@ import torch
 
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Expression, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory
@@ -23,7 +24,6 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.ahead import Ahead
 from rewriter.weights.checkpoint import INDEX, SINGLE
-from rewriter.weights.expressions import Expression, Tensor
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FLOATS = ("F64", "F32", "F16", "BF16")

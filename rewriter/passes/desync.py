@@ -14,6 +14,7 @@ from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Concat
 from rewriter.ir import Parameter, Program
 from rewriter.ir.marks import Marks, in_stream, mark, marks, set_marks
 from rewriter.passes.base import Effect, Scope, record
@@ -28,7 +29,6 @@ from rewriter.passes.residual_rewrite import (
     travel_of,
 )
 from rewriter.passes.selection import Selection
-from rewriter.weights.expressions import Concat
 
 Choice = Literal["keep", "drop"]
 Resync = Literal["mean", "sum"]

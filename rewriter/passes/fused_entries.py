@@ -14,9 +14,9 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.projections import resized
+from rewriter.common.expressions import Concat
 from rewriter.ir import Body, Leaf, Module, Parameter, args_of, copy_graph
 from rewriter.ir.marks import mark
-from rewriter.weights.expressions import Concat
 
 aten = torch.ops.aten
 

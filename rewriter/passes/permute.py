@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from rewriter.analysis.permutable_units import Interchangeable, interchangeable
 from rewriter.analysis.placement import AXIS
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Take
 from rewriter.ir import Parameter, Program
 from rewriter.passes.base import Effect, Scope, record
-from rewriter.weights.expressions import Take
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

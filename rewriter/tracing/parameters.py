@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Concat, Expression, Stack, Tensor, Transpose
 from rewriter.weights import Checkpoint
-from rewriter.weights.expressions import Concat, Expression, Stack, Tensor, Transpose
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:

@@ -20,11 +20,11 @@ from torch import fx, nn
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Expression
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.verify.live_model import Host, load_host, opaque_modules
 from rewriter.verify.quantized_reference import arrived, quantized_sum
 from rewriter.verify.token_layout import TokenLayout
-from rewriter.weights.expressions import Expression
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
-from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Expression
 from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes
-from rewriter.weights.expressions import Expression
 from rewriter.weights.header import BITS, encode_header
 from rewriter.weights.regions import Block, blocks, fill, tiles
 from rewriter.weights.sink import reflink_into

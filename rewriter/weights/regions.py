@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.checkpoint import Checkpoint, torch_dtype
-from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS
 
 Shape = tuple[int, ...]
