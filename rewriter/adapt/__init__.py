@@ -1,1 +1,1 @@
-"""Light fine-tuning of a rewritten model: `rewrite adapt`."""
+"""Healing: light fine-tuning of a rewritten model, `rewrite adapt`."""

@@ -1,1 +1,1 @@
-"""Emit: a Program to files. One file per target; nothing here writes to disk but the ONNX export."""
+"""From a Program to files: the Hugging Face side, the runtime module, ONNX, the manifest and the model card."""

@@ -1,8 +1,7 @@
-"""What collectives, links and devices cost: α-β models, measured tables, fabrics as YAML. A leaf: it imports nothing of
-ours but how errors are told and YAML is read, and no torch.
+"""What collectives, links and devices cost: α-β models, measured tables, fabrics as YAML. No torch.
 
-`calls` says what is asked and `delays` what is answered; `measured`, `alpha_beta`, `composed` and `what_if` are models;
-`fabric` puts figures and models together, `schema` reads them from `library/*.yaml`.
+`calls` says what is asked and `delays` what is answered; `measured_delays`, `alpha_beta`, `composed` and `what_if` are
+models; `fabric` puts figures and models together, `schema` reads them from `library/*.yaml`.
 """
 
 from rewriter.fabric.calls import KINDS, Call, Kind

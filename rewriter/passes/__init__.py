@@ -1,4 +1,4 @@
-"""One file, one rewrite."""
+"""The rewrites: one file, one pass, from a Program to a Program."""
 
 from __future__ import annotations
 
