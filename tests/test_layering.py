@@ -8,23 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
-import rewriter
-
-PACKAGE = Path(rewriter.__file__).parent
-
-# From below. Rooms of one floor do not import each other, nor does a room of one tower one of the other.
-GROUND = [{"common", "kernels", "ops"}, {"fabric", "weights"}]
-COMPILER = [
-    {"ir"},
-    {"analysis"},
-    {"passes", "tracing"},
-    {"emit", "recipes"},
-    {"inspect", "verify"},
-    {"convert", "coverage"},
-]
-RUNTIME = [{"runtime"}, {"training", "emulation"}]
-TOP = [{"predict", "adapt"}, {"api"}, {"__init__"}, {"cli"}]
+from architecture_page import PAGE, rendered
+from floors import COMPILER, GROUND, PACKAGE, RUNTIME, TOP
 
 
 def allowed() -> dict[str, set[str]]:
@@ -150,3 +135,9 @@ def test_a_seeded_circle_is_found():
     files = graph()
     files["rewriter.ir.structure"] = files["rewriter.ir.structure"] | {"rewriter.ir.shapes"}
     assert circles(files)
+
+
+def test_the_page_of_the_architecture_is_as_the_files_say():
+    """Where this fails: `python tests/architecture_page.py`."""
+    text = PAGE.read_text()
+    assert text == rendered(text)

@@ -1,0 +1,22 @@
+"""The floors that the rooms of the package stand on, from below: see docs/ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rewriter
+
+PACKAGE = Path(rewriter.__file__).parent
+
+# From below. Rooms of one floor do not import each other, nor does a room of one tower one of the other.
+GROUND = [{"common", "kernels", "ops"}, {"fabric", "weights"}]
+COMPILER = [
+    {"ir"},
+    {"analysis"},
+    {"passes", "tracing"},
+    {"emit", "recipes"},
+    {"inspect", "verify"},
+    {"convert", "coverage"},
+]
+RUNTIME = [{"runtime"}, {"training", "emulation"}]
+TOP = [{"predict", "adapt"}, {"api"}, {"__init__"}, {"cli"}]
