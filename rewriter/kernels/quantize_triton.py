@@ -1,4 +1,4 @@
-"""Launches of the kernels of `rows_triton`: shapes of tiles, and the small tensors that kernels read."""
+"""Launches of the kernels of `rows_triton` and `sums_triton`: tiles, and small tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format
-from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel, reduce_kernel, requantize_kernel
+from rewriter.kernels.rows_triton import dequantize_kernel, quantize_kernel
+from rewriter.kernels.sums_triton import reduce_kernel, requantize_kernel
 
 WARPS = 4
 _ALL_REGISTERS = 255  # of a thread: rotated sums spill where the compiler aims at fewer
