@@ -12,7 +12,7 @@ import zoo
 
 import rewriter as rw
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.convert.conversion import pass_measurements as calibrate_module
+from rewriter.convert import pass_measurements as calibrate_module
 from rewriter.inspect.inspection import inspect
 from rewriter.ir import Program
 from rewriter.passes.base import record
@@ -217,7 +217,7 @@ def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.Monk
         return program
 
     monkeypatch.setattr("rewriter.verify.shrunken_check.single_device", faulty)
-    monkeypatch.setattr("rewriter.verify.shrunken_check.on_places", lambda kept, p, count: [p])
+    monkeypatch.setattr(DropSync, "shrunken", lambda self, kept, count, plan=None: [self])
     passes = [TensorParallel(), Faulty(layers=[1], fault=fault)]
     if not fault:
         rehearse(zoo.config("llama"), passes, 2)

@@ -54,17 +54,15 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
 
 def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
     """`recipe`, whose sequence_parallel plans for `tokens` unless it names a length itself."""
-    from rewriter.passes.sequence_parallel import SequenceParallel
-
     for index, rewrite in enumerate(recipe.build()):
-        if tokens is not None and isinstance(rewrite, SequenceParallel) and rewrite.tokens == "auto":
+        if tokens is not None and rewrite.shards_tokens and rewrite.tokens == "auto":
             recipe = recipe.with_options(index, {"tokens": tokens})
     return recipe
 
 
 def _length_of_the_pass(program: Program) -> int | None:
     """The length that sequence_parallel was told to plan for; None where it was not, or was not applied."""
-    given = [entry.options["tokens"] for entry in program.history if entry.name == "sequence_parallel"]
+    given = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
     return next((tokens for tokens in given if tokens != "auto"), None)
 
 
