@@ -55,8 +55,8 @@ def test_the_cheapest_go_and_of_equal_ones_the_later(drop: float, layers: tuple[
 
 def test_layers_that_are_given_need_no_measurement() -> None:
     assert DropSync(layers="upper-half").chosen(6) == (3, 4, 5)
-    assert not DropSync(layers="upper-half").unmeasured
-    assert DropSync().unmeasured
+    assert DropSync(layers="upper-half").request is None
+    assert DropSync().request is not None
 
 
 @pytest.mark.parametrize(
