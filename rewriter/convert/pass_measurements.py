@@ -27,7 +27,7 @@ def calibrate(
 
     They are taken on the weights of `program` (as traced) for `ranks` ranks with `text`, by default the packaged
     calibration text. What cannot be measured at all (one rank, no weights) is left to the pass, which refuses. Raises
-    RewriterError where the weights are too large to be run here; an optional pass is told why, and is left out.
+    RewriterError where the weights are too large to be run here; an optional pass gets the reason, and is left out.
     """
     if ranks < 2 or program.source.path is None or program.history:
         return recipe
