@@ -21,7 +21,6 @@ from rewriter.analysis.permutable_units import interchangeable
 from rewriter.ir import Program
 from rewriter.passes.permute import DIGITS, order_of
 from rewriter.recipes import Recipe
-from rewriter.recipes.recipe import PassSpec
 from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
 from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer
@@ -74,10 +73,7 @@ class Bench:
 
     def row(self, name: str, ranks: int) -> list[str]:
         """A recipe on `ranks` ranks: the drift of each order."""
-        plain = Recipe.load(name)
-        recipe = plain.model_copy(
-            update={"passes": (PassSpec.model_validate({"pass": "permute", "ranks": {}}), *plain.passes)}
-        )
+        recipe = Recipe.load(name).with_overrides({"permute.ranks": {}})
         rewritten = measurable(self.program, recipe, ranks)
         assert rewritten is not None
         disk = self.drift(rewritten, {})

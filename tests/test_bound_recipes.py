@@ -105,7 +105,7 @@ def test_an_optional_bound_pass_is_left_out_on_one_rank(source: Path) -> None:
     from rewriter import rewrite, trace
 
     program = rewrite(trace(source), "desync-2x", set={"desync.optional": True})
-    assert [e.name for e in program.history] == ["tensor_parallel", "merge_reductions", "overlap"]
+    assert [e.name for e in program.history] == ["permute", "tensor_parallel", "merge_reductions", "overlap"]
 
 
 def test_a_fault_exits_with_3_and_leaves_nothing(

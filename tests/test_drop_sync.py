@@ -55,8 +55,8 @@ def test_the_cheapest_go_and_of_equal_ones_the_later(drop: float, layers: tuple[
 
 def test_layers_that_are_given_need_no_measurement() -> None:
     assert DropSync(layers="upper-half").chosen(6) == (3, 4, 5)
-    assert not DropSync(layers="upper-half").unmeasured
-    assert DropSync().unmeasured
+    assert DropSync(layers="upper-half").request is None
+    assert DropSync().request is not None
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.Monk
         return program
 
     monkeypatch.setattr("rewriter.verify.shrunken_check.single_device", faulty)
-    monkeypatch.setattr("rewriter.verify.shrunken_check.on_places", lambda kept, p, count: [p])
+    monkeypatch.setattr(DropSync, "shrunken", lambda self, kept, count, plan=None: [self])
     passes = [TensorParallel(), Faulty(layers=[1], fault=fault)]
     if not fault:
         rehearse(zoo.config("llama"), passes, 2)

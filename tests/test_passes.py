@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import faults
 import pytest
 import torch
@@ -9,6 +13,7 @@ import zoo
 from oracles import ladder_logits, ladder_oracle, relative_error
 from programs import program, traced, weights
 
+import rewriter
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
@@ -199,3 +204,58 @@ def test_a_position_table_as_long_as_the_vocabulary_is_not_split():
     sharded = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
     assert sharded.parameters["transformer.wte.weight"].ranges is not None
     assert sharded.parameters["transformer.wpe.weight"].ranges is None
+
+
+# A pass is closed in its file
+
+PACKAGE = Path(rewriter.__file__).parent
+
+
+def outside() -> list[Path]:
+    """The package without the passes, and without the reference, whose modes are its own words."""
+    inside = (PACKAGE / "passes", PACKAGE / "verify" / "per_rank_reference.py")
+    return [file for file in PACKAGE.rglob("*.py") if not any(file.is_relative_to(place) for place in inside)]
+
+
+def told_apart(source: str) -> list[str]:
+    """Where code asks which pass it has: by class, or by name."""
+    classes = {p.__name__ for p in PASSES.values()}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        inner = list(ast.walk(node))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            found += [n.id for n in inner if isinstance(n, ast.Name) and n.id in classes]
+        if isinstance(node, ast.Compare):
+            found += [n.value for n in inner if isinstance(n, ast.Constant) and n.value in set(PASSES)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "seeded",
+    [
+        "isinstance(rewrite, Permute)",
+        "isinstance(p, (Overlap, Ladder))",
+        "if name == 'drop_sync': pass",
+        "x in ('permute',)",
+    ],
+)
+def test_a_place_that_tells_passes_apart_is_found(seeded):
+    assert told_apart(seeded)
+
+
+def test_nothing_outside_the_room_tells_passes_apart():
+    assert {str(f.relative_to(PACKAGE)): found for f in outside() if (found := told_apart(f.read_text()))} == {}
+
+
+def test_references_import_neither_analyses_nor_passes():
+    files = [f for f in (PACKAGE / "verify").glob("*.py") if "reference" in f.name]
+    assert len(files) >= 4
+    for file in files:
+        assert not re.search(r"^\s*(from|import) rewriter\.(analysis|passes)", file.read_text(), re.MULTILINE), file
+
+
+@pytest.mark.parametrize("name", sorted(PASSES))
+def test_an_approximating_pass_says_what_it_is_verified_with(name):
+    known = PASSES[name]
+    if known.effect == "approximating" and known.scope != "runtime":
+        assert known.reference_modes is not None or known.oracle is not None

@@ -30,6 +30,7 @@ from rewriter.passes import permute as permute_module
 from rewriter.passes.ladder import Ladder
 from rewriter.passes.permute import Permute, inverse, moved_units, order_of
 from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
 from rewriter.verify.shrunken_check import rehearse
@@ -357,6 +358,19 @@ def test_a_recipe_without_an_order_is_measured_and_another_one_is_not(monkeypatc
     assert calibrate(measured, traced("llama"), 2) is measured
     plain = calibrate(with_order(), traced("llama"), 2)
     assert plain.passes[0].options == {"ranks": {}, "measured_on": "every rank computes with the same residual"}
+
+
+def test_weights_that_are_too_large_keep_their_order_where_the_recipe_allows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rewriter.verify.drift.available_memory", lambda: 1_000_000)
+    with pytest.raises(RewriterError, match=r"by a measurement, but the real weights were not run.* leave the pass"):
+        calibrate(with_order({"pass": "desync", "n": 2}), traced("llama"), 2)
+    left = calibrate(rw.Recipe.load("desync-2x"), traced("llama"), 2)
+    program, skipped = apply_recipe(traced("llama"), left, 2)
+    assert "permute" not in [entry.name for entry in program.history]
+    [why] = [reason for name, reason in skipped if name == "permute"]
+    assert "measured on the weights, and the real weights were not run: in fp32 they take" in why
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_options_that_were_measured_are_set_as_they_are() -> None:
     assert drop.measured_on == "text: no YAML"
     assert drop.drop == 0.5
     assert Recipe.parse(measured.to_yaml()).to_dict() == measured.to_dict()
-    assert recipe.build()[2].unmeasured, "the recipe itself is untouched"
+    assert recipe.build()[2].request is not None, "the recipe itself is untouched"
 
 
 def test_partial_ladders_suggest_the_adaptation_of_the_paper() -> None:

@@ -20,7 +20,6 @@ from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
-from rewriter.verify.pass_shrinking import kinds_of_layers, on_places
 from rewriter.verify.random_model import amplification, random_model
 from rewriter.verify.reference_modes import layer_modes
 from rewriter.verify.shrink import representatives, shrink
@@ -34,22 +33,22 @@ PATTERN = ((DROP, KEEP), (DROP, DROP), (KEEP, KEEP))
 
 def test_dropped_layers_keep_their_places() -> None:
     costs = (5.0, 1.0, 5.0, 5.0, 2.0, 5.0)
-    assert kinds_of_layers(DropSync(2, costs), 6) == [{1, 4}]
-    assert on_places([0, 1, 2, 4, 5], DropSync(2, costs), 6) == [DropSync(layers=[1, 3])]
+    assert DropSync(2, costs).kinds_of_layers(6) == [{1, 4}]
+    assert DropSync(2, costs).shrunken([0, 1, 2, 4, 5], 6) == [DropSync(layers=[1, 3])]
 
 
 def test_a_pattern_is_told_out_run_by_run() -> None:
     rewrite = Desync([0, 1, 2, 3, 6, 7], pattern=PATTERN, resync="sum")
-    kinds = kinds_of_layers(rewrite, 8)
+    kinds = rewrite.kinds_of_layers(8)
     assert kinds == [{0, 1, 2, 3, 6, 7}, {0, 3, 6}, {1, 7}, {2}]
-    first, second = on_places([1, 2, 3, 5, 6, 7], rewrite, 8)
+    first, second = rewrite.shrunken([1, 2, 3, 5, 6, 7], 8)
     assert first == Desync([0, 1, 2], pattern=(PATTERN[1], PATTERN[2], PATTERN[0]), resync="sum")
     assert second == Desync([4, 5], pattern=(PATTERN[0], PATTERN[1]), resync="sum")
 
 
 def test_what_selects_no_layers_is_left_as_it_is() -> None:
-    assert kinds_of_layers(TensorParallel(), 6) == []
-    assert on_places([0, 1], TensorParallel(), 6) == [TensorParallel()]
+    assert TensorParallel().kinds_of_layers(6) == []
+    assert TensorParallel().shrunken([0, 1], 6) == [TensorParallel()]
 
 
 # What the reference is told

@@ -37,7 +37,7 @@ def reductions(program):
 
 
 def modes(program):
-    return [(b.layer, b.kind, b.reads, b.mode) for b in residual_blocks(program)]
+    return [(b.layer, b.kind, b.reads, b.mode.name) for b in residual_blocks(program)]
 
 
 def logits(program, name="llama", extra=None):

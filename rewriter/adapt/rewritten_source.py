@@ -93,15 +93,15 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
 def recipe_of(opened: Opened) -> Recipe:
     """The recipe as it was applied, with every option as it was measured or overridden, for the directory's weights.
 
-    Those are in the order that `permute` gave them, and are not to be moved a second time.
+    Passes that have changed the weights already (`permute`) leave them as they are.
     """
     told = dict(opened.manifest.recipe)
     told.setdefault("summary", "Rewritten by a list of passes.")
     told.setdefault("paper", "-")
     recipe = Recipe.model_validate(told)
-    for index, spec in enumerate(recipe.passes):
-        if spec.pass_name == "permute":
-            recipe = recipe.with_options(index, {"applied": True})
+    for index, rewrite in enumerate(recipe.build()):
+        if rewrite.again:
+            recipe = recipe.with_options(index, rewrite.again)
     return recipe
 
 
@@ -114,7 +114,8 @@ def rewritten(opened: Opened, source: Path, *, tp: int | None = None, sp: int | 
     recipe, mesh = recipe_of(opened), opened.manifest.mesh
     tensor, sequence = (mesh.get(axis, 1) if n is None else n for axis, n in (("tp", tp), ("sp", sp)))
     if sequence != mesh.get("sp", 1):
-        others = [spec.to_dict() for spec in recipe.passes if spec.pass_name != "sequence_parallel"]
+        built = zip(recipe.passes, recipe.build(), strict=True)
+        others = [spec.to_dict() for spec, rewrite in built if not rewrite.shards_tokens]
         added = [{"pass": "sequence_parallel"}] if sequence > 1 else []
         recipe = Recipe.model_validate({**recipe.to_dict(), "passes": [*others, *added]})
     program, _ = apply_recipe(trace(source), recipe, tensor, sp=sequence)

@@ -17,7 +17,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program
-from rewriter.ir.marks import Mode, in_stream, layer_of, mark, marks, stream_index
+from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, mark, marks, stream_index
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
 
@@ -47,7 +47,7 @@ class Block:
     writes: tuple[fx.Node, ...]
     reads: tuple[int, ...]
     branch: tuple[fx.Node, ...]
-    mode: Mode = "standard"
+    mode: Mode = STANDARD
 
 
 class NoStream(RewriterError):
@@ -160,8 +160,8 @@ def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ..
     blocks = []
     for index in range(len(stream) - 1):
         skip, add = stream[index], stream[index + 1]
-        mode: Mode = marks(add).mode or "standard"
-        if mode == "desync":
+        mode = marks(add).mode or STANDARD
+        if mode.own_residual:
             inside = members.get(index, [])
             writes = tuple(n for n in inside if any(marks(u).block != index for u in n.users))
         else:

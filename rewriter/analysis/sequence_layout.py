@@ -54,7 +54,7 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     all heads, which is known only behind it.
     """
     ranks = program.mesh.get("tp", 1)
-    split = any(entry.name == "tensor_parallel" for entry in program.history)
+    split = any(entry.rewrite.makes_partials for entry in program.history)
     size = model_dtype_bytes(program)
     counts: Counter[AttentionShape] = Counter()
     for _, node in attentions(program):

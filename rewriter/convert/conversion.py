@@ -286,12 +286,10 @@ def verification_table(verified: Verified) -> dict[str, Any]:
 
 
 def _rehearse(program: Program, dtype: str | None, progress: Progress) -> Verification:
-    from rewriter.passes import available
     from rewriter.tracing.meta_model import load_config
     from rewriter.verify.shrunken_check import rehearse
 
-    known = available()
-    passes = [known[entry.name](**entry.options) for entry in program.history]
+    passes = [entry.rewrite for entry in program.history]
     assert program.source.path is not None
     config = load_config(program.source.path, program.source.remote_code)
 

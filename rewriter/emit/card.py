@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import yaml
 from rewriter.analysis.sequence_bytes import travels
 from rewriter.emit.manifest import AdaptationEntry, Lanes, Manifest, Quantized, mesh_name, ranks_of
 from rewriter.ops import SequencePlan
+from rewriter.passes.selection import spans
 
 
 def model_card(manifest: Manifest, source: Path | None = None) -> str:
@@ -121,18 +122,6 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     ]
 
 
-_MODES = {
-    "standard": "as in the original",
-    "keep": "as in the original",
-    "ladder": "reads the residual stream one block late",
-    "own_partial": "reads the residual stream one block late, with the rank's own part of the block between",
-    "parallel": "reads what the block beside it reads",
-    "drop": "not reduced: every rank goes on with a residual of its own",
-    "keep_mean": "reduced; the ranks go on from the mean of their residuals",
-    "keep_sum": "reduced, with all that the ranks added since they last agreed",
-}
-
-
 def _lanes(lanes: Lanes) -> str:
     """What it means that the function is bound to a number of ranks, and where it is not the original's."""
     lines = [
@@ -149,7 +138,9 @@ def _lanes(lanes: Lanes) -> str:
     for layer, blocks in enumerate(lanes.pattern):
         for name, mode in blocks.items():
             places.setdefault((name, mode), []).append(layer)
-    lines += [f"| {_ranges(layers)} | {name} | {_MODES.get(mode, mode)} |" for (name, mode), layers in places.items()]
+    lines += [
+        f"| {spans(layers)} | {name} | {lanes.modes.get(mode, mode)} |" for (name, mode), layers in places.items()
+    ]
     if lanes.untied:
         lines += [
             "",
@@ -181,17 +172,6 @@ def _quantized(found: Quantized) -> str:
         "sharded module by the quantization, and by nothing else."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as `0–2, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _passes(manifest: Manifest) -> str:

@@ -84,11 +84,13 @@ class Adapted(_Part):
 class Lanes(_Part):
     """The number of ranks that the function is bound to, and per layer what became of the reduction of each block.
 
+    `modes` says what the words of `pattern` mean.
     `untied` are the tensors of the adapted checkpoint that hold weights of every rank, one after the other.
     """
 
     ranks: int
     pattern: list[dict[str, str]]
+    modes: dict[str, str] = {}
     untied: list[str] = []
 
 

@@ -19,6 +19,7 @@ from rewriter.common.expressions import Expression, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.reduction_pattern import sentences
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
@@ -121,7 +122,8 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
     lanes = None
     if (bound := bound_ranks(program)) is not None:
-        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=untied_tensors(changed))
+        untied = untied_tensors(changed)
+        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return Layout(
         checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
     )

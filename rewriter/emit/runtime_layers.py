@@ -20,7 +20,6 @@ from rewriter.emit.statements import Lines, Names
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
-_PREFIXES = {"ladder": "Ladder", "own_partial": "OwnPartialLadder", "desync": "Desync", "parallel": "Parallel"}
 _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
 
 
@@ -76,11 +75,14 @@ class LayerPrinter:
 
     def _names(self, texts: Sequence[str]) -> dict[str, str]:
         """A class name per distinct text: after how its layers are wired, and where they stand among such layers."""
-        modes = self._modes()
+        families = self._modes()
+        modes = [
+            _RESYNC if self._resyncs(region) else name
+            for name, region in zip(families, self.outline.layers, strict=True)
+        ]
         uses: dict[str, list[int]] = {}
         for index, text in enumerate(texts):
             uses.setdefault(text, []).append(index)
-        families = [_PREFIXES["desync"] if mode == _RESYNC else mode for mode in modes]
         places = {text: _place(layers, families) for text, layers in uses.items()}
         usual: dict[str, str] = {}  # per mode: a text in the middle, else that of most layers, else of the last ones
         for text, layers in sorted(uses.items(), key=lambda use: (not places[use[0]], len(use[1]), use[1])):
@@ -96,15 +98,13 @@ class LayerPrinter:
         """How each layer is wired, as the beginning of its class name."""
         modes = [""] * len(self.outline.layers)
         for block in residual_blocks(self.program):
-            mode = block.mode
-            if mode == "standard" and block.reads != (block.index,):
-                mode = "ladder"
-            modes[block.layer] = modes[block.layer] or _PREFIXES.get(mode, "")
-        for index, region in enumerate(self.outline.layers):
-            own = [any(in_stream(n) and n in self.local for n in side) for side in (region.inputs, region.outputs)]
-            if modes[index] == _PREFIXES["desync"] and own == [True, False]:
-                modes[index] = "Resync"
+            modes[block.layer] = modes[block.layer] or block.mode.prefix
         return modes
+
+    def _resyncs(self, region: Region) -> bool:
+        """Whether a layer begins with residuals of the ranks' own and ends with one of all."""
+        own = [any(in_stream(n) and n in self.local for n in side) for side in (region.inputs, region.outputs)]
+        return own == [True, False]
 
     # --- one layer
 

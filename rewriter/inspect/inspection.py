@@ -72,7 +72,7 @@ def _inspect(
     sp: int,
     tokens: int | None,
 ) -> Inspection:
-    from rewriter.inspect.rules import standard_layers, unfired, with_supposed_costs
+    from rewriter.inspect.rules import standard_layers, unfired, without_measurements
     from rewriter.inspect.sequence_table import sequence, with_length
     from rewriter.recipes.apply import apply_recipe, load_recipe
     from rewriter.tracing import trace_skeleton
@@ -91,7 +91,7 @@ def _inspect(
     applied = loaded is not None
     if loaded is not None:
         try:
-            loaded, supposed = with_supposed_costs(loaded, standard)
+            loaded, supposed = without_measurements(loaded, standard)
             after, skipped = apply_recipe(original, loaded, tp, sp=sp)
             rules += supposed
             rules += [{"rule": name, "reason": reason} for name, reason in skipped]
@@ -169,6 +169,7 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
     from rewriter.analysis.communication import collectives
     from rewriter.analysis.per_rank import local_values
     from rewriter.analysis.residual import residual_blocks, stream_values
+    from rewriter.ir.marks import marks
 
     blocks = residual_blocks(program)
     local = local_values(program.graph, program.parameters)
@@ -183,7 +184,7 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
             "layer": block.layer,
             "kind": block.kind,
             "path": block.path,
-            "mode": block.mode,
+            "mode": block.mode.name,
             "reads": _reads(block, blocks, own),
             "stale": bool(program.origin) and block.reads != (block.index,),
             "writes": f"x after {_name(block)}",
@@ -191,6 +192,7 @@ def _blocks(program: Program) -> list[dict[str, Any]]:
                 {"place": c.place, "bytes_per_token": c.bytes_per_token, "hidden": c.hidden}
                 for c in found.get(block.index, [])
             ],
+            "dropped": any(marks(n).dropped for n in block.branch),
             "on_ranks": "one device" if not program.mesh else _on_ranks(program, block, split),
         }
         for block in blocks
@@ -207,7 +209,7 @@ def _reads(block: Block, blocks: Sequence[Block], own: Collection[int]) -> str:
     for value in block.reads:
         base = f"x after {_name(blocks[value - 1])}" if value else "the embedding"
         missed = ", ".join(_name(b) for b in blocks[value : block.index])
-        if missed and block.mode == "own_partial":
+        if missed and block.mode.reads == "earlier_and_own":
             missed = f" (stale: misses {missed}, but for this rank's part)"
         elif missed:
             missed = f" (stale: misses {missed})"

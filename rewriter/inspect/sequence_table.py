@@ -54,17 +54,15 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
 
 def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
     """`recipe`, whose sequence_parallel plans for `tokens` unless it names a length itself."""
-    from rewriter.passes.sequence_parallel import SequenceParallel
-
     for index, rewrite in enumerate(recipe.build()):
-        if tokens is not None and isinstance(rewrite, SequenceParallel) and rewrite.tokens == "auto":
+        if tokens is not None and rewrite.shards_tokens and rewrite.tokens == "auto":
             recipe = recipe.with_options(index, {"tokens": tokens})
     return recipe
 
 
 def _length_of_the_pass(program: Program) -> int | None:
-    """The length that sequence_parallel was told to plan for; None where it was not, or was not applied."""
-    given = [entry.options["tokens"] for entry in program.history if entry.name == "sequence_parallel"]
+    """The length that the applied pass plans for; None where its options name none, or it was not applied."""
+    given = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
     return next((tokens for tokens in given if tokens != "auto"), None)
 
 
@@ -103,9 +101,9 @@ def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied:
     notes = []
     windowed = [s for s in shapes if s.window is not None]
     if windowed:
-        told = ", ".join(f"{s.layers} of {s.window:,} tokens" for s in windowed)
+        listed = ", ".join(f"{s.layers} of {s.window:,} tokens" for s in windowed)
         notes.append(
-            f"Windows or chunks ({told}) spare arithmetic, but no bytes: cyclic tokens of a window lie on all ranks, "
+            f"Windows or chunks ({listed}) spare arithmetic, but no bytes: cyclic tokens of a window lie on all ranks, "
             "and a ring sends all keys round."
         )
     if applied is not None and applied.quantized is not None:

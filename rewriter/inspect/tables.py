@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import BYTES, amount, size
-from rewriter.inspect.rules import spans
+from rewriter.passes.selection import spans
 
 
 def tables(data: Mapping[str, Any]) -> Group:
@@ -122,7 +122,7 @@ def _row(block: Mapping[str, Any], layer: int | None) -> dict[str, Any]:
 def _reduction(block: Mapping[str, Any]) -> str:
     reductions = block["reductions"]
     if not reductions:
-        return "dropped" if block["mode"] == "desync" and block["on_ranks"] != "replicated" else "none"
+        return "dropped" if block["dropped"] else "none"
     own = ["hidden" if r["hidden"] else "exposed" for r in reductions if r["place"] == "block"]
     inner = sum(r["place"] != "block" for r in reductions)
     return " + ".join([*own, *([f"{inner} small inside, exposed"] if inner else [])])

@@ -12,9 +12,40 @@ from torch import fx
 
 from rewriter.ir.structure import PythonCall
 
-Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 _KEY = "marks"
 UNSCHEDULED: Literal["unscheduled"] = "unscheduled"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a block of the residual stream is wired. The pass that wires it so declares it, beside its own code.
+
+    `sentence` says it in a card and in generated code, without a subject.
+    `prefix` begins the name of a class of such layers in a runtime module.
+    `reads`: the newest stream value, the one before ("earlier"), or that one and what this rank has added since.
+    `own_residual`: ranks hold different values behind the block, or did so before it.
+    `outcome`: what became of the reduction, where that differs between blocks of one mode. `word` names a kind of layer
+    after it.
+    """
+
+    name: str
+    sentence: str = "as in the original"
+    prefix: str = ""
+    reads: Literal["newest", "earlier", "earlier_and_own"] = "newest"
+    own_residual: bool = False
+    outcome: str = ""
+    word: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def label(self) -> str:
+        """The mode in a table of blocks: its outcome, else its name."""
+        return self.outcome or self.name
+
+
+STANDARD = Mode("standard")
 
 
 @dataclass(frozen=True)

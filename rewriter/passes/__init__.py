@@ -1,12 +1,18 @@
-"""The rewrites: one file, one pass, from a Program to a Program."""
+"""The rewrites: one file, one pass, from a Program to a Program.
+
+A pass that ships stands in `available`. Another one is given to a recipe: `Recipe.load("mine.yaml").knowing(Mine)`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rewriter.passes.base import Pass
 
 
-def available() -> dict[str, type[Any]]:
-    """Every pass by its recipe name."""
+def available() -> dict[str, type[Pass]]:
+    """Every shipped pass by its recipe name."""
     from rewriter.passes.desync import Desync
     from rewriter.passes.drop_sync import DropSync
     from rewriter.passes.fuse_projections import FuseProjections

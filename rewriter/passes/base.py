@@ -1,34 +1,126 @@
-"""What a pass is: a frozen dataclass whose fields are its options, and `apply(program) -> Program`."""
+"""What a pass is: a frozen dataclass whose fields are its options, and `apply(program) -> Program`.
+
+What the rest of the package has to know of a pass, the pass declares here; nothing else names one.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
+from rewriter.common.errors import RewriterError
 from rewriter.ir import PassRecord, Program
+from rewriter.ops import SequencePlan
+from rewriter.passes.selection import resolve
 
 Effect = Literal["exact", "approximating", "timing only"]
 Scope = Literal["model", "per_rank", "runtime"]
 
+Reducing = Mapping[int, Sequence[bool]]
+"""By layer, for each of its blocks: whether it ends in a reduction."""
 
-class Pass(Protocol):
+LayerModes = Mapping[int, Mapping[str, Any]]
+"""By layer, the arguments of a `LayerMode` of `rewriter.verify.per_rank_reference`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a pass needs measured on real weights before it is applied.
+
+    `kind` is one of `rewriter.convert.pass_measurements`. `option` takes the result; the pass has an option
+    `measured_on` too, which says on what, or why nothing was measured. Where the weights cannot be run, the error says
+    that `chosen`, but why not, and what can be done `instead`.
+    """
+
+    kind: str
+    option: str
+    chosen: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
     """A rewrite of a Program; valid IR in, valid IR out, the input untouched.
 
     Effect "exact": the same function up to rounding. "approximating": another function, whose drift is reported.
     "timing only": it can be run and emulated, never emitted as a checkpoint.
 
     Scope "model": it changes what the model computes and shows in the adapted checkpoint. "per_rank": the same, but the
-    function is bound to the number of ranks, each of which keeps values of its own (a lane); the adapted checkpoint
-    computes all of them. "runtime": it changes how ranks compute, and shows in the runtime module only.
-    `apply` raises RewriterError with the reason when it matches nothing.
+    function is bound to the number of ranks, each of which keeps values of its own; the adapted checkpoint computes all
+    of them. "runtime": it changes how ranks compute, and shows in the runtime module only.
+
+    Only `name`, `effect` and `apply` are needed. An approximating pass also says what it is verified with, by one of
+
+    - `reference_modes(count, reducing) -> LayerModes`: what the package's reference has to run in each of `count`
+      layers. It reads the options a second time, and shares no code with `apply`, which it checks;
+    - `oracle(model)`, a context manager: inside it the eager Hugging Face `model` computes what the pass makes of it.
     """
 
     name: ClassVar[str]
     effect: ClassVar[Effect]
 
-    @property
-    def scope(self) -> Scope: ...
+    # Of scope "runtime": which partial sums a rank holds follows from it, so that it is part of a per-rank function.
+    makes_partials: ClassVar[bool] = False
+    # It shards the tokens of a sequence. Its option `tokens` is the length to plan for, or "auto".
+    shards_tokens: ClassVar[bool] = False
+    # The options that it needs beside its own on weights that it has changed already.
+    again: ClassVar[Mapping[str, Any]] = {}
 
-    def apply(self, program: Program) -> Program: ...
+    reference_modes: ClassVar[Callable[..., LayerModes] | None] = None
+    oracle: ClassVar[Callable[..., AbstractContextManager[Any]] | None] = None
+
+    @property
+    def scope(self) -> Scope:
+        return "model"
+
+    @abstractmethod
+    def apply(self, program: Program) -> Program:
+        """`program` rewritten. Raises RewriterError with the reason when it matches nothing."""
+
+    def check_mesh(self, mesh: Mapping[str, int]) -> None:
+        """Raises RewriterError, before any work, where it cannot be applied on so many ranks ("tp", "sp")."""
+        if self.scope == "per_rank" and mesh["tp"] == 1:
+            raise RewriterError(
+                f"{self.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
+            )
+
+    @property
+    def request(self) -> Request | None:
+        """The measurement that is missing before it can be applied."""
+        return None
+
+    def supposed(self, standard: Program) -> tuple[Mapping[str, Any], str]:
+        """(options that stand for the requested measurement where only costs are asked for, a sentence on that).
+
+        `standard` is the model under tensor parallelism alone.
+        """
+        raise NotImplementedError(f"{self.name} requests nothing")
+
+    def kinds_of_layers(self, count: int) -> list[set[int]]:
+        """The layers, of `count`, that it treats differently from others, one set for each way."""
+        layers = getattr(self, "layers", None)
+        return [] if layers is None else [set(resolve(layers, count))]
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
+        """What it becomes on a shrunken copy of a model of `count` layers, which has the `kept` ones alone.
+
+        `plan` is how ranks share the tokens of a sequence, if they do.
+        """
+        layers = getattr(self, "layers", None)
+        return [self] if layers is None else [self.with_layers(places_of(resolve(layers, count), kept))]
+
+    def with_layers(self, layers: Sequence[int]) -> Self:
+        """The same pass on other layers."""
+        options: dict[str, Any] = {"layers": list(layers)}
+        return replace(self, **options)
+
+
+def places_of(chosen: Collection[int], kept: Sequence[int]) -> list[int]:
+    """Where the chosen layers stand among those that are kept."""
+    return [place for place, layer in enumerate(kept) if layer in chosen]
 
 
 def record(
@@ -52,17 +144,13 @@ def bound_ranks(program: Program) -> int | None:
 def single_device(program: Program) -> Program:
     """What the adapted checkpoint computes: the program with its passes of scope "model" alone, on one device.
 
-    A program that is bound to its ranks stays sharded: its lanes are what has to be computed. Passes of scope "runtime"
-    that only schedule communication are left out there too.
+    A program that is bound to its ranks stays sharded: what each rank holds has to be computed. Passes of scope
+    "runtime" that only schedule communication are left out there too.
     """
     bound = bound_ranks(program) is not None
     single = (program.origin or program).with_(mesh={"tp": program.mesh["tp"]} if bound else {})
     for entry in program.history:
         rewrite = entry.rewrite
-        if rewrite.scope != "runtime" or (bound and rewrite.name in SHARDING):
+        if rewrite.scope != "runtime" or (bound and rewrite.makes_partials):
             single = rewrite.apply(single)
     return single
-
-
-# what lanes are made of: passes of scope "runtime" that say which rank computes what
-SHARDING = ("tensor_parallel", "merge_reductions")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import fx
@@ -16,8 +17,8 @@ from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat
 from rewriter.ir import Parameter, Program
-from rewriter.ir.marks import Marks, in_stream, mark, marks, set_marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, set_marks
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
     check_ranks,
@@ -28,14 +29,20 @@ from rewriter.passes.residual_rewrite import (
     split_writes,
     travel_of,
 )
-from rewriter.passes.selection import Selection
+from rewriter.passes.selection import Selection, resolve, runs_of
 
 Choice = Literal["keep", "drop"]
 Resync = Literal["mean", "sum"]
 
+_desynced = partial(Mode, "desync", prefix="Desync", own_residual=True)
+KEEP = _desynced("as in the original", outcome="keep")
+DROP = _desynced("not reduced: every rank goes on with a residual of its own", outcome="drop")
+KEEP_MEAN = _desynced("reduced; the ranks go on from the mean of their residuals", outcome="keep_mean", word="keep")
+KEEP_SUM = _desynced("reduced, with all that the ranks added since they last agreed", outcome="keep_sum", word="keep")
+
 
 @dataclass(frozen=True)
-class Desync:
+class Desync(Pass):
     """x_r ← x_r + f_r where a reduction is dropped (Ladder Residual, arXiv 2501.06589, section 5).
 
     In the selected `layers` the last of every `n` reductions in a row is kept (2: attention's are dropped; 4: the MLP's
@@ -86,6 +93,39 @@ class Desync:
         result = desynchronise(program, marked, self.resync, self.name, self.untie_norms)
         summary = f"{dropped} of {len(kept)} reductions dropped on {ranks} ranks; kept ones resync by {self.resync}"
         return record(result, self, summary)
+
+    def kinds_of_layers(self, count: int) -> list[set[int]]:
+        chosen = resolve(self.layers, count)
+        length = len(self.pattern or ())
+        places = [(layer, place) for run in runs_of(chosen) for place, layer in enumerate(run)]
+        entries = [{layer for layer, place in places if place % length == entry} for entry in range(length)]
+        return [set(chosen), *entries]
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: ops.SequencePlan | None = None) -> Sequence[Pass]:
+        """A pattern is written out for each run of places, since layers between those that are kept are gone."""
+        if self.pattern is None:
+            return super().shrunken(kept, count, plan)
+        chosen, length = resolve(self.layers, count), len(self.pattern)
+        entry = {layer: self.pattern[i % length] for run in runs_of(chosen) for i, layer in enumerate(run)}
+        return [
+            replace(self, layers=run, pattern=tuple(entry[kept[place]] for place in run))
+            for run in runs_of(places_of(chosen, kept))
+        ]
+
+    def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
+        modes: dict[int, dict[str, Any]] = {}
+        for run in runs_of(resolve(self.layers, count)):
+            number, place = 0, 0  # reductions, and layers that reduce, of this run so far
+            for layer in run:
+                keep: list[bool] = []
+                choices = iter(self.pattern[place % len(self.pattern)]) if self.pattern else iter(())
+                for reduces in reducing[layer]:
+                    number += reduces
+                    asked = next(choices, "keep") == "keep" if self.n is None else number % self.n == 0
+                    keep.append(not reduces or asked)
+                place += any(reducing[layer])
+                modes[layer] = {"mode": "desync", "keep": tuple(keep), "resync": self.resync}
+        return modes
 
     def _kept(self, run: Sequence[Block]) -> dict[int, bool]:
         """Of each block of a run that reduces, whether its reduction is kept."""
@@ -162,7 +202,7 @@ class _Lane:
         reduced, whole = split_writes(block, self.name)
         current, self.block = self.current or block.skip, block
         if not self.varying and (keep or not reduced):
-            mark(block.add, mode="desync")
+            mark(block.add, mode=KEEP)
             self.current = None
             return
         with self.graph.inserting_before(block.add):
@@ -178,14 +218,16 @@ class _Lane:
                 whole = [self._made(ops.copy_to_group, w, AXIS) for w in whole]
             if keep and reduced:
                 value = self._kept(current, parts, whole, travel_of(reduced[0]))
+                mode = KEEP_MEAN if self.resync == "mean" else KEEP_SUM
                 self.synchronised = self.added = None
             else:
+                mode = DROP
                 for part in parts:
                     mark(part, dropped=True)
                 value = self._sum(current, *parts, *whole)
                 if self.resync == "sum":
                     self.added = self._added(parts, whole)
-        replace_stream_value(block.add, value, "desync")
+        replace_stream_value(block.add, value, mode)
         self.current = value
 
     def _carried(self, value: fx.Node) -> fx.Node:

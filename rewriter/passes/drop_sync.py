@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from rewriter.analysis.residual import Block, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.ops import SequencePlan
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Request, Scope, places_of, record
 from rewriter.passes.desync import desynchronise
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, is_reduced
-from rewriter.passes.selection import Selection, resolve
+from rewriter.passes.selection import Selection, resolve, spans
 
 
 @dataclass(frozen=True)
-class DropSync:
+class DropSync(Pass):
     """x_r = x + attn_r(norm1(x)), x ← x + AR(attn_r + mlp_r(norm2(x_r))) (SPD, arXiv 2502.20727, sections 3 and 4).
 
     The attention's partial stays on its rank until the MLP's reduction brings it along: one all-reduce instead of two,
@@ -46,9 +48,38 @@ class DropSync:
             raise RewriterError("sensitivity: costs are numbers from 0, or null where nothing can be dropped.")
 
     @property
-    def unmeasured(self) -> bool:
-        """Whether a measurement is needed to say which layers it drops."""
-        return self.layers is None and self.sensitivity is None
+    def request(self) -> Request | None:
+        if self.layers is not None or self.sensitivity is not None:
+            return None
+        return Request(
+            "sensitivity",
+            "sensitivity",
+            "its layers are chosen by a measurement",
+            "Give drop_sync.sensitivity (a number per layer, measured on a larger machine) or drop_sync.layers",
+        )
+
+    def supposed(self, standard: Program) -> tuple[Mapping[str, Any], str]:
+        """As if all layers cost the same: what is counted does not depend on which layers a measurement chooses."""
+        droppable, count = attention_reductions(standard), standard.source.num_layers
+        costs = tuple(0.0 if layer in droppable else None for layer in range(count))
+        layers = replace(self, sensitivity=costs).chosen(count)
+        reason = f"which layers cost least is measured on the weights; layers {spans(layers)} stand for them here"
+        return {"layers": list(layers)}, reason
+
+    def kinds_of_layers(self, count: int) -> list[set[int]]:
+        return [set(self.chosen(count))]
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
+        return [DropSync(layers=places_of(self.chosen(count), kept))]
+
+    def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
+        """The first reduction of each chosen layer goes."""
+        modes: dict[int, dict[str, Any]] = {}
+        for layer in self.chosen(count):
+            first = reducing[layer].index(True)
+            keep = tuple(place != first for place in range(len(reducing[layer])))
+            modes[layer] = {"mode": "desync", "keep": keep, "resync": "sum"}
+        return modes
 
     def chosen(self, num_layers: int) -> tuple[int, ...]:
         """The layers whose attention reductions go, ascending. Raises RewriterError when the options do not say."""
@@ -56,8 +87,9 @@ class DropSync:
             return resolve(self.layers, num_layers)
         if self.sensitivity is None:
             raise RewriterError(
-                "drop_sync: which layers cost least is measured on the weights, and there is no measurement. Convert a "
-                "checkpoint, or give drop_sync.sensitivity (a number per layer) or drop_sync.layers"
+                "drop_sync: which layers cost least is measured on the weights, and "
+                f"{self.measured_on or 'there is no measurement'}. Convert a checkpoint, or give drop_sync.sensitivity "
+                "(a number per layer) or drop_sync.layers"
             )
         if len(self.sensitivity) != num_layers:
             raise RewriterError(

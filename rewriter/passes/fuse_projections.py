@@ -15,12 +15,12 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Parameter, Program
 from rewriter.ir.marks import mark, marks, set_marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.fused_entries import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
 
 
 @dataclass(frozen=True)
-class FuseProjections:
+class FuseProjections(Pass):
     """(W_q x, W_k x, W_v x) = split([W_q; W_k; W_v] x), and gate and up likewise: one product where there were several.
 
     Bodies of one block that read the same value are made one first: in a parallel block whose one norm serves both

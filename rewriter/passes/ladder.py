@@ -7,14 +7,22 @@ from typing import ClassVar, Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ir.marks import in_stream, mark
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.ir.marks import Mode, in_stream, mark
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
-from rewriter.passes.selection import Selection
+from rewriter.passes.selection import Selection, resolve
+
+LADDER = Mode("ladder", "reads the residual stream one block late", "Ladder", "earlier")
+OWN_PARTIAL = Mode(
+    "own_partial",
+    "reads the residual stream one block late, with the rank's own part of the block between",
+    "OwnPartialLadder",
+    "earlier_and_own",
+)
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Ladder(Pass):
     """x_{i+1} = h_{i+1}(x_{i-1}) + x_i (Ladder Residual, arXiv 2501.06589, Eq. 2 and Alg. 1).
 
     `layers` selects decoder layers. In a selected layer each block reads the stream value before the one it would read,
@@ -49,13 +57,17 @@ class Ladder:
             raise RewriterError("ladder: only the first block of the model is selected, which has nothing to skip")
         graph, env = program.edit()
         for block in blocks:
-            mark(env[block.add], mode="ladder" if self.variant == "paper" else "own_partial")
+            mark(env[block.add], mode=LADDER if self.variant == "paper" else OWN_PARTIAL)
         rewired = settle_reads(program, graph, self.name)
         late = len(blocks) - (blocks[0].index == 0)
         summary = f"{late} of {_count(program)} blocks read the stream one block earlier"
         if self.variant == "own_partial":
             summary += ", with this rank's own partial sum of the block between"
         return record(rewired, self, summary)
+
+    def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
+        mode = "ladder" if self.variant == "paper" else "own_partial"
+        return {layer: {"mode": mode} for layer in resolve(self.layers, count)}
 
 
 def _count(program: Program) -> int:

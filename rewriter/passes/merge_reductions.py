@@ -14,13 +14,13 @@ from rewriter.analysis.residual import is_add
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import Marks, in_stream, marks, set_marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 
 _PRODUCTS = (operator.mul, torch.mul, torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
 
 
 @dataclass(frozen=True)
-class MergeReductions:
+class MergeReductions(Pass):
     """AR(a) + AR(b) → AR(a + b), also where something else is added in between and where sums are scaled by numbers:
     x + s · AR(a) + t · AR(b) → x + AR(s · a + t · b). For parallel blocks: exact up to the order of the sum.
 
@@ -30,6 +30,7 @@ class MergeReductions:
     name: ClassVar[str] = "merge_reductions"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
+    makes_partials: ClassVar[bool] = True
 
     def apply(self, program: Program) -> Program:
         graph, _ = program.edit()

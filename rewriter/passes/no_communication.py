@@ -9,11 +9,11 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
 from rewriter.ir.marks import in_stream, mark, marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 
 
 @dataclass(frozen=True)
-class NoCommunication:
+class NoCommunication(Pass):
     """AR(f) → f: what a model would take if communication were free (Ladder Residual, section 3.3, "upper bound").
 
     Also the reductions inside bodies and the vocabulary's go; the gathered logits are taken from one rank. What ranks

@@ -14,12 +14,12 @@ from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
 from rewriter.ir import Program, copy_graph
 from rewriter.ir.marks import in_stream, mark, marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.residual_rewrite import is_reduced
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Pass):
     """AR(f) → wait(start(f)) and a schedule (Ladder Residual, Alg. 1).
 
     A partial is computed when its turn comes in the model's order, and started at once; the wait, and what depends on

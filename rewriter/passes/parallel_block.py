@@ -12,14 +12,16 @@ from torch import fx
 from rewriter.analysis.residual import Block, blocks_of, computes, read_index
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ir.marks import in_stream, mark, marks, stream_index
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.ir.marks import Mode, in_stream, mark, marks, stream_index
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
 from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
-from rewriter.passes.selection import Selection
+from rewriter.passes.selection import Selection, resolve
+
+PARALLEL = Mode("parallel", "reads what the block beside it reads", "Parallel")
 
 
 @dataclass(frozen=True)
-class ParallelBlock:
+class ParallelBlock(Pass):
     """x ← x + attn(norm(x)) + mlp(norm(x)) (PaLM, arXiv 2204.02311, section 2; GPT-J).
 
     In the selected `layers` the MLP reads what attention reads. `norm` says which norm serves both: "attention" or
@@ -61,6 +63,9 @@ class ParallelBlock:
         summary = f"attention and MLP of {len(by_layer)} layers side by side"
         return record(rewired, self, summary)
 
+    def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
+        return {layer: {"mode": "parallel", "norm": self.norm} for layer in resolve(self.layers, count)}
+
     def _join(self, program: Program, graph: fx.Graph, attention: Block, mlp: Block) -> None:
         start = next(n for n in graph.nodes if marks(n).stream == attention.index)
         for node in mlp.branch:
@@ -77,7 +82,7 @@ class ParallelBlock:
                 written = graph.call_function(operator.add, (written, write))
                 mark(written, layer=attention.layer, block=mlp.index)
             total = graph.call_function(operator.add, (start, written))
-        replace_stream_value(mlp.add, total, "parallel")
+        replace_stream_value(mlp.add, total, PARALLEL)
         attention.add.replace_all_uses_with(start)
         graph.erase_node(attention.add)
 

@@ -12,13 +12,14 @@ from rewriter.analysis.placement import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Take
 from rewriter.ir import Parameter, Program
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.ops import SequencePlan
+from rewriter.passes.base import Effect, Pass, Request, Scope, record
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Permute:
+class Permute(Pass):
     """W_in ← Π W_in, W_out ← W_out Πᵀ in attention and MLPs: the same function, other units on each rank.
 
     Tensor parallelism gives rank r the r-th part of a block's units. Where ranks compute with a residual of their own
@@ -45,6 +46,7 @@ class Permute:
     name: ClassVar[str] = "permute"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "model"
+    again: ClassVar[Mapping[str, Any]] = {"applied": True}
 
     def __post_init__(self) -> None:
         if self.ranks is not None and self.dealt is not None:
@@ -60,18 +62,34 @@ class Permute:
                 )
 
     @property
-    def unmeasured(self) -> bool:
-        """Whether a measurement is needed to say which units go to which rank."""
-        return self.ranks is None and self.dealt is None
+    def request(self) -> Request | None:
+        if self.ranks is not None or self.dealt is not None:
+            return None
+        return Request(
+            "affinity",
+            "ranks",
+            "the order of heads and channels is found by a measurement",
+            "Give permute.ranks (measured on a larger machine), or leave the pass out",
+        )
+
+    def supposed(self, standard: Program) -> tuple[Mapping[str, Any], str]:
+        reason = "which heads and channels fit together is measured on the weights; they are left in order here"
+        return {"ranks": {}}, reason
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
+        """In some order: the copy has other units, and any order has to be as good."""
+        counts = [len(set(given)) for given in (self.ranks or {}).values()]
+        return [Permute(dealt=self.dealt or max(counts, default=1))]
 
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
-        if self.unmeasured:
+        if self.request is not None:
             if ranks == 1:
                 return record(program, self, "one rank: every order is the same", fired=False)
             raise RewriterError(
-                "permute: which heads and channels fit together is measured on the weights, and there is no "
-                "measurement. Convert a checkpoint, or give permute.ranks (by block, the rank of each of its units)"
+                "permute: which heads and channels fit together is measured on the weights, and "
+                f"{self.measured_on or 'there is no measurement'}. Convert a checkpoint, or give permute.ranks (by "
+                "block, the rank of each of its units)"
             )
         blocks = interchangeable(program)
         chosen = self._chosen(blocks, ranks)

@@ -4,7 +4,7 @@ over "sp", and the same function on all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,14 +16,14 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.sequence_parallel import replanned
 
 _REDUCTIONS = (ops.all_reduce, ops.all_reduce_start)
 
 
 @dataclass(frozen=True)
-class QuantizeCollectives:
+class QuantizeCollectives(Pass):
     """AR(f) → D(Q(f_p + Σ_{r≠p} D(Q(f_r)))) for the slice that rank p owns (ZeRO++, arXiv 2306.10209, section 3.3, in
     one hop; Q quantizes in blocks with a scale each, D is its inverse).
 
@@ -72,6 +72,15 @@ class QuantizeCollectives:
             raise RewriterError(f"format: {error}") from None
         if self.min_bytes < 0:
             raise RewriterError(f"min_bytes: {self.min_bytes}; expected a number of bytes from 0 (quantize everything)")
+
+    def check_mesh(self, mesh: Mapping[str, int]) -> None:
+        if mesh[self.axis] == 1:
+            raise RewriterError(f"{self.name}: one rank sends nothing. Give --{self.axis} 2 or more.")
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: ops.SequencePlan | None = None) -> Sequence[Pass]:
+        """It has to quantize small messages too, and short keys."""
+        short = replace(parse_format(self.format), block=SMALLEST_BLOCK)
+        return [replace(self, format=str(short) if self.axis == AXIS else self.format, min_bytes=0)]
 
     def apply(self, program: Program) -> Program:
         if program.mesh.get(self.axis, 1) == 1:

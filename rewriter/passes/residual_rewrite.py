@@ -1,7 +1,7 @@
 """What residual rewrites have in common: the partials behind a write, and what each block reads.
 
-Every mode of a block (standard, ladder, own_partial, desync, parallel) is a mark on the stream value that it writes.
-`settle_reads` derives from the marks alone what each block reads, so that passes may come in any order and mix freely.
+The mode of a block (`rewriter.ir.marks.Mode`) is a mark on the stream value that it writes. `settle_reads` derives
+from the marks alone what each block reads, so that passes may come in any order and mix freely.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
-from rewriter.ir.marks import Marks, mark, marks, set_marks, stream_index
+from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
 # operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
@@ -42,7 +42,7 @@ def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block
     if lacking := chosen - {b.layer for b in selected}:
         raise RewriterError(f"{name}: layer {min(lacking)} has no residual block")
     for block in selected:
-        if block.mode != "standard":
+        if block.mode != STANDARD:
             raise RewriterError(f"{name}: block {block.path} was rewired before ({block.mode})")
         if block.reads != (block.index,):
             raise RewriterError(
@@ -124,7 +124,7 @@ def _described(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else node.name
 
 
-def replace_stream_value(old: fx.Node, new: fx.Node, mode: str) -> None:
+def replace_stream_value(old: fx.Node, new: fx.Node, mode: Mode) -> None:
     """Let `new` be the stream value that `old` was; `old` goes, and `new` takes its name."""
     name = old.name
     mark(new, stream=stream_index(old), layer=marks(old).layer, mode=mode)
@@ -142,14 +142,14 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
     what this rank itself contributed in between.
     """
     blocks, stream = blocks_of(graph, program.modules), stream_values(graph)
-    lanes = {b.index for b in blocks if b.mode == "desync"}
+    lanes = {b.index for b in blocks if b.mode.own_residual}
     for block in blocks:
-        if block.mode not in _LATE:
+        if block.mode.reads == "newest":
             continue
         before = blocks[block.index - 1] if block.index else None
-        if before is None or before.mode in _DRAINED - {block.mode}:
+        if before is None or (before.mode != block.mode and _drained(before.mode)):
             value = stream[block.index]
-        elif block.mode == "ladder":
+        elif block.mode.reads == "earlier":
             value = before.skip
         else:
             value = _with_own_partial(before, block, name)
@@ -167,8 +167,9 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
     return _with_lanes(program, graph, lanes)
 
 
-_LATE = ("ladder", "own_partial")
-_DRAINED = {"ladder", "own_partial", "desync"}
+def _drained(mode: Mode) -> bool:
+    """Whether a block that reads late, in another way, reads everything behind a block of this mode."""
+    return mode.own_residual or mode.reads != "newest"
 
 
 def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:

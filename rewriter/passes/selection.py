@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import nearest
@@ -72,6 +72,17 @@ def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
         return tuple(range(count)) if counted[1] == "first" else tuple(range(num_layers - count, num_layers))
     first, last = _bounds(text)
     return _in_range(text, tuple(range(first, last + 1)) if last < num_layers else (first, last), num_layers)
+
+
+def runs_of(layers: Sequence[int]) -> Iterator[list[int]]:
+    """Layers that follow each other without a gap, of layers in ascending order."""
+    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        yield [layer for _, layer in run]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as "0–2, 5"."""
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(numbers))
 
 
 def _bounds(text: str) -> tuple[int, int]:

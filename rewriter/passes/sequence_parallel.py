@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +16,13 @@ from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
 from rewriter.ir.marks import mark
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 
 Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(Pass):
     """y = gather(f(shard(x))): tokens are sharded once, behind the inputs, and gathered once, at the logits.
 
     Between the two every value belongs to one token, so a rank computes those of its own tokens from its own tokens;
@@ -47,15 +48,23 @@ class SequenceParallel:
     name: ClassVar[str] = "sequence_parallel"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
+    shards_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens != "auto" and self.tokens < 1:
             raise RewriterError(f"tokens: {self.tokens}; expected auto, or a length of 1 or more to plan for")
 
-    def apply(self, program: Program) -> Program:
-        ranks = program.mesh.get(AXIS, 1)
-        if ranks == 1:
+    def check_mesh(self, mesh: Mapping[str, int]) -> None:
+        if mesh.get(AXIS, 1) == 1:
             raise RewriterError(f"{self.name} shards the tokens of a sequence over ranks. Give --sp 2 or more.")
+
+    def shrunken(self, kept: Sequence[int], count: int, plan: ops.SequencePlan | None = None) -> Sequence[Pass]:
+        """The same plan, though another might be chosen for the copy's sizes."""
+        return [self if plan is None else SequenceParallel(plan.kind, plan.grid, plan.overlap)]
+
+    def apply(self, program: Program) -> Program:
+        self.check_mesh(program.mesh)
+        ranks = program.mesh[AXIS]
         if sequence_plan(program) is not None:
             raise RewriterError(f"{self.name}: the tokens are sharded already. Leave out the second of the two")
         check_attention(program)

@@ -19,11 +19,11 @@ from rewriter.analysis.units import Ranges
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
-from rewriter.passes.base import Effect, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallel(Pass):
     """x ← x + AR(attn_r(norm1(x))), x ← x + AR(mlp_r(norm2(x))) (Megatron-LM, arXiv 1909.08053, section 3).
 
     The axis size is the mesh's "tp"; at 1 the program is returned as it is. Entry projections are split by output
@@ -38,6 +38,7 @@ class TensorParallel:
     name: ClassVar[str] = "tensor_parallel"
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
+    makes_partials: ClassVar[bool] = True
 
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.inspect.rules import unfired, with_supposed_costs
+from rewriter.inspect.rules import unfired, without_measurements
 from rewriter.predict.analytic import Candidate
 from rewriter.predict.results import Skipped
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
@@ -16,8 +16,6 @@ from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
 if TYPE_CHECKING:
     from rewriter.ir import Program
     from rewriter.recipes import Recipe
-
-_SHARDS_TOKENS = "sequence_parallel"
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Candidates:
     def one(self, recipe: Recipe, tp: int) -> Candidate:
         """One recipe. Raises RewriterError where it cannot be applied."""
         sp, rest = self._ranks(recipe, tp)
-        supposed, rules = with_supposed_costs(recipe, self._standard(rest))
+        supposed, rules = without_measurements(recipe, self._standard(rest))
         program, left_out = apply_recipe(self.original, supposed, rest, sp=sp, known=self.known)
         notes = [f"{rule['rule']}: {rule['reason']}" for rule in (*rules, *unfired(program))]
         notes += [f"{name}: {reason}" for name, reason in left_out]
@@ -64,7 +62,7 @@ class Candidates:
 
     def _ranks(self, recipe: Recipe, tp: int) -> tuple[int, int]:
         """(ranks that share tokens, ranks that share heads)."""
-        if not any(spec.pass_name == _SHARDS_TOKENS for spec in recipe.passes):
+        if not any(rewrite.shards_tokens for rewrite in recipe.build()):
             return 1, tp
         sp = tp if self.sp is None else self.sp
         if sp < 1 or tp % sp:

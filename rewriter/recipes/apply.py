@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from rewriter.ir import Program
     from rewriter.recipes import Recipe
 
-_SHARDS_TOKENS = "sequence_parallel"
-_QUANTIZES = "quantize_collectives"
-
 
 def apply_recipe(
     program: Program,
@@ -42,7 +39,7 @@ def apply_recipe(
             raise RewriterError(f"{axis}={size}: expected 1 or more ranks")
     passes = recipe.build()
     disabled = _disabled(disable, [p.name for p in passes])
-    _check_sequence(recipe, passes, disabled, sp)
+    _check_tokens_are_sharded(recipe, passes, disabled, sp)
     original = program
     if mesh := {axis: size for axis, size in (("sp", sp), ("tp", tp)) if size > 1}:
         program = program.with_(mesh=mesh, origin=original)
@@ -91,36 +88,25 @@ def _applied(rewrite: Any, program: Program, key: tuple[Any, ...], known: Applie
 
 
 def check_bound(recipe: Recipe, passes: Sequence[Any], tp: int, sp: int = 1) -> None:
-    """Refuse, before any work, what the passes would refuse once the model is traced.
+    """Refuse, before any work, ranks that the passes would refuse once the model is traced.
 
-    That is one rank for a pass that is bound to their number, that shards tokens over them or that quantizes what they
-    send, unless the recipe can leave it out; and several ranks of "sp" for a recipe that does not shard tokens.
+    Raises RewriterError where a pass that the recipe needs cannot be applied on so many, and for several ranks of "sp"
+    where no pass shards tokens.
     """
     disabled = _disabled((), [p.name for p in passes])
-    _check_sequence(recipe, passes, disabled, sp)
+    _check_tokens_are_sharded(recipe, passes, disabled, sp)
     for spec, rewrite in zip(recipe.passes, passes, strict=True):
-        if tp == 1 and rewrite.scope == "per_rank" and not spec.optional and rewrite.name not in disabled:
-            raise RewriterError(
-                f"{rewrite.name} is bound to a number of ranks: what it computes differs with it. Give --tp 2 or more."
-            )
-        needed = rewrite.name == _QUANTIZES and not spec.optional and rewrite.name not in disabled
-        if needed and {"tp": tp, "sp": sp}[rewrite.axis] == 1:
-            raise RewriterError(f"{rewrite.name}: one rank sends nothing. Give --{rewrite.axis} 2 or more.")
+        if not spec.optional and rewrite.name not in disabled:
+            rewrite.check_mesh({"tp": tp, "sp": sp})
 
 
-def _check_sequence(recipe: Recipe, passes: Sequence[Any], disabled: Collection[str], sp: int) -> None:
-    active = [
-        spec
-        for spec, rewrite in zip(recipe.passes, passes, strict=True)
-        if rewrite.name == _SHARDS_TOKENS and rewrite.name not in disabled
-    ]
-    if sp > 1 and not active:
+def _check_tokens_are_sharded(recipe: Recipe, passes: Sequence[Any], disabled: Collection[str], sp: int) -> None:
+    if sp > 1 and not any(p.shards_tokens and p.name not in disabled for p in passes):
         raise RewriterError(
-            f"--sp {sp}: recipe {recipe.name} has no {_SHARDS_TOKENS}, so nothing would shard the tokens. Use a recipe "
-            f"that has it (attention2d, ring-attention, ulysses, long-context), or add `- pass: {_SHARDS_TOKENS}`."
+            f"--sp {sp}: recipe {recipe.name} has no sequence_parallel, so nothing would shard the tokens. Use a "
+            "recipe that has it (attention2d, ring-attention, ulysses, long-context), or add "
+            "`- pass: sequence_parallel`."
         )
-    if sp == 1 and any(not spec.optional for spec in active):
-        raise RewriterError(f"{_SHARDS_TOKENS} shards the tokens of a sequence over ranks. Give --sp 2 or more.")
 
 
 def lint(program: Program, after: str) -> None:

@@ -56,6 +56,7 @@ class Recipe(Strict):
     _source: str = PrivateAttr("")
     _document: Document = PrivateAttr(default_factory=Document)
     _overrides: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _own_passes: dict[str, type[Any]] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
@@ -99,17 +100,26 @@ class Recipe(Strict):
             except ValidationError as error:
                 detail = error.errors()[0]
                 raise RewriterError(f"--set {key}: {detail['msg']}, not {detail['input']!r:.60}.") from None
-        return self._with_passes(specs, overrides)
+        return self._with_specs(specs, overrides)
 
     def with_options(self, index: int, options: Mapping[str, Any]) -> Self:
         """A copy in which the pass at `index` has `options`, as they are, beside those that it has."""
         spec = self.passes[index]
         changed = spec.model_copy(update={"options": {**spec.options, **options}})
-        return self._with_passes([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
+        return self._with_specs([*self.passes[:index], changed, *self.passes[index + 1 :]], {})
 
-    def _with_passes(self, specs: Sequence[PassSpec], overrides: Mapping[str, Any]) -> Self:
+    def knowing(self, *passes: type[Any]) -> Self:
+        """A copy that also finds these subclasses of `rewriter.passes.base.Pass`, by their names.
+
+        It is how a pass outside the package is used. A file names it as it does any other pass; whoever reads the file
+        has to hand the class in.
+        """
+        copy = self._with_specs(self.passes, {})
+        copy._own_passes = {**self._own_passes, **{p.name: p for p in passes}}
+        return copy
+
+    def _with_specs(self, specs: Sequence[PassSpec], overrides: Mapping[str, Any]) -> Self:
         copy = self.model_copy(update={"passes": tuple(specs)})
-        copy._source, copy._document = self._source, self._document
         copy._overrides = {**self._overrides, **overrides}
         return copy
 
@@ -121,7 +131,7 @@ class Recipe(Strict):
         from rewriter import passes
         from rewriter.recipes.pass_options import instances
 
-        built, problems = instances(self.passes, passes.available(), self._where)
+        built, problems = instances(self.passes, {**passes.available(), **self._own_passes}, self._where)
         if problems:
             raise RewriterError(report(self._source or self.name, problems))
         return built

@@ -1,4 +1,4 @@
-"""How the faults of a recipe are told: in the words of the file, all at once, each with its line."""
+"""What is wrong with a recipe, in the words of its file: every fault at once, each with its line."""
 
 from __future__ import annotations
 

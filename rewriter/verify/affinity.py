@@ -21,7 +21,7 @@ from rewriter.analysis.permutable_units import Interchangeable, interchangeable
 from rewriter.analysis.projections import is_row_split
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, walk_modules
-from rewriter.passes.base import SHARDING, bound_ranks, single_device
+from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, moved_units, order_of
 from rewriter.recipes.apply import apply_recipe
 from rewriter.verify.drift import Comparison, host_of, other_weights, windows
@@ -64,7 +64,7 @@ def measurable(program: Program, recipe: Recipe, ranks: int) -> Program | None:
 
     None, too, for a recipe that cannot be applied: whoever applies it says why.
     """
-    runtime = {p.name for p in recipe.build() if p.scope == "runtime" and p.name not in SHARDING}
+    runtime = {p.name for p in recipe.build() if p.scope == "runtime" and not p.makes_partials}
     try:
         rewritten, _ = apply_recipe(program, recipe, ranks, disable=runtime)
     except RewriterError:

@@ -9,7 +9,6 @@ import torch
 
 from rewriter.emit.manifest import Drift, mesh_of
 from rewriter.ir import Program
-from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
@@ -117,8 +116,7 @@ class RealWeights:
         if reason := too_large(self.single, copies):
             found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
-        passes = [available()[entry.name](**entry.options) for entry in self.program.history]
-        reference = reference_of(self.program, passes)
+        reference = reference_of(self.program, [entry.rewrite for entry in self.program.history])
         self.progress("comparing the real weights")
         model = AutoModelForCausalLM.from_pretrained(
             source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code

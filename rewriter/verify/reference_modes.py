@@ -1,14 +1,15 @@
-"""Which independent reference a list of passes is verified with: the passes' options, read as modes of layers.
+"""Which independent reference a list of passes is verified with: what each of them declares, as modes of layers.
 
-The options are read here a second time, and not with the passes' own code, since that is what is checked.
+A pass says what each layer has to be (`Pass.reference_modes`), and the reference computes that by itself; or it brings
+an oracle. Nothing here imports the analyses or the passes, nor their code by another way: they are what is checked.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,9 +18,6 @@ from transformers import PreTrainedModel
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
-from rewriter.passes.base import Pass, bound_ranks
-from rewriter.passes.permute import Permute
-from rewriter.passes.selection import resolve
 from rewriter.verify.eager_blocks import Plain, Structure, find_structure
 from rewriter.verify.output_projections import exit_shares
 from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
@@ -36,7 +34,7 @@ class Reference:
     rank holds is part of what an approximating pass computes.
     """
 
-    passes: Sequence[Pass]
+    passes: Sequence[Any]
     ranks: int
     whole: tuple[str, ...]
     reordered: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -55,6 +53,11 @@ class Reference:
         """Logits [B, S, vocabulary] that the rewritten `model` (eager, unmodified, in eval mode) has to give."""
         if self.exact:
             return original_logits(model, ids)
+        if self.passes[0].oracle is not None:
+            with ExitStack() as inside:
+                for rewrite in self.passes:
+                    inside.enter_context(rewrite.oracle(model))
+                return original_logits(model, ids)
         if id(model) not in self._built:
             ordered = self.ordered(model)
             mix = layer_modes(ordered, self.passes, self.whole)
@@ -74,26 +77,29 @@ class Reference:
         return other
 
 
-def reference_of(program: Program, passes: Sequence[Pass]) -> Reference:
+def reference_of(program: Program, passes: Sequence[Any]) -> Reference:
     """The reference of the function that `program` has on one device, made by `passes`.
 
-    Raises RewriterError for a pass that has none.
+    Raises RewriterError for a pass that has none, and for one with an oracle among others without.
     """
     approximating = [p for p in passes if p.effect == "approximating" and p.scope != "runtime"]
     for p in approximating:
-        if p.name not in _MODES:
+        if p.reference_modes is None and p.oracle is None:
             raise RewriterError(f"{p.name}: no independent reference to verify it with. Use --verify none")
-    ranks = bound_ranks(program) or 1
+        if (p.oracle is None) != (approximating[0].oracle is None):
+            names = f"{approximating[0].name} and {p.name}"
+            raise RewriterError(f"{names}: no independent reference of the two together. Use --verify none")
+    ranks = program.mesh["tp"] if any(p.scope == "per_rank" for p in passes) else 1
     if ranks == 1:
         return Reference(approximating, 1, ())
     return Reference(approximating, ranks, _whole(program), _reordered(program, passes))
 
 
-def _reordered(program: Program, passes: Sequence[Pass]) -> dict[str, torch.Tensor]:
+def _reordered(program: Program, passes: Sequence[Any]) -> dict[str, torch.Tensor]:
     origin = (program.origin or program).with_(mesh={})
     moved = origin
     for rewrite in passes:
-        if isinstance(rewrite, Permute):
+        if rewrite.scope == "model" and rewrite.effect == "exact":
             moved = rewrite.apply(moved)
     changed = {n: p for n, p in moved.parameters.items() if p.expression != origin.parameters[n].expression}
     return load_weights(moved.with_(parameters=changed), torch.float32) if changed else {}
@@ -113,22 +119,19 @@ def _whole(program: Program) -> tuple[str, ...]:
     return tuple(path for path in dict.fromkeys(called) if not any(name.startswith(f"{path}.") for name in split))
 
 
-def layer_modes(model: PreTrainedModel, passes: Sequence[Pass], whole: Sequence[str]) -> dict[int, LayerMode]:
+def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[str]) -> dict[int, LayerMode]:
     """The mode of every layer that a pass selects."""
     structure = find_structure(model)
     reducing = _reducing(model, structure, whole)
     count = max(structure.layers) + 1
     modes: dict[int, LayerMode] = {}
     for rewrite in passes:
-        modes |= _MODES[rewrite.name](rewrite, count, reducing)
+        modes |= {n: LayerMode(**mode) for n, mode in rewrite.reference_modes(count, reducing).items()}
     return modes
 
 
-Reducing = Mapping[int, Sequence[bool]]
-"""By layer, for each of its blocks: whether it ends in a reduction."""
-
-
 def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
+    """By layer, for each of its blocks: whether it ends in a reduction."""
     plain = Plain()
     with torch.no_grad(), watched(model, plain, structure.chain):
         model(input_ids=few_ids(model), use_cache=False)
@@ -140,47 +143,3 @@ def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]
         mine = {p: m for p, m in paths.items() if not any(p == w or p.startswith(f"{w}.") for w in whole)}
         found.setdefault(layer, []).append(any(list(exit_shares(p, m, hidden)) for p, m in mine.items()))
     return found
-
-
-def _ladder(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
-    mode = LayerMode("ladder" if rewrite.variant == "paper" else "own_partial")
-    return dict.fromkeys(resolve(rewrite.layers, count), mode)
-
-
-def _parallel(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
-    return dict.fromkeys(resolve(rewrite.layers, count), LayerMode("parallel", norm=rewrite.norm))
-
-
-def _desync(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
-    modes: dict[int, LayerMode] = {}
-    for run in runs_of(resolve(rewrite.layers, count)):
-        number, place = 0, 0  # reductions, and layers that reduce, of this run so far
-        for layer in run:
-            keep: list[bool] = []
-            choices = iter(rewrite.pattern[place % len(rewrite.pattern)]) if rewrite.pattern else iter(())
-            for reduces in reducing[layer]:
-                number += reduces
-                asked = next(choices, "keep") == "keep" if rewrite.pattern else number % rewrite.n == 0
-                keep.append(not reduces or asked)
-            place += any(reducing[layer])
-            modes[layer] = LayerMode("desync", tuple(keep), rewrite.resync)
-    return modes
-
-
-def _drop_sync(rewrite: Any, count: int, reducing: Reducing) -> dict[int, LayerMode]:
-    """The first reduction of each chosen layer goes."""
-    modes: dict[int, LayerMode] = {}
-    for layer in rewrite.chosen(count):
-        first = reducing[layer].index(True)
-        keep = tuple(place != first for place in range(len(reducing[layer])))
-        modes[layer] = LayerMode("desync", keep, "sum")
-    return modes
-
-
-def runs_of(layers: Sequence[int]) -> Iterator[list[int]]:
-    """Layers that follow each other without a gap."""
-    for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
-        yield [layer for _, layer in run]
-
-
-_MODES = {"ladder": _ladder, "desync": _desync, "drop_sync": _drop_sync, "parallel_block": _parallel}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,15 +19,12 @@ from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import VerificationError
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.ir import Program
-from rewriter.kernels import SMALLEST_BLOCK, parse_format
 from rewriter.ops import SequencePlan
 from rewriter.passes.base import Pass, bound_ranks, single_device
-from rewriter.passes.quantize_collectives import QuantizeCollectives, exact, is_quantized
-from rewriter.passes.sequence_parallel import SequenceParallel
+from rewriter.passes.quantize_collectives import exact, is_quantized
 from rewriter.tracing import trace
 from rewriter.verify import subprocess_logits
 from rewriter.verify.comparison import DIFFERENT, EXACT, QUANTIZED, RANKS, Verification, relative_error
-from rewriter.verify.pass_shrinking import kinds_of_layers, on_places
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.reference_modes import original_logits, reference_of
 from rewriter.verify.shrink import depth, representatives, shrink
@@ -85,9 +81,8 @@ def rehearse(
     """
     result = Verification()
     count = depth(config)
-    kept = representatives(config, [kind for p in passes for kind in kinds_of_layers(p, count)])
-    mapped = [small for p in passes for small in on_places(kept, p, count)]
-    mapped = [_quantizing_small(with_plan(p, plan)) for p in mapped]
+    kept = representatives(config, [kind for p in passes for kind in p.kinds_of_layers(count)])
+    mapped = [small for p in passes for small in p.shrunken(kept, count, plan)]
     mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
@@ -162,21 +157,6 @@ def on_ranks(mesh: Mapping[str, int], what: str = "") -> str:
     ranks = ranks_of(mesh)
     axes = f" (sp={mesh['sp']} × tp={mesh['tp']})" if mesh.get("sp", 1) > 1 and mesh["tp"] > 1 else ""
     return f"{ranks} {what}rank{'s' * (ranks > 1)}{axes}"
-
-
-def with_plan(rewrite: Pass, plan: SequencePlan | None) -> Pass:
-    """`rewrite`, which must not choose another plan if it shards tokens."""
-    if plan is None or not isinstance(rewrite, SequenceParallel):
-        return rewrite
-    return SequenceParallel(plan.kind, plan.grid, plan.overlap)
-
-
-def _quantizing_small(rewrite: Pass) -> Pass:
-    """`rewrite`, which must quantize the small messages of a shrunken copy too, and its short keys."""
-    if not isinstance(rewrite, QuantizeCollectives):
-        return rewrite
-    format = replace(parse_format(rewrite.format), block=SMALLEST_BLOCK) if rewrite.axis == "sp" else rewrite.format
-    return replace(rewrite, format=str(format), min_bytes=0)
 
 
 def test_lengths(config: PreTrainedConfig) -> list[int]:
