@@ -16,7 +16,7 @@ import torch
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
-from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
+from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
@@ -34,7 +34,7 @@ _BESIDE_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedFiles:
     """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content)."""
 
     checkpoint: Checkpoint
@@ -45,7 +45,7 @@ class Layout:
     modeling: str | None
     model_type: str
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
-    lanes: Lanes | None = None
+    per_rank: PerRank | None = None
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -58,7 +58,7 @@ class Layout:
         return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
 
 
-def plan(program: Program, dtype: str | None = None) -> Layout:
+def plan(program: Program, dtype: str | None = None) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
     `dtype` (bf16, fp16, fp32) converts floating-point weights. Raises RewriterError for a program without a checkpoint,
@@ -119,16 +119,16 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     shared = sequence_plan(program)
     sequence = shared and SequenceEntry(**asdict(shared))
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
-    lanes = None
+    per_rank = None
     if (bound := bound_ranks(program)) is not None:
-        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], untied=untied_tensors(changed))
-    return Layout(
-        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
+        per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], untied=untied_tensors(changed))
+    return PlannedFiles(
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, per_rank
     )
 
 
 def write(
-    layout: Layout,
+    layout: PlannedFiles,
     output: OutputDirectory,
     link: bool = False,
     progress: Callable[..., None] = lambda *_: None,

@@ -15,8 +15,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.node_code import Printer
 from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
+from rewriter.emit.python_source import UniqueNames, free_name
 from rewriter.emit.roles import Roles
-from rewriter.emit.statements import Lines, Names
+from rewriter.emit.statements import Lines
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
@@ -49,7 +50,7 @@ class _Printed:
 class LayerPrinter:
     """Prints the layers of `program`, cut as in `outline`, with the classes of their children in `table`."""
 
-    def __init__(self, program: Program, cut: Outline, table: ClassTable, names: Names) -> None:
+    def __init__(self, program: Program, cut: Outline, table: ClassTable, names: UniqueNames) -> None:
         self.program, self.outline, self.table, self.names = program, cut, table, names
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         placed = {n for r in cut.layers for n in r.nodes}
@@ -61,7 +62,7 @@ class LayerPrinter:
         for node in program.graph.nodes:
             body = program.modules.get(str(node.target)) if node.op == "call_module" else None
             if isinstance(body, Body) and any(n in self.local for n in node.all_input_nodes):
-                table.lanes.add(id(body))
+                table.per_rank.add(id(body))
 
     def run(self) -> tuple[list[Layer], str]:
         """(the layers, the source of their classes)."""
@@ -168,13 +169,13 @@ class LayerPrinter:
         return (0, -stream_index(node)) if in_stream(node) else (1, self.order[node])
 
     def names_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
-        """Names of values that cross layers."""
+        """UniqueNames of values that cross layers."""
         return self.roles.crossing(sorted(nodes, key=self.crossing_order), self.context)
 
     def _schedule(
         self, region: Region, names: dict[fx.Node, str], module: Callable[[str], str]
     ) -> tuple[list[str], list[list[str]]]:
-        """(lines of forward: segments and collectives; methods of the segments). Names results in `names`."""
+        """(lines of forward: segments and collectives; methods of the segments). UniqueNames results in `names`."""
         outputs = self.names_of(region.outputs)
         pieces = segments(region, self.order)
         bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
@@ -185,9 +186,9 @@ class LayerPrinter:
 
         def bind(node: fx.Node, at: int) -> None:
             wanted = outputs.get(node) or self.roles.of(node)
-            name, number = wanted, 2
-            while name in owner and (owner[name] in outputs or last_use[owner[name]] > at):
-                name, number = f"{wanted}_{number}", number + 1
+            name = free_name(
+                wanted, lambda name: name in owner and (owner[name] in outputs or last_use[owner[name]] > at)
+            )
             names[node], owner[name] = name, node
 
         for piece in pieces:

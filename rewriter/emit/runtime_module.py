@@ -19,9 +19,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers
 from rewriter.emit.node_code import Printer
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
+from rewriter.emit.python_source import UniqueNames, broken
 from rewriter.emit.runtime_layers import Layer, LayerPrinter, is_dropout
-from rewriter.emit.statements import Lines, Names
-from rewriter.emit.wrapping import wrapped
+from rewriter.emit.statements import Lines
 from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
@@ -54,7 +54,7 @@ class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program, self.source_info = program, program.source
         self.plan = sequence_plan(program)
-        names = Names({"Model", "nn", "F", "torch"})
+        names = UniqueNames({"Model", "nn", "F", "torch"})
         self.table = ClassTable(names=names)
         self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
         self.printer = LayerPrinter(program, self.outline, self.table, names)
@@ -63,7 +63,7 @@ class _Emitter:
         layers, classes = self.printer.run()
         model = self._model(layers)
         parts = [p for p in (self.table.source(), classes, model) if p]
-        code = wrapped("\n\n\n".join(parts)) + "\n"
+        code = broken("\n\n\n".join(parts)) + "\n"
         return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
     def _header(self) -> str:
@@ -261,10 +261,10 @@ _RUNTIME_NAMES = [
     "ColumnParallelConv1D",
     "ColumnParallelLinear",
     "Conv1D",
-    "LaneConv1D",
-    "LaneLayerNorm",
-    "LaneLinear",
     "MaskSpec",
+    "PerRankConv1D",
+    "PerRankLayerNorm",
+    "PerRankLinear",
     "RowParallelConv1D",
     "RowParallelLinear",
     "RuntimeModel",

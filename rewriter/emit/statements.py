@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from rewriter import ops
 from rewriter.emit.node_code import Printer, is_infix
+from rewriter.emit.python_source import UniqueNames, free_name, identifier
 from rewriter.ir import Body, args_of
 from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
-
-
-class Names:
-    """Unique Python names."""
-
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self.taken = set(taken)
-
-    def new(self, wanted: str) -> str:
-        """`wanted` made an identifier, with a number where it is taken."""
-        base = identifier(wanted)
-        name, number = base, 2
-        while name in self.taken:
-            name, number = f"{base}_{number}", number + 1
-        self.taken.add(name)
-        return name
-
-
-def identifier(wanted: str) -> str:
-    base = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted).strip("_") or "x"
-    return f"x_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
 
 
 _NEVER_INLINED = frozenset({
@@ -120,17 +99,13 @@ class Lines:
     def _bind(self, node: fx.Node, at: fx.Node) -> str:
         """Give `node` a name: the one demanded, or its role's, reused where the old value is dead."""
         wanted = identifier(self.keep.get(node) or self.role(node))
-        name, number = wanted, 2
-        while not self._free(name, self.position[at]):
-            name, number = f"{wanted}_{number}", number + 1
+        name = free_name(wanted, lambda name: self._is_taken(name, self.position[at]))
         self.env[node], self.owner[name] = name, node
         return name
 
-    def _free(self, name: str, position: int) -> bool:
-        if name in _RESERVED:
-            return False
+    def _is_taken(self, name: str, position: int) -> bool:
         owner = self.owner.get(name)
-        return owner is None or self.last_use.get(owner, -1) <= position
+        return name in _RESERVED or (owner is not None and self.last_use.get(owner, -1) > position)
 
 
 _RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep", "gather"})
@@ -156,7 +131,7 @@ def body_lines(
     body: Body, module: Callable[[str], str], attribute: Callable[[str], str], group: str
 ) -> tuple[list[str], list[str]]:
     """(parameter names, lines of forward) of a body's graph."""
-    names = Names(_RESERVED)
+    names = UniqueNames(_RESERVED)
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     env = {node: names.new(str(node.target)) for node in inputs}
     parameters = list(env.values())
