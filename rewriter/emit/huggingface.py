@@ -117,7 +117,7 @@ def _kinds(program: Program, bound: bool) -> tuple[list[LayerKind], list[str]]:
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
         touched = not layer.same_computation(original)
-        if not touched and layer.takes_and_gives_the_stream:
+        if not touched and not any(layer.packed):
             assignment.append(standard_kinds(source)[source.layer_kinds[index]])
             continue
         kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
@@ -134,14 +134,13 @@ def _kinds(program: Program, bound: bool) -> tuple[list[LayerKind], list[str]]:
 
 def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: tuple[BlockMode, ...], bound: bool) -> str:
     """After its passes and what it takes and gives; where ranks are bound, after what became of its reductions."""
-    packed = [widths != (1,) for widths in (layer.widths_taken, layer.widths_given)]
     rewriting = [identifier(entry.name) for entry in program.history if entry.kind != "exact"]
     rewrite = "packed" if bound else "_".join(rewriting) or "rewired"
     if not touched:
-        return "_to_".join(rewrite if end else STANDARD for end in packed)
+        return "_to_".join(rewrite if end else STANDARD for end in layer.packed)
     if not bound:
         place = {(False, False): "_alone", (False, True): "_first", (True, False): "_last", (True, True): ""}
-        return rewrite + place[packed[0], packed[1]]
+        return rewrite + place[layer.packed]
     words = [mode.word for mode in modes]
     return words[0] if len(set(words)) == 1 else "_".join(words)
 

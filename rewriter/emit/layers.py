@@ -67,9 +67,12 @@ class PrintedLayer:
     ages: tuple[int | None, ...] = field(default=(), compare=False)
 
     @property
-    def takes_and_gives_the_stream(self) -> bool:
-        """Whether nothing but the residual stream goes in and out, equal on all ranks."""
-        return self.widths_taken == self.widths_given == (1,)
+    def packed(self) -> tuple[bool, bool]:
+        """Whether more than the residual stream, equal on all ranks, goes in, and out."""
+        return (
+            len(self.takes) > 1 or self.widths_taken != (1,),
+            len(self.gives) > 1 or self.widths_given != (1,),
+        )
 
     def same_computation(self, other: PrintedLayer) -> bool:
         """Whether both compute alike, apart from further values that they return."""
@@ -85,13 +88,14 @@ class PrintedLayer:
         """
         lines = []
         names, hidden = ", ".join(self.takes), self.takes[0]
-        if self.widths_taken != (1,):
+        packed_in, packed_out = self.packed
+        if packed_in:
             names = names if len(self.takes) > 1 else f"({names},)"
             call = f"unpack({hidden}, self.takes)" if bound else f"{hidden}.chunk({len(self.takes)}, dim=-1)"
             lines.append(f"{_PAD}{names} = {call}")
         lines += [text for _, text in self.statements]
         result = self.gives[0]
-        if self.widths_given != (1,):
+        if packed_out:
             packed = ", ".join(self.gives)
             result = f"pack({packed})" if bound else f"torch.cat(({packed}), dim=-1)"
         if values is not None:

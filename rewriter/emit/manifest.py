@@ -173,7 +173,8 @@ class Manifest(_Part):
     """The whole file. `files` are the sha256 of every other file of the directory.
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
-    that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation` where weights are as they were before the rewrite.
+    that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
+    where weights are as they were before the rewrite.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")

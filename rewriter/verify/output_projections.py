@@ -133,8 +133,8 @@ class Shares:
             if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
                 raise RewriterError(
                     f"per-rank reference: block {b} (layer {self.structure.layers[b]}) is not the sum of its ranks' "
-                    f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more than that "
-                    "writes. Leave the layer out, or name what every rank computes in `whole`"
+                    f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
+                    "than that writes. Leave the layer out, or name what every rank computes in `whole`"
                 )
 
 

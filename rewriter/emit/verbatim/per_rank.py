@@ -1,4 +1,4 @@
-"""What a generated file of a model that is bound to its ranks holds besides: packing, and modules that compute per rank.
+"""What a generated file of a model that is bound to its ranks also holds: packing, and modules that compute per rank.
 
 B: batch, S: tokens, D: hidden size. A value that differs by rank is [B, S, RANKS, D], any other [B, S, D].
 """
@@ -70,7 +70,7 @@ class PerRankRow:
 
 
 class PerRankTokenColumn:
-    """A column-parallel projection of tokens of ranks: [..., S * RANKS, inputs] becomes [..., S * RANKS, outputs / RANKS].
+    """A column-parallel projection of tokens of ranks: [..., S * RANKS, in] becomes [..., S * RANKS, out / RANKS].
 
     A token of rank r gets the outputs that rank r holds.
     """
@@ -83,7 +83,7 @@ class PerRankTokenColumn:
 
 
 class PerRankTokenRow:
-    """A row-parallel projection of tokens of ranks: [..., S * RANKS, inputs / RANKS] becomes [..., S * RANKS, outputs].
+    """A row-parallel projection of tokens of ranks: [..., S * RANKS, in / RANKS] becomes [..., S * RANKS, out].
 
     The sum over the ranks of a token is its total. Every rank adds an equal part of the bias.
     """
