@@ -21,7 +21,7 @@ MAX_BUFFER = 65536  # elements; a constant printed into source stays readable an
 
 
 @dataclass(frozen=True)
-class Class:
+class PrintedClass:
     """A printed class: `arguments` of its constructor in order, and whether its forward communicates."""
 
     name: str
@@ -36,12 +36,12 @@ class ClassTable:
     """Prints bodies; equal texts share one class. Classes are in the order in which they must be defined."""
 
     names: UniqueNames = field(default_factory=UniqueNames)
-    by_text: dict[str, Class] = field(default_factory=dict)
-    by_body: dict[int, Class] = field(default_factory=dict)
+    by_text: dict[str, PrintedClass] = field(default_factory=dict)
+    by_body: dict[int, PrintedClass] = field(default_factory=dict)
     per_rank: set[int] = field(default_factory=set)  # ids of bodies whose input differs by rank
     keep: list[Body] = field(default_factory=list)  # ids in `by_body` stay valid while their bodies live
 
-    def add(self, body: Body) -> Class:
+    def add(self, body: Body) -> PrintedClass:
         if id(body) in self.by_body:
             return self.by_body[id(body)]
         self.keep.append(body)
@@ -59,7 +59,7 @@ class ClassTable:
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
             name = self.names.new(_title(body, id(body) in self.per_rank))
-            self.by_text[text] = Class(name, text, tuple(arguments), communicates, attentions)
+            self.by_text[text] = PrintedClass(name, text, tuple(arguments), communicates, attentions)
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
 
@@ -98,7 +98,7 @@ class ClassTable:
         def attribute(name: str) -> str:
             return f"shared_gradient(self.{name}, self.{name}_shared)" if name in body.shared else f"self.{name}"
 
-        parameters, forward = body_lines(body, lambda path: f"self.{path}", attribute, "self.tp")
+        parameters, forward = body_lines(body, attribute)
         lines += ["", f"    def forward({', '.join(['self', *parameters])}):", *(f"        {line}" for line in forward)]
         return "\n".join(lines)
 

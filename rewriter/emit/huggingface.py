@@ -11,13 +11,14 @@ shapes, but for norms with weights per rank, which hold the weights of all ranks
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.layers import PrintedLayer, print_layers
-from rewriter.emit.modeling_file import STANDARD, LayerKind, ModelNames, modeling_file, standard_kinds
+from rewriter.emit.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.python_source import camel, free_name, identifier
 from rewriter.emit.reduction_pattern import BlockMode, described, layer_modes, pattern_table
 from rewriter.emit.source_classes import require_importable
@@ -108,12 +109,12 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
 # --- kinds of layers
 
 
-def _kinds(program: Program, bound: bool) -> tuple[list[LayerKind], list[str]]:
+def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]:
     """(the kinds of rewired layers in order of appearance, the kind's name of every layer)."""
     source = program.source
     originals = print_layers(program.origin or program)
-    modes = layer_modes(program) if bound else [()] * source.num_layers
-    kinds: list[LayerKind] = []
+    modes = layer_modes(program) if bound else []
+    kinds: list[PrintedKind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
         touched = not layer.same_computation(original)
@@ -122,39 +123,41 @@ def _kinds(program: Program, bound: bool) -> tuple[list[LayerKind], list[str]]:
             continue
         kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
         if kind is None:
-            wish = _kind_name(program, touched, layer, modes[index], bound)
+            wish = _kind_name(program, touched, layer, modes[index] if bound else None)
             name = free_name(wish, {k.name for k in kinds}.__contains__)
             class_name = camel(name) + source.of_layer(index).layer_class
-            what = _per_rank_what if bound else _what
-            kind = LayerKind(name, class_name, layer, index, tuple(what(program, index, touched, layer, modes[index])))
+            what = (
+                _per_rank_what(program, index, touched, modes[index])
+                if bound
+                else _what(program, index, touched, layer)
+            )
+            kind = PrintedKind(name, class_name, layer, index, tuple(what))
             kinds.append(kind)
         assignment.append(kind.name)
     return kinds, assignment
 
 
-def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: tuple[BlockMode, ...], bound: bool) -> str:
-    """After its passes and what it takes and gives; where ranks are bound, after what became of its reductions."""
+def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None) -> str:
+    """After its passes and what it takes and gives; with `modes`, after what became of its reductions."""
     rewriting = [identifier(entry.name) for entry in program.history if entry.kind != "exact"]
-    rewrite = "packed" if bound else "_".join(rewriting) or "rewired"
+    rewrite = "packed" if modes is not None else "_".join(rewriting) or "rewired"
     if not touched:
         return "_to_".join(rewrite if end else STANDARD for end in layer.packed)
-    if not bound:
+    if modes is None:
         place = {(False, False): "_alone", (False, True): "_first", (True, False): "_last", (True, True): ""}
         return rewrite + place[layer.packed]
     words = [mode.word for mode in modes]
     return words[0] if len(set(words)) == 1 else "_".join(words)
 
 
-def _per_rank_what(
-    program: Program, index: int, touched: bool, layer: PrintedLayer, modes: tuple[BlockMode, ...]
-) -> list[str]:
+def _per_rank_what(program: Program, index: int, touched: bool, modes: Sequence[BlockMode]) -> list[str]:
     """What a kind of layer of a program that is bound to its ranks does, a sentence per block."""
     if touched:
         return [described(mode) for mode in modes]
     return [f"Computes what {program.source.of_layer(index).layer_class} computes, beside values that it passes on."]
 
 
-def _what(program: Program, index: int, touched: bool, layer: PrintedLayer, modes: tuple[BlockMode, ...]) -> list[str]:
+def _what(program: Program, index: int, touched: bool, layer: PrintedLayer) -> list[str]:
     """What a kind of layer does, in a sentence or two."""
     name = program.source.of_layer(index).layer_class
     late = []

@@ -42,7 +42,7 @@ _BOUND = (
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class PrintedKind:
     """A kind of decoder layer of the generated file: its name in the config, its class, one layer that is of it, and
     `what` it does in sentences."""
 
@@ -64,7 +64,7 @@ class ModelNames:
         self.architecture = f"Rewriter{source.architecture}"
 
 
-def modeling_file(program: Program, kinds: Sequence[LayerKind], names: ModelNames, bound: bool) -> str:
+def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, bound: bool) -> str:
     """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
@@ -85,7 +85,7 @@ def modeling_file(program: Program, kinds: Sequence[LayerKind], names: ModelName
     return header + "\n\n" + "\n\n\n".join(code) + "\n"
 
 
-def _header(program: Program, kinds: Sequence[LayerKind], names: ModelNames, bound: bool) -> str:
+def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, bound: bool) -> str:
     source, ranks = program.source, program.mesh.get("tp")
     recipe = (program.recipe or {}).get("name")
     by = f"recipe {recipe}" if recipe else "passes " + (", ".join(r.name for r in program.history) or "by hand")
@@ -111,7 +111,7 @@ def _header(program: Program, kinds: Sequence[LayerKind], names: ModelNames, bou
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _children(source: Source, kinds: Sequence[LayerKind]) -> list[str]:
+def _children(source: Source, kinds: Sequence[PrintedKind]) -> list[str]:
     """The source's classes whose code was found to do the right thing when only its projections compute per rank."""
     module = importlib.import_module(source.module)
     return sorted({name for kind in kinds for name in kind.layer.classes if hasattr(module, name)})
@@ -183,7 +183,7 @@ def _anneals(program: Program, layer: int | None = None) -> bool:
     return any(layer is None or marks(n).layer == layer for n in blends)
 
 
-def _layer_class(program: Program, kind: LayerKind, bound: bool) -> str:
+def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
     source, layer = program.source.of_layer(kind.example), kind.layer
     arguments = layer_arguments(source)
     lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4), ""]
@@ -221,7 +221,7 @@ def standard_kinds(source: Source) -> list[str]:
     return [STANDARD if i == 0 else f"{STANDARD}_{i + 1}" for i in range(len(source.layer_classes))]
 
 
-def _table(source: Source, kinds: Sequence[LayerKind]) -> str:
+def _table(source: Source, kinds: Sequence[PrintedKind]) -> str:
     """LAYER_CLASSES: the class of every kind of layer."""
     rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True)]
     rows += [(kind.name, kind.class_name) for kind in kinds]

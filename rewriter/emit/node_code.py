@@ -50,11 +50,19 @@ _FUNCTIONS: dict[Any, str | None] = {
 }  # fmt: skip
 
 
-class Printer:
+GROUP = "self.tp"  # the group of collectives
+
+
+def own(path: str) -> str:
+    """What a module calls what it holds at `path`."""
+    return f"self.{path}"
+
+
+class NodePrinter:
     """Prints nodes given the names of their inputs.
 
     `name` maps a node to its Python expression; `module` and `attribute` give the expression of a called module and
-    of a tensor attribute. Groups of collectives print as `group`.
+    of a tensor attribute.
     """
 
     functional = "F"  # torch.nn.functional
@@ -62,12 +70,10 @@ class Printer:
     def __init__(
         self,
         name: Callable[[fx.Node], str],
-        module: Callable[[str], str],
-        attribute: Callable[[str], str],
-        group: str,
-        slot: str = "self.slot",
+        module: Callable[[str], str] = own,
+        attribute: Callable[[str], str] = own,
     ) -> None:
-        self.name, self.module, self.attribute, self.group, self.slot = name, module, attribute, group, slot
+        self.name, self.module, self.attribute = name, module, attribute
 
     def value(self, x: Any) -> str:
         return literal(x, lambda item: self.name(item) if isinstance(item, fx.Node) else None)
@@ -128,7 +134,7 @@ class Printer:
         return f"{self.atom(args[0])}.{method}({self.arguments(rest, kwargs)})"
 
 
-class WiringPrinter(Printer):
+class WiringPrinter(NodePrinter):
     """Prints nodes of the wiring as the source's layer at `path` would: its children are called as the source does.
 
     `names` are the expressions of other nodes.
@@ -140,7 +146,7 @@ class WiringPrinter(Printer):
         def child(target: str) -> str:
             return f"self.{target.removeprefix(path + '.')}"
 
-        super().__init__(names.__getitem__, child, child, "")
+        super().__init__(names.__getitem__, child, child)
 
     def expression(self, node: fx.Node) -> str:
         call = marks(node).python
@@ -189,7 +195,7 @@ def is_infix(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _INFIX or node.target in (aten.neg.default, aten.rsub.Scalar))
 
 
-def _slice(p: Printer, node: fx.Node) -> str:
+def _slice(p: NodePrinter, node: fx.Node) -> str:
     x, dim, start, end, step = (*args_of(node), *(None,) * 5)[:5]
     rank = node.meta["val"].dim()
     dim = (dim or 0) % rank
@@ -200,21 +206,21 @@ def _slice(p: Printer, node: fx.Node) -> str:
     return f"{p.atom(x)}[{before}{piece}]"
 
 
-def _getitem(p: Printer, node: fx.Node) -> str:
+def _getitem(p: NodePrinter, node: fx.Node) -> str:
     index = args_of(node)[1]
     inner = ", ".join(map(p.value, index)) if isinstance(index, tuple) and index else p.value(index)
     return f"{p.atom(args_of(node)[0])}[{inner}]"
 
 
-def _cast(p: Printer, node: fx.Node) -> str:
+def _cast(p: NodePrinter, node: fx.Node) -> str:
     dtype = args_of(node)[1]
     return (
         f"{p.atom(args_of(node)[0])}.float()" if dtype == torch.float32 else f"{p.atom(args_of(node)[0])}.to({dtype})"
     )
 
 
-def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
-    def show(p: Printer, node: fx.Node) -> str:
+def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         x, dims, keep = (*args_of(node), False)[:3]
         dims = dims[0] if len(dims) == 1 else tuple(dims)
         return f"{p.atom(x)}.{method}({p.value(dims)}{', keepdim=True' if keep else ''})"
@@ -222,31 +228,31 @@ def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
     return show
 
 
-def _attention(p: Printer, node: fx.Node) -> str:
+def _attention(p: NodePrinter, node: fx.Node) -> str:
     kwargs = dict(node.kwargs)
     kwargs.pop("sequence", None)  # whether tokens are sharded differs by call: the context says it
     ordinal = kwargs.pop("slot")
     mask = kwargs.pop("mask")
     spec = f'MaskSpec("{mask.kind}"' + (f", {mask.size})" if mask.size is not None else ")")
-    slot = p.slot if not ordinal else f"{p.slot} + {ordinal}"
+    slot = "self.slot" if not ordinal else f"self.slot + {ordinal}"
     rest = "".join(f", {k}={p.value(v)}" for k, v in kwargs.items() if v is not None)
     return f"attention({', '.join(map(p.value, node.args))}, slot={slot}, mask={spec}{rest})"
 
 
-def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
-    def show(p: Printer, node: fx.Node) -> str:
+def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         x, _, *rest = node.args
         name = f', name="{marks(node).tag}"' if marks(node).tag is not None else ""
-        return f"{function}({', '.join([p.value(x), p.group, *map(p.value, rest)])}{name})"
+        return f"{function}({', '.join([p.value(x), GROUP, *map(p.value, rest)])}{name})"
 
     return show
 
 
-def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
+def _reduction(function: str) -> Callable[[NodePrinter, fx.Node], str]:
     """A sum over the group, with a format where it travels quantized."""
     call = _on_group(function)
 
-    def show(p: Printer, node: fx.Node) -> str:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         if not node.kwargs:
             return call(p, node)
         options = f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}'
@@ -255,7 +261,7 @@ def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
     return show
 
 
-_SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
+_SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     aten.slice.Tensor: _slice,
     aten.to.dtype: _cast,
     ops.type_as_model: lambda p, n: f"{p.atom(args_of(n)[0])}.to({p.atom(args_of(n)[1])}.dtype)",
@@ -291,5 +297,5 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     ops.own_shard: _on_group("own_shard"),
     ops.shard_tokens: lambda p, n: f"shard_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.gather_tokens: lambda p, n: f"gather_tokens({p.value(args_of(n)[0])}, ctx)",
-    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {p.group})",
+    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {GROUP})",
 }

@@ -13,11 +13,11 @@ from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
-from rewriter.emit.node_code import Printer
+from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
 from rewriter.emit.python_source import UniqueNames, free_name
 from rewriter.emit.roles import Roles
-from rewriter.emit.statements import Lines
+from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
@@ -26,7 +26,7 @@ _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, an
 
 
 @dataclass(frozen=True)
-class Layer:
+class RuntimeLayer:
     """One layer: its class, how it is built, and its call. `takes` and `gives` are the values that cross, in order."""
 
     cls: str
@@ -37,7 +37,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class _Printed:
+class _UnnamedLayer:
     """A layer whose class has no name yet."""
 
     text: str
@@ -47,7 +47,7 @@ class _Printed:
     previous: bool
 
 
-class LayerPrinter:
+class RuntimeLayerPrinter:
     """Prints the layers of `program`, cut as in `outline`, with the classes of their children in `table`."""
 
     def __init__(self, program: Program, cut: Outline, table: ClassTable, names: UniqueNames) -> None:
@@ -64,12 +64,13 @@ class LayerPrinter:
             if isinstance(body, Body) and any(n in self.local for n in node.all_input_nodes):
                 table.per_rank.add(id(body))
 
-    def run(self) -> tuple[list[Layer], str]:
+    def run(self) -> tuple[list[RuntimeLayer], str]:
         """(the layers, the source of their classes)."""
         printed = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
         classes = self._names([p.text for p in printed])
         layers = [
-            Layer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous) for p in printed
+            RuntimeLayer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous)
+            for p in printed
         ]
         return layers, "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in classes.items())
 
@@ -109,7 +110,7 @@ class LayerPrinter:
 
     # --- one layer
 
-    def _layer(self, index: int, region: Region) -> _Printed:
+    def _layer(self, index: int, region: Region) -> _UnnamedLayer:
         path, source = self.program.layer_path(index), self.program.source
         children = {
             p.removeprefix(f"{path}."): m
@@ -153,7 +154,7 @@ class LayerPrinter:
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return _Printed("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
+        return _UnnamedLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -195,7 +196,7 @@ class LayerPrinter:
             if isinstance(piece, fx.Node):
                 if piece.target in (ops.all_reduce_start, ops.all_reduce):
                     mark(piece, tag=self.roles.of(args_of(piece)[0]))
-                text = Printer(names.__getitem__, module, str, "self.tp").expression(piece)
+                text = NodePrinter(names.__getitem__, module).expression(piece)
                 bind(piece, self.order[piece])
                 lines.append(f"{names[piece]} = {text}")
                 continue
@@ -218,7 +219,7 @@ class LayerPrinter:
     ) -> None:
         """An add behind a sum needs no method of its own."""
         for node in piece.nodes:
-            text = Printer(names.__getitem__, module, str, "self.tp").expression(node)
+            text = NodePrinter(names.__getitem__, module).expression(node)
             bind(node, self.order[node])
             lines.append(f"{names[node]} = {text}")
 
@@ -231,9 +232,8 @@ class LayerPrinter:
         takes = sorted(piece.inputs, key=lambda n: (n in self.context, n.target == "ctx", *self.crossing_order(n)))
         env = {n: names[n] for n in takes}
         head = list(env.values())
-        printed = Lines(
-            piece.nodes, env, dict.fromkeys(piece.outputs), self.roles.of, module, str, "self.tp", inline=False
-        )
+        kept = dict.fromkeys(piece.outputs)
+        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, module, inline=False)
         printed.run()
         previous = ["previous"] if any("previous." in line for line in printed.text) else []
         results = ", ".join(printed.env[n] for n in piece.outputs)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.node_code import Printer, is_infix
+from rewriter.emit.node_code import NodePrinter, is_infix, own
 from rewriter.emit.python_source import UniqueNames, free_name, identifier
 from rewriter.ir import Body, args_of
 from rewriter.ir.marks import marks
@@ -23,7 +23,7 @@ _NEVER_INLINED = frozenset({
 })  # fmt: skip
 
 
-class Lines:
+class StatementPrinter:
     """Prints nodes in order into `text`.
 
     `env` names values; it holds the inputs at first and every printed node afterwards. A name is used again when the
@@ -37,14 +37,13 @@ class Lines:
         env: dict[fx.Node, str],
         keep: dict[fx.Node, str | None],
         role: Callable[[fx.Node], str],
-        module: Callable[[str], str],
-        attribute: Callable[[str], str],
-        group: str,
+        module: Callable[[str], str] = own,
+        attribute: Callable[[str], str] = own,
         inline: bool = True,
     ) -> None:
         self.nodes, self.env, self.keep, self.role, self.inline = nodes, env, keep, role, inline
         self.text: list[str] = []
-        self.printer = Printer(self._read, module, attribute, group)
+        self.printer = NodePrinter(self._read, module, attribute)
         self.members = set(nodes)
         self.position = {n: i for i, n in enumerate(nodes)}
         self.inlined: dict[fx.Node, str] = {}
@@ -127,9 +126,7 @@ def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
     return pieces
 
 
-def body_lines(
-    body: Body, module: Callable[[str], str], attribute: Callable[[str], str], group: str
-) -> tuple[list[str], list[str]]:
+def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], list[str]]:
     """(parameter names, lines of forward) of a body's graph."""
     names = UniqueNames(_RESERVED)
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -138,7 +135,7 @@ def body_lines(
     nodes = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
     output = body.graph.output_node()
     results = output.all_input_nodes
-    lines = Lines(nodes, env, dict.fromkeys(results), _role, module, attribute, group)
+    lines = StatementPrinter(nodes, env, dict.fromkeys(results), _role, attribute=attribute)
     lines.run()
     value = args_of(output)[0]
     if isinstance(value, fx.Node):
