@@ -108,7 +108,7 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
         f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention {reads} all of them,",
         f"as {exact} (heads × rows × columns): {travels(used)}.",
         *_quantized_keys(used),
-        "Every rank passes whole sequences:",
+        "Every rank passes the full sequences:",
         "",
         "```python",
         "# torchrun --nproc-per-node " + f"{ranks} train.py",

@@ -161,7 +161,7 @@ def leaf_needs_group(leaf: Leaf) -> bool:
 def leaf_constructor(leaf: Leaf) -> str:
     """How an emitted file builds a leaf; the group is called `tp`.
 
-    `entered` leaves are whole on every rank, which gives each another input.
+    `entered` leaves are replicated, and each rank has another input.
     """
     o = leaf.options
     if o.get("entered"):

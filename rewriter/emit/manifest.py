@@ -170,7 +170,7 @@ class AdaptationEntry(_Part):
 
 
 class Manifest(_Part):
-    """The whole file. `files` are the sha256 of every other file of the directory.
+    """The file. `files` are the sha256 of every other file of the directory.
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`

@@ -130,10 +130,10 @@ def filled(text: str, indent: int = 0) -> str:
 def docstring(sentences: Sequence[str], indent: int) -> list[str]:
     """Lines of a docstring: one line where it fits, else the first sentence, a blank line and the others."""
     pad = " " * indent
-    whole = f'{pad}"""{" ".join(sentences)}"""'
-    if len(whole) <= LINE_LENGTH:
-        return [whole]
+    line = f'{pad}"""{" ".join(sentences)}"""'
+    if len(line) <= LINE_LENGTH:
+        return [line]
     width = LINE_LENGTH - indent - 6
     first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
     body = [*first, *(["", *rest] if rest else [])]
-    return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
+    return [f'{pad}"""{body[0]}', *(f"{pad}{text}" if text else "" for text in body[1:]), f'{pad}"""']

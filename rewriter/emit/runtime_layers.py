@@ -217,7 +217,7 @@ class RuntimeLayerPrinter:
         module: Callable[[str], str],
         lines: list[str],
     ) -> None:
-        """An add behind a sum needs no method of its own."""
+        """An add behind a sum needs no method."""
         for node in piece.nodes:
             text = NodePrinter(names.__getitem__, module).expression(node)
             bind(node, self.order[node])

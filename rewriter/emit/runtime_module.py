@@ -79,8 +79,8 @@ class _Emitter:
         ]
         if self.plan is not None:
             paragraphs.append(
-                "Every rank is given whole sequences. Between shard_tokens and gather_tokens it computes on its own "
-                "tokens only, and attention, which is told by ctx, finds the keys and values of the others."
+                "Every rank gets the full sequences. Between shard_tokens and gather_tokens it computes on its own "
+                "tokens only. Attention finds the keys and values of the others by ctx."
             )
         return "\n\n".join(textwrap.fill(p, 116, break_on_hyphens=False) for p in paragraphs) + "\n"
 
