@@ -29,8 +29,8 @@ class OutputDirectory:
     """A context manager around writing one output directory.
 
     Inside, files are made at `path(name)` and then made known by `add(name)` or `record(path, sha256)`, or written
-    in one call by `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its final
-    place.
+    in one call by `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its
+    final place.
 
     Leaving it by an exception deletes what was staged, except by an interruption (Ctrl-C, as kill -9): then a later
     run of the same `job` with `resume` continues, and `finished(name)` answers for files that are done. `job` is what
