@@ -200,9 +200,9 @@ def write_module(directory: Path, variant: str, sharded: Program, full: Mapping[
     """`VARIANT.py`, the emitted module, and `VARIANT-RANK.safetensors`, its weights, for every rank."""
     (directory / f"{variant}.py").write_text(emit_runtime_module(sharded))
     simulator = Simulator(sharded, full)
-    lanes = {name: simulator.parameter(name) for name in sharded.parameters}
+    values = {name: simulator.parameter(name) for name in sharded.parameters}
     for rank in range(sharded.mesh["tp"]):
-        shard = {name: lane[rank].contiguous() for name, lane in lanes.items()}
+        shard = {name: value[rank].contiguous() for name, value in values.items()}
         save_file(shard, directory / f"{variant}-{rank}.safetensors")
 
 

@@ -48,7 +48,7 @@ def reduction_missing(program: Program, number: int) -> Program:
     return program.with_(graph=graph)
 
 
-# Lanes: what differs by rank
+# What differs by rank
 
 
 def kept_reduction_dropped(program: Program, number: int = 0) -> Program:
@@ -57,8 +57,8 @@ def kept_reduction_dropped(program: Program, number: int = 0) -> Program:
     kept = _of_desync(graph, ops.all_reduce)[number]
     partial, share = kept.args[0].args
     with graph.inserting_before(kept):
-        lane = graph.call_function(operator.add, (share.args[0], partial))
-    return _replaced(program, graph, kept, lane)
+        own = graph.call_function(operator.add, (share.args[0], partial))
+    return _replaced(program, graph, kept, own)
 
 
 def mean_for_sum(program: Program) -> Program:

@@ -39,5 +39,5 @@ def weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
 def shards(sharded: Program, full: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Per rank, the tensors that its runtime module holds."""
     simulator = Simulator(sharded, full)
-    lanes = {name: simulator.parameter(name) for name in sharded.parameters}
-    return [{n: lane[r].contiguous() for n, lane in lanes.items()} for r in range(sharded.mesh.get("tp", 1))]
+    values = {name: simulator.parameter(name) for name in sharded.parameters}
+    return [{n: value[r].contiguous() for n, value in values.items()} for r in range(sharded.mesh.get("tp", 1))]

@@ -85,7 +85,7 @@ def two() -> Path:
 
 @pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp"])
 def test_two_ranks_train_as_one_device(index: int, two: Path) -> None:
-    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, whose lanes one device computes."""
+    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too."""
     assert_same_training(two / str(index), alone(TWO[index][0]))
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file
-from test_lane_oracle import Plain, gpt_neox, llama
+from test_per_rank_oracle import Plain, gpt_neox, llama
 from torch import fx, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
@@ -79,7 +79,7 @@ RECIPES: Mapping[str, tuple[tuple[Any, ...], int, Sequence[Any]]] = {
         ["own-partial", "own-partial", "standard", "standard"],
     ),
 }
-LANES = [name for name, (_, ranks, _) in RECIPES.items() if ranks > 1]
+BOUND = [name for name, (_, ranks, _) in RECIPES.items() if ranks > 1]
 
 
 @functools.cache
@@ -268,7 +268,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("family", "recipe", "ranks"), ENDS, ids=str)
 def test_it_goes_from_the_original_to_the_recipe(family: str, recipe: str, ranks: int | None, tmp_path: Path) -> None:
-    """At λ = 0 a ladder is the original bit for bit; what adds in another order (parallel layers, sums over lanes) is
+    """At λ = 0 a ladder is the original bit for bit; what adds in another order (parallel layers, sums over ranks) is
     it up to rounding. At λ = 1 everything is the recipe bit for bit."""
     model, source = annealed_model(family, recipe, ranks), original(family)
     begin, end = at(model, 0.0), at(model, 1.0)
@@ -286,7 +286,7 @@ def test_it_goes_from_the_original_to_the_recipe(family: str, recipe: str, ranks
 # --- between ---------------------------------------------------------------------------------------------------------
 
 HOOKED = [
-    *[("llama", name) for name in FEW if name not in LANES],
+    *[("llama", name) for name in FEW if name not in BOUND],
     *slow(*[("gpt2", name) for name in ("ladder", "parallel", "parallel-mlp")]),
     ("mixtral", "upper-half"),
     *slow(*[("gpt2", name) for name in ("scattered", "parallel-own")]),
@@ -328,18 +328,18 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 PLAIN = [
-    *[("llama", name, 2) for name in LANES if name in FEW],
+    *[("llama", name, 2) for name in BOUND if name in FEW],
     ("mixtral", "2x", 2),
     ("llama", "4x-sum", 4),
     ("llama", "upper-half", 1),
-    *slow(*[("llama", name, 2) for name in LANES if name not in FEW]),
+    *slow(*[("llama", name, 2) for name in BOUND if name not in FEW]),
     *slow(("llama", "own-partial", 4), ("mixtral", "4x-sum", 2), ("gpt_neox", "own-partial", 2)),
 ]
 
 
 @pytest.mark.parametrize(("family", "recipe", "ranks"), PLAIN, ids=str)
 @torch.no_grad()
-def test_between_the_ends_lanes_equal_ranks_written_out(family: str, recipe: str, ranks: int) -> None:
+def test_between_the_ends_it_equals_ranks_written_out(family: str, recipe: str, ranks: int) -> None:
     model, modes = annealed_model(family, recipe, ranks), RECIPES[recipe][2]
     for lambdas in ((0.5,) * 4, UNEVEN):
         actual = at(model, {i: lambdas[i] for i in annealed_layers(model)})
@@ -349,7 +349,7 @@ def test_between_the_ends_lanes_equal_ranks_written_out(family: str, recipe: str
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("gpt2", "4x-sum"), ("llama", "mix"), ("mixtral", "2x")], ids=str)
-def test_lanes_and_their_gradients_equal_the_simulated_ranks(family: str, recipe: str) -> None:
+def test_all_ranks_and_their_gradients_equal_the_simulated_ranks(family: str, recipe: str) -> None:
     """The printed layers compute what the program says, node by node, on ranks."""
     between = annealed(single_device(program(family, recipe)), at=0.5)
     lint(between, "annealing")

@@ -43,7 +43,7 @@ def test_everything_emitted_was_compared(written: tuple[Path, Any]) -> None:
     assert [check.name for check in manifest.verification.checks] == [
         "trace = original model",
         "rewritten = its reference",
-        "2 simulated ranks = 2 lanes",
+        "2 simulated ranks = 2 ranks on 1 device",
         "adapted checkpoint = rewritten",
         "sharded module on 2 ranks = rewritten",
     ]

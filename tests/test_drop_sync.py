@@ -189,7 +189,11 @@ def test_the_rehearsal_drops_on_the_copy_what_is_dropped_on_the_model() -> None:
     config.num_hidden_layers = 12
     costs = (9, 9, 9, 9, 1, 9, 9, 9, 2, 9, 9, 9)
     figures = rehearse(config, [TensorParallel(), DropSync(2, costs)], 2).figures()
-    assert set(figures) == {"trace = original model", "rewritten = its reference", "2 simulated ranks = 2 lanes"}
+    assert set(figures) == {
+        "trace = original model",
+        "rewritten = its reference",
+        "2 simulated ranks = 2 ranks on 1 device",
+    }
 
 
 @dataclasses.dataclass(frozen=True)

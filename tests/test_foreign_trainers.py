@@ -176,7 +176,7 @@ def test_trls_sft_trainer(kind: str, form: str, packing: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pefts_lora_in_trls_sft_trainer(kind: str, tmp_path: Path) -> None:
-    """Of desync, on projections that lanes read too."""
+    """Of desync, on projections that read per-rank residuals too."""
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = sft(kind, "messages", tmp_path, packing=False, peft_config=config)
     trainer.args.learning_rate = 3e-2

@@ -78,7 +78,7 @@ def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens
     """The adapted checkpoint of a random mix writes, with its cache, what recomputing with the reference gives."""
     rng = random.Random(f"{family} {seed} generation")
     drawn = draws.architecture(rng, family)
-    while not drawn.equal_runs(ranks):  # on one device, lanes are equal parts of a projection
+    while not drawn.equal_runs(ranks):  # on one device, ranks hold equal parts of a projection
         drawn = draws.architecture(rng, family)
     model, chosen = draws.build(drawn, seed), draws.mix(rng, drawn, ranks)
     model.save_pretrained(directory / "source")
@@ -106,7 +106,7 @@ def test_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
     check_generation(family, 0, ranks, tmp_path)
 
 
-# The lanes of experts are not computed on one device: such checkpoints are refused.
+# The per-rank residuals of experts are not computed on one device: such checkpoints are refused.
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize(

@@ -181,13 +181,13 @@ def test_with_a_ladder_it_equals_the_ladders_oracle_in_any_order() -> None:
      (("drop_sync", {"layers": [1, 3]}), {1: (False, True), 3: (False, True)})],
     ids=["desync", "drop_sync"],
 )  # fmt: skip
-def test_with_lanes_it_equals_ranks_run_side_by_side(
+def test_with_per_rank_residuals_it_equals_ranks_run_side_by_side(
     rewrite: Step, keep: dict[int, tuple[bool, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lane reference runs the eager model once a rank; here what it sums travels quantized."""
+    """The per-rank reference runs the eager model once a rank; here what it sums travels quantized."""
     programs = [wired("llama", 2, *steps) for steps in ([rewrite, quantizing(), OVERLAP], [quantizing(), rewrite])]
     marked = [marks(n).layer for n in programs[1].graph.nodes if n.target is ops.all_reduce and n.kwargs]
-    if len(keep) < traced("llama").source.num_layers:  # the other layers are no lanes, so the reference sums nothing
+    if len(keep) < traced("llama").source.num_layers:  # others sum nothing
         programs = [only(program, set(keep)) for program in programs]
     assert set(marked) == set(range(4))
     mix = {layer: LayerMode("desync", kept, "sum") for layer, kept in keep.items()}

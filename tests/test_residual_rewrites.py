@@ -128,7 +128,7 @@ def test_untied_norms_start_as_copies_and_have_gradients_of_their_own():
     assert not torch.allclose(first, second)
 
 
-def test_programs_with_lanes_are_bound_to_their_ranks():
+def test_programs_with_per_rank_residuals_are_bound_to_their_ranks():
     bound = apply(sharded(tp=4), ("desync", {"n": 2}), ("overlap", {}))
     assert bound_ranks(bound) == 4
     assert bound_ranks(apply(sharded(), ("ladder", {}))) is None
@@ -155,7 +155,7 @@ def test_what_cannot_be_rewired_is_refused_by_name(name, rewrite, message):
 
 
 @pytest.mark.parametrize("rewrite", [("desync", {"n": 2}), ("ladder", {"variant": "own_partial"})])
-def test_lane_rewrites_need_ranks(rewrite):
+def test_per_rank_rewrites_need_ranks(rewrite):
     with pytest.raises(RewriterError, match="give --tp 2 or more"):
         apply(sharded(tp=1), rewrite)
     with pytest.raises(RewriterError, match="Put overlap after it"):

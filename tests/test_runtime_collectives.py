@@ -14,10 +14,10 @@ from rewriter.runtime import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     Conv1D,
-    LaneConv1D,
-    LaneLayerNorm,
-    LaneLinear,
     Pending,
+    PerRankConv1D,
+    PerRankLayerNorm,
+    PerRankLinear,
     RowParallelConv1D,
     RowParallelLinear,
     RuntimeModel,
@@ -219,37 +219,37 @@ def test_conv1d_and_the_vocabulary_split_over_ranks(size):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-LANE_LAYERS = {
-    "linear": (LaneLinear, nn.Linear, (6, 4)),
-    "conv1d": (LaneConv1D, Conv1D, (6, 4)),
-    "norm": (LaneLayerNorm, nn.LayerNorm, (6,)),
+PER_RANK_LAYERS = {
+    "linear": (PerRankLinear, nn.Linear, (6, 4)),
+    "conv1d": (PerRankConv1D, Conv1D, (6, 4)),
+    "norm": (PerRankLayerNorm, nn.LayerNorm, (6,)),
 }
 
 
-def lane_inputs(ranks):
+def rank_inputs(ranks):
     return [torch.arange(18.0).reshape(3, 6).add(5 * rank).sin() for rank in range(ranks)]
 
 
-def lane_layers(group, states):
+def per_rank_layers(group, states):
     """Every rank reads a value of its own, and the results are summed."""
     found = {}
-    for name, (cls, _, sizes) in LANE_LAYERS.items():
+    for name, (cls, _, sizes) in PER_RANK_LAYERS.items():
         layer = cls(*sizes, group=group)
         layer.load_state_dict(states[name])
-        total = all_reduce(layer(lane_inputs(group.size())[group.rank()]), group)
+        total = all_reduce(layer(rank_inputs(group.size())[group.rank()]), group)
         total.square().sum().backward()
         found[name] = (total.detach(), {n: p.grad for n, p in layer.named_parameters()})
     return found
 
 
 def test_whole_layers_whose_input_differs_by_rank_sum_their_gradients():
-    layers = {name: plain(*sizes) for name, (_, plain, sizes) in LANE_LAYERS.items()}
+    layers = {name: plain(*sizes) for name, (_, plain, sizes) in PER_RANK_LAYERS.items()}
     for layer in layers.values():
         for index, p in enumerate(layer.parameters()):
             nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(index))
-    results = run_ranks(lane_layers, 2, {name: layer.state_dict() for name, layer in layers.items()})
+    results = run_ranks(per_rank_layers, 2, {name: layer.state_dict() for name, layer in layers.items()})
     for name, layer in layers.items():
-        total = sum(layer(x) for x in lane_inputs(2))
+        total = sum(layer(x) for x in rank_inputs(2))
         total.square().sum().backward()
         for found in results:
             torch.testing.assert_close(found[name][0], total.detach())
@@ -263,7 +263,7 @@ def partials_with_shared_bias(group, states):
         layer = cls(3, 4, group=group, bias_share=True)
         weight = states["weight"] if dim == 1 else states["weight"].t()
         layer.load_state_dict({"weight": weight.narrow(dim, 3 * rank, 3).contiguous(), "bias": states["bias"]})
-        partial = layer(lane_inputs(2)[0][:, 3 * rank : 3 * rank + 3])
+        partial = layer(rank_inputs(2)[0][:, 3 * rank : 3 * rank + 3])
         own = partial * (rank + 2)
         total = all_reduce(partial, group)
         loss = total.square().sum() + all_reduce(own.square().sum(), group)
@@ -275,7 +275,7 @@ def partials_with_shared_bias(group, states):
 def test_an_equal_share_of_the_bias_on_every_rank():
     states = {"weight": torch.arange(24.0).reshape(4, 6).sin(), "bias": torch.arange(4.0) - 1.5}
     bias = states["bias"].clone().requires_grad_()
-    x = lane_inputs(2)[0]
+    x = rank_inputs(2)[0]
     partials = [x[:, i : i + 3] @ states["weight"][:, i : i + 3].t() + bias / 2 for i in (0, 3)]
     own = [(rank + 2) * partial for rank, partial in enumerate(partials)]
     (sum(partials).square().sum() + sum(o.square().sum() for o in own)).backward()

@@ -60,18 +60,18 @@ def part(model, layer, kind, x, rank):
 
 def desynced(model, ids, resync):
     """Attention's reductions dropped, the MLP's kept."""
-    lanes = [model.model.embed_tokens(ids)] * RANKS
+    streams = [model.model.embed_tokens(ids)] * RANKS
     for layer in range(4):
-        synchronised = lanes[0]
-        first = [part(model, layer, "attention", x, r) for r, x in enumerate(lanes)]
-        lanes = [SCALE * x + f for x, f in zip(lanes, first, strict=True)]
-        second = [part(model, layer, "mlp", x, r) for r, x in enumerate(lanes)]
+        synchronised = streams[0]
+        first = [part(model, layer, "attention", x, r) for r, x in enumerate(streams)]
+        streams = [SCALE * x + f for x, f in zip(streams, first, strict=True)]
+        second = [part(model, layer, "mlp", x, r) for r, x in enumerate(streams)]
         if resync == "mean":
-            x = sum(f + SCALE * x / RANKS for f, x in zip(second, lanes, strict=True))
+            x = sum(f + SCALE * x / RANKS for f, x in zip(second, streams, strict=True))
         else:
             x = SCALE * SCALE * synchronised + sum(SCALE * a + b for a, b in zip(first, second, strict=True))
-        lanes = [x] * RANKS
-    return model.lm_head(model.model.norm(lanes[0]))
+        streams = [x] * RANKS
+    return model.lm_head(model.model.norm(streams[0]))
 
 
 def laddered(model, ids, own_partial):
@@ -113,7 +113,7 @@ MODES = LAST_KEPT | {"paper": LayerMode("ladder"), "own-partial": LayerMode("own
 
 
 @pytest.mark.parametrize("name", REWRITES)
-def test_the_lane_reference_scales_what_it_carries(name):
+def test_the_per_rank_reference_scales_what_it_carries(name):
     def forward(self, hidden_states, **kwargs):
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = SCALE * hidden_states + attended

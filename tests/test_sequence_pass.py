@@ -196,7 +196,7 @@ def test_the_length_is_told_where_it_decided(options, chosen):
     assert program.history[-1].summary.endswith("planned for 1,000 tokens") == chosen
 
 
-def test_lanes_and_sharded_tokens_are_the_lanes():
+def test_per_rank_residuals_and_sharded_tokens():
     desync = {"pass": "desync", "layers": [2, 3], "n": 2, "resync": "sum"}
     alone = rewritten("llama", TENSORS, desync, tp=2)
     both = rewritten("llama", TENSORS, desync, sequence("ring", (1, 2, 1)), sp=2, tp=2)

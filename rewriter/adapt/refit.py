@@ -53,7 +53,7 @@ def refit(
     them, whole on every rank.
 
     `batches` are this rank's: input_ids, position_ids and segment_ids, int64 [B, S]; padding is left out. Ranks add
-    what they see, and end with equal weights. Layers of which a row reads several lanes are fitted to all of them.
+    what they see, and end with equal weights. Rows that read several ranks' inputs are fitted to all of them.
     Raises RewriterError where student and teacher do not have the same linear layers.
     """
     modes = student.training, teacher.training
@@ -194,37 +194,37 @@ class _Sums:
 def _readers(module: Any) -> list[tuple[Tensor, list[slice]]]:
     """(rows of the weight, the parts of the input that they read), one entry for each set of rows.
 
-    All rows read the whole input, but for a `LaneEntry` of a generated modeling file: there lane r's rows read lane r's
-    part of it, and rows that lanes hold in common read several.
+    All rows read the whole input, but for a `PerRankColumn` of a generated modeling file: there rank r's rows read
+    rank r's part of it, and rows that ranks hold in common read several.
     """
     weight = module.weight.T if isinstance(module, Conv1D) else module.weight
     outputs, inputs = weight.shape
     segments, rows = getattr(module, "segments", None), getattr(module, "rows", None)
-    lanes = _lanes(module)
-    if lanes is None:
+    ranks = _ranks(module)
+    if ranks is None:
         return [(torch.arange(outputs), [slice(0, inputs)])]
     held: dict[int, list[int]] = {}
     if rows is not None:
-        for lane, (start, stop) in enumerate(rows):
+        for rank, (start, stop) in enumerate(rows):
             for row in range(start, stop):
-                held.setdefault(row, []).append(lane)
+                held.setdefault(row, []).append(rank)
     else:
         start = 0
         for size in segments or (outputs,):
             for row in range(size):
-                held.setdefault(start + row, []).append(row * lanes // size)
+                held.setdefault(start + row, []).append(row * ranks // size)
             start += size
     sets: dict[tuple[int, ...], list[int]] = {}
     for row, readers in sorted(held.items()):
         sets.setdefault(tuple(readers), []).append(row)
     return [
-        (torch.tensor(some), [slice(lane * inputs, (lane + 1) * inputs) for lane in readers])
+        (torch.tensor(some), [slice(rank * inputs, (rank + 1) * inputs) for rank in readers])
         for readers, some in sets.items()
     ]
 
 
-def _lanes(module: nn.Module) -> int | None:
-    """How many lanes a layer reads, by the name that the generated file gives it; None where it reads one input."""
-    if not any(cls.__name__ == "LaneEntry" for cls in type(module).__mro__):
+def _ranks(module: nn.Module) -> int | None:
+    """How many ranks' inputs a layer reads, by the name that the generated file gives it; None where it reads one."""
+    if not any(cls.__name__ == "PerRankColumn" for cls in type(module).__mro__):
         return None
-    return int(sys.modules[type(module).__module__].LANES)
+    return int(sys.modules[type(module).__module__].RANKS)

@@ -45,7 +45,7 @@ class Opened:
     @property
     def bound(self) -> bool:
         """Whether the function differs with the number of tensor-parallel ranks."""
-        return self.manifest.lanes is not None
+        return self.manifest.per_rank is not None
 
 
 def open_output(directory: str | os.PathLike[str]) -> Opened:
@@ -55,9 +55,9 @@ def open_output(directory: str | os.PathLike[str]) -> Opened:
     timing = [entry.name for entry in manifest.passes if entry.kind == "timing only"]
     if timing:
         raise RewriterError(f"{root}: {timing[0]} is for timing only. There is nothing to train.")
-    if manifest.lanes is not None and manifest.lanes.untied:
+    if (bound := manifest.per_rank) is not None and bound.untied:
         raise RewriterError(
-            f"{root}: {len(manifest.lanes.untied)} of its norm weights are each rank's own (desync.untie_norms), so it "
+            f"{root}: {len(bound.untied)} of its norm weights are each rank's own (desync.untie_norms), so it "
             "cannot be told from the original's weights. Rewrite the model without untie_norms, or train it with a "
             "trainer of your own: the checkpoint loads in transformers"
         )

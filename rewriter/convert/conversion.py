@@ -24,8 +24,8 @@ from rewriter.emit.manifest import (
     Golden,
     Manifest,
     PassEntry,
-    Quantized,
-    Skipped,
+    QuantizedEntry,
+    SkippedPass,
     SourceEntry,
     Verified,
     mesh_of,
@@ -314,7 +314,7 @@ def _rehearse(program: Program, dtype: str | None, progress: Progress) -> Verifi
 
 def _manifest(
     program: Program,
-    layout: output_files.Layout,
+    layout: output_files.PlannedFiles,
     output: OutputDirectory,
     report: Report,
     skipped: Sequence[tuple[str, str]],
@@ -332,7 +332,7 @@ def _manifest(
             PassEntry(name=e.name, kind=e.kind, options=_plain(e.options), summary=e.summary, notes=list(e.notes))
             for e in program.history
         ],
-        skipped=[Skipped(name=n, reason=reason) for n, reason in skipped],
+        skipped=[SkippedPass(name=n, reason=reason) for n, reason in skipped],
         mesh=mesh_of(program),
         runtime=dict(layout.runtime),
         source=SourceEntry(
@@ -342,7 +342,7 @@ def _manifest(
             files=dict(hashes),
         ),
         adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
-        lanes=layout.lanes,
+        per_rank=layout.per_rank,
         quantized=_quantized(program),
         verification=Verified(
             level=level,
@@ -355,11 +355,11 @@ def _manifest(
     )
 
 
-def _quantized(program: Program) -> Quantized | None:
+def _quantized(program: Program) -> QuantizedEntry | None:
     from rewriter.analysis.communication import collectives, quantized
 
     found = quantized(collectives(program))
-    return None if found is None else Quantized(**asdict(found))
+    return None if found is None else QuantizedEntry(**asdict(found))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,7 +368,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _job(
-    program: Program, layout: output_files.Layout, dtype: str | None, verify: str, text: str | None
+    program: Program, layout: output_files.PlannedFiles, dtype: str | None, verify: str, text: str | None
 ) -> dict[str, Any]:
     """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
     return {

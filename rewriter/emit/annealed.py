@@ -1,4 +1,4 @@
-"""A directory to train from by annealed conversion: the annealed modeling file beside weights that lie elsewhere."""
+"""A directory to train from by annealed conversion: the annealed modeling file beside weights that are elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
 
-# what of an output directory is about the shipped file
+# files of an output directory that describe the shipped model
 _OWN = ("config.json", "rewrite.json", "golden.safetensors", "README.md", "runtime")
 
 
@@ -21,7 +21,7 @@ def write_annealed(program: Program, weights: Path, out: Path) -> None:
     the config keeps the dtype of its weights. Raises RewriterError when `out` exists, and as `emit_huggingface` does.
     """
     if out.exists():
-        raise RewriterError(f"{out} exists: the annealed model is written to a directory of its own")
+        raise RewriterError(f"{out} exists: the annealed model needs a new directory")
     files = emit_huggingface(program, annealed=True)
     assert files.modeling_name is not None
     assert files.modeling is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rewriter.analysis.sequence_bytes import travels
-from rewriter.emit.manifest import AdaptationEntry, Lanes, Manifest, Quantized, mesh_name, ranks_of
+from rewriter.emit.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, mesh_name, ranks_of
 from rewriter.ops import SequencePlan
 from rewriter.passes.selection import spans
 
@@ -28,7 +28,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
         "## Load\n",
         _loading(manifest),
-        *([] if manifest.lanes is None else ["## Bound to its ranks\n", _lanes(manifest.lanes)]),
+        *([] if manifest.per_rank is None else ["## Bound to its ranks\n", _per_rank(manifest.per_rank)]),
         *([] if manifest.quantized is None else ["## Quantized between ranks\n", _quantized(manifest.quantized)]),
         "## What was done\n",
         _passes(manifest),
@@ -81,7 +81,7 @@ def _loading(manifest: Manifest) -> str:
         lines += [
             "",
             f"`{modeling}` defines the model and needs transformers only. Parameter names are those of the base model,",
-            "so adapters, quantisation and trainers find them." if manifest.lanes is None else "so trainers find them.",
+            f"so {'adapters, quantisation and ' * (manifest.per_rank is None)}trainers find them.",
         ]
     if manifest.runtime:
         ranks = ranks_of(manifest.mesh)
@@ -109,7 +109,7 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
         f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention {reads} all of them,",
         f"as {exact} (heads × rows × columns): {travels(used)}.",
         *_quantized_keys(used),
-        "Every rank passes whole sequences:",
+        "Every rank passes the full sequences:",
         "",
         "```python",
         "# torchrun --nproc-per-node " + f"{ranks} train.py",
@@ -122,29 +122,29 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     ]
 
 
-def _lanes(lanes: Lanes) -> str:
+def _per_rank(bound: PerRank) -> str:
     """What it means that the function is bound to a number of ranks, and where it is not the original's."""
     lines = [
-        f"What this model computes depends on the number of ranks: **tp={lanes.ranks}**. The sharded module runs on",
-        "that many ranks only, and the checkpoint above computes their lanes on one device, so that it can be tested",
+        f"What this model computes depends on the number of ranks: **tp={bound.ranks}**. The sharded module runs on",
+        "that many ranks only, and the checkpoint above computes all of them on one device, so that it can be tested",
         "and trained there. Its parameters, matrix products and key/value cache are the base model's (with fewer",
-        "key/value heads than ranks, lanes keep copies); the residual stream, and what is computed from it element by",
-        "element, is there once per lane. Projections that lanes read directly refuse adapters.",
+        "key/value heads than ranks, ranks keep copies); the residual stream, and what is computed from it element by",
+        "element, is there once per rank. Projections that read a rank's own residual refuse adapters.",
         "",
         "| layers | block | reduction |",
         "|---|---|---|",
     ]
     places: dict[tuple[str, str], list[int]] = {}
-    for layer, blocks in enumerate(lanes.pattern):
+    for layer, blocks in enumerate(bound.pattern):
         for name, mode in blocks.items():
             places.setdefault((name, mode), []).append(layer)
     lines += [
-        f"| {spans(layers)} | {name} | {lanes.modes.get(mode, mode)} |" for (name, mode), layers in places.items()
+        f"| {spans(layers)} | {name} | {bound.modes.get(mode, mode)} |" for (name, mode), layers in places.items()
     ]
-    if lanes.untied:
+    if bound.untied:
         lines += [
             "",
-            f"{len(lanes.untied)} norm weights are each rank's own: they hold {lanes.ranks} vectors in a row.",
+            f"{len(bound.untied)} norm weights are each rank's own: they hold {bound.ranks} vectors in a row.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -160,7 +160,7 @@ def _quantized_keys(plan: SequencePlan) -> list[str]:
     ]
 
 
-def _quantized(found: Quantized) -> str:
+def _quantized(found: QuantizedEntry) -> str:
     """What is quantized, what is not, and which of the two models that concerns."""
     always = found.min_bytes == 0
     when = "" if always else f" in calls of {found.from_tokens:,} tokens or more, exact in smaller ones"

@@ -10,7 +10,8 @@ import torch
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.emit.statements import Names, body_lines
+from rewriter.emit.python_source import UniqueNames
+from rewriter.emit.statements import body_lines
 from rewriter.ir import Body, Leaf, Module
 
 _GROUP_OPS = frozenset({
@@ -20,7 +21,7 @@ MAX_BUFFER = 65536  # elements; a constant printed into source stays readable an
 
 
 @dataclass(frozen=True)
-class Class:
+class PrintedClass:
     """A printed class: `arguments` of its constructor in order, and whether its forward communicates."""
 
     name: str
@@ -34,13 +35,13 @@ class Class:
 class ClassTable:
     """Prints bodies; equal texts share one class. Classes are in the order in which they must be defined."""
 
-    names: Names = field(default_factory=Names)
-    by_text: dict[str, Class] = field(default_factory=dict)
-    by_body: dict[int, Class] = field(default_factory=dict)
-    lanes: set[int] = field(default_factory=set)  # ids of bodies whose input differs by rank
+    names: UniqueNames = field(default_factory=UniqueNames)
+    by_text: dict[str, PrintedClass] = field(default_factory=dict)
+    by_body: dict[int, PrintedClass] = field(default_factory=dict)
+    per_rank: set[int] = field(default_factory=set)  # ids of bodies whose input differs by rank
     keep: list[Body] = field(default_factory=list)  # ids in `by_body` stay valid while their bodies live
 
-    def add(self, body: Body) -> Class:
+    def add(self, body: Body) -> PrintedClass:
         if id(body) in self.by_body:
             return self.by_body[id(body)]
         self.keep.append(body)
@@ -57,8 +58,8 @@ class ClassTable:
         arguments = (*(["tp"] if needs_group else []), *(["slot"] if attentions else []), *sizes)
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
-            name = self.names.new(_title(body, id(body) in self.lanes))
-            self.by_text[text] = Class(name, text, tuple(arguments), communicates, attentions)
+            name = self.names.new(_title(body, id(body) in self.per_rank))
+            self.by_text[text] = PrintedClass(name, text, tuple(arguments), communicates, attentions)
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
 
@@ -97,7 +98,7 @@ class ClassTable:
         def attribute(name: str) -> str:
             return f"shared_gradient(self.{name}, self.{name}_shared)" if name in body.shared else f"self.{name}"
 
-        parameters, forward = body_lines(body, lambda path: f"self.{path}", attribute, "self.tp")
+        parameters, forward = body_lines(body, attribute)
         lines += ["", f"    def forward({', '.join(['self', *parameters])}):", *(f"        {line}" for line in forward)]
         return "\n".join(lines)
 
@@ -117,10 +118,10 @@ def _size_arguments(body: Body) -> dict[str, int]:
     return {name: shape[0] for name, shape in body.parameters.items()}
 
 
-def _title(body: Body, lane: bool) -> str:
+def _title(body: Body, per_rank: bool) -> str:
     kinds = {n.kwargs["mask"].kind for n in body.graph.nodes if n.target is ops.attention}
     kind = next(iter(kinds)) if len(kinds) == 1 else "causal"
-    return ("Lane" if lane else "") + body.class_name + ("" if kind == "causal" else kind.capitalize())
+    return ("PerRank" if per_rank else "") + body.class_name + ("" if kind == "causal" else kind.capitalize())
 
 
 def containers(paths: list[str]) -> list[str]:
@@ -160,14 +161,14 @@ def leaf_needs_group(leaf: Leaf) -> bool:
 def leaf_constructor(leaf: Leaf) -> str:
     """How an emitted file builds a leaf; the group is called `tp`.
 
-    `entered` leaves are whole on every rank, which gives each another input.
+    `entered` leaves are replicated, and each rank has another input.
     """
     o = leaf.options
     if o.get("entered"):
         if leaf.kind not in ("Linear", "Conv1D", "LayerNorm"):
             raise RewriterError(f"no constructor for a module of kind {leaf.kind} whose input differs by rank")
         plain = leaf_constructor(replace(leaf, options={k: v for k, v in o.items() if k != "entered"}))
-        return f"Lane{plain.removeprefix('nn.').removesuffix(')')}, group=tp)"
+        return f"PerRank{plain.removeprefix('nn.').removesuffix(')')}, group=tp)"
     if leaf.kind.endswith("Linear") or leaf.kind.endswith("Conv1D"):
         sizes = (o["in_features"], o["out_features"]) if leaf.kind.endswith("Linear") else (o["nx"], o["nf"])
         extra = f", bias={'bias' in leaf.parameters}"

@@ -1,82 +1,125 @@
-"""Decoder layers printed from the wiring: which values cross from layer to layer, and each layer's statements.
+"""Decoder layers printed from the wiring, for one device: what crosses between layers, and each layer's statements.
 
 Which values cross is plain liveness over the wiring: at the entry of layer i, everything that was computed before it
-and is read in it or after it. No rewrite is treated specially.
+and is read in it or after it. Between layers, values are packed along the last dimension, so that the source's model
+passes them on.
+
+Of a program that is bound to its ranks, all ranks are computed: a value that differs by rank is printed as
+[B, S, ranks, D], any other as [B, S, D]. `all_reduce` is a sum over the ranks, `copy_to_group` nothing; a partial sum
+that is only ever reduced is printed as what the source's own child returns, which is the total. In any other program
+no value differs by rank, and nothing is printed but [B, S, D]. No rewrite is treated specially.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
 
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.residual import residual_blocks
+from rewriter.analysis.per_rank import local_values
+from rewriter.analysis.residual import SCALINGS, computes, residual_blocks
 from rewriter.common.errors import RewriterError
-from rewriter.emit.naming import Names
-from rewriter.emit.python import bracketed, call_parts, operands
-from rewriter.ir import Program
+from rewriter.emit.node_code import WiringPrinter, operands
+from rewriter.emit.per_rank_modules import (
+    NotPerRank,
+    PerRankChild,
+    PerRankModule,
+    computes_partial,
+    is_entry,
+    per_rank_child,
+    token_by_token,
+)
+from rewriter.emit.per_rank_tokens import has_experts, token_child
+from rewriter.emit.python_source import UniqueNames, broken
+from rewriter.ir import Leaf, Program, args_of
 from rewriter.ir.marks import in_stream, marks, stream_index
 
-_INDENT = 8  # statements of a method
+_PAD = " " * 8  # of statements of a method
+_ADDS = (operator.add, operator.iadd)
+# same: equal on all ranks. per_rank: one per rank. total: printed as its sum over the ranks.
+Form = Literal["same", "per_rank", "total"]
 
 
 @dataclass(frozen=True)
 class PrintedLayer:
     """The forward of one layer. `statements` are (variable, text) with the indentation of a method's body.
 
-    `takes` are the variables of the values it is handed, `gives` those that it hands on: the newest value first.
-    `stream_given` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
+    `takes` are the variables of the values that it is given, `gives` those that it returns: the residual stream first.
+    `widths_taken` and `widths_given` say how many vectors each has per token: 1, or one per rank. `modules` are the
+    children that compute per rank, by path relative to the layer; `groups` query heads per key/value head of attention
+    modules that hold more key/value heads than the source's; `classes` the source's classes of these children.
+    `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
     """
 
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     statements: tuple[tuple[str, str], ...]
-    stream_given: tuple[int | None, ...] = ()
+    widths_taken: tuple[int, ...] = (1,)
+    widths_given: tuple[int, ...] = (1,)
+    modules: Mapping[str, PerRankModule] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    classes: frozenset[str] = frozenset()
+    ages: tuple[int | None, ...] = field(default=(), compare=False)
+
+    @property
+    def packed(self) -> tuple[bool, bool]:
+        """Whether more than the residual stream, equal on all ranks, goes in, and out."""
+        return (
+            len(self.takes) > 1 or self.widths_taken != (1,),
+            len(self.gives) > 1 or self.widths_given != (1,),
+        )
 
     def same_computation(self, other: PrintedLayer) -> bool:
-        """Whether both compute alike, whatever else they hand on."""
-        return self.statements == other.statements and self.gives[0] == other.gives[0]
+        """Whether both compute alike, apart from further values that they return."""
+        alike = (self.statements, self.gives[0]) == (other.statements, other.gives[0])
+        return alike and not self.modules and not other.modules
 
-    def text(self, values: int | None) -> str:
+    def text(self, values: int | None, bound: bool = False) -> str:
         """The body of `forward`: split what was packed, compute, pack.
 
         `values` is the length of the tuple that the source's layer returns, None where it returns the hidden state
-        alone. Whatever stands after the hidden state there (attention weights) is None here.
+        alone. What follows the hidden state there (attention weights) is None here. With `bound`, values are packed
+        and unpacked by functions of the generated file, which know their widths.
         """
-        pad = " " * _INDENT
-        hidden = self.takes[0]
-        head, tail = ("return ", "") if values is None else ("return (", f"{', None' * (values - 1) or ','})")
         lines = []
-        if len(self.takes) > 1:
-            lines.append(f"{pad}{', '.join(self.takes)} = {hidden}.chunk({len(self.takes)}, dim=-1)")
+        names, hidden = ", ".join(self.takes), self.takes[0]
+        packed_in, packed_out = self.packed
+        if packed_in:
+            names = names if len(self.takes) > 1 else f"({names},)"
+            call = f"unpack({hidden}, self.takes)" if bound else f"{hidden}.chunk({len(self.takes)}, dim=-1)"
+            lines.append(f"{_PAD}{names} = {call}")
         lines += [text for _, text in self.statements]
-        if len(self.gives) > 1:
-            packed = f"torch.cat(({', '.join(self.gives)}), dim=-1)"
-            lines.append(f"{pad}{head}{packed}{tail}")
-        elif values is None and self.statements and self.statements[-1][0] == self.gives[0]:
-            lines[-1] = lines[-1].replace(f"{self.gives[0]} = ", "return ", 1)
-        else:
-            lines.append(f"{pad}{head}{self.gives[0]}{tail}")
-        return "\n".join(lines)
+        result = self.gives[0]
+        if packed_out:
+            packed = ", ".join(self.gives)
+            result = f"pack({packed})" if bound else f"torch.cat(({packed}), dim=-1)"
+        if values is not None:
+            result = f"({result}{', None' * (values - 1) or ','})"
+        elif self.statements and self.statements[-1][0] == result:
+            lines[-1] = lines[-1].replace(f"{result} = ", "return ", 1)
+            return "\n".join(lines)
+        return "\n".join([*lines, f"{_PAD}return {result}"])
 
 
 def print_layers(program: Program) -> list[PrintedLayer]:
-    """Every decoder layer of a single-device program, printed.
+    """Every decoder layer of a program, printed for one device. A program on several ranks is bound to them.
 
-    Raises RewriterError when a layer needs a value from outside the layers other than the embedding, or when more than
-    one value leaves the last.
+    Raises RewriterError when a layer needs a value from outside the layers other than the embedding, when more than
+    one value leaves the last, and where a child cannot compute all ranks on one device.
     """
-    flow = Flow(program)
-    labels = _stream_labels(program)
-    count = program.source.num_layers
-    crossing = [flow.crossing(boundary) for boundary in range(count + 1)]
-    return [_print_layer(program, index, flow, crossing[index], crossing[index + 1], labels) for index in range(count)]
+    flow = LayerFlow(program)
+    printer = _HuggingFaceLayers(program, flow)
+    crossing = [flow.crossing(boundary) for boundary in range(program.source.num_layers + 1)]
+    return [printer.layer(index, *pair) for index, pair in enumerate(pairwise(crossing))]
 
 
-class Flow:
-    """Who computes what, and how long it is needed."""
+class LayerFlow:
+    """Which layer computes what, and how long it is needed."""
 
     def __init__(self, program: Program) -> None:
         self.nodes = list(program.graph.nodes)
@@ -106,9 +149,10 @@ class Flow:
             raise RewriterError(f"the decoder layers can read one value from outside, the hidden state; here: {names}")
 
     def crossing(self, boundary: int) -> list[fx.Node]:
-        """The values that enter layer `boundary`, newest first."""
+        """The values that enter layer `boundary`: of the residual stream, newest first, then others, newest first."""
         alive = [n for n, last in self.last_use.items() if self._home(n) < boundary <= last]
-        return sorted(alive, key=self.order.__getitem__, reverse=True)
+        newest = sorted(alive, key=self.order.__getitem__, reverse=True)
+        return sorted(newest, key=lambda node: -stream_index(node) if in_stream(node) else 1)
 
     def inside(self, layer: int) -> list[fx.Node]:
         return [n for n in self.nodes if n in self.last_use and marks(n).layer == layer]
@@ -119,53 +163,238 @@ class Flow:
         return -1 if layer is None else layer
 
 
+class _HuggingFaceLayers:
+    """Prints the layers of one program."""
+
+    def __init__(self, program: Program, flow: LayerFlow) -> None:
+        self.program, self.flow = program, flow
+        self.ranks = program.mesh.get("tp", 1)
+        self.local = local_values(program.graph, program.parameters)
+        self.labels = _stream_labels(program)
+        self.form: dict[fx.Node, Form] = {}
+        for node in program.graph.nodes:
+            self.form[node] = self._form(node)
+
+    # --- what is printed of a value
+
+    def _form(self, node: fx.Node) -> Form:
+        if node not in self.local or node.target is ops.copy_to_group:
+            return "same"
+        module = self.program.modules[str(node.target)] if node.op == "call_module" else None
+        if module is not None and is_entry(module):
+            return "same"  # the parts of all ranks, which are all of the value
+        per_rank = any(self.form[n] != "same" for n in node.all_input_nodes)
+        partial = module is not None and computes_partial(module)
+        if (partial or (per_rank and _is_linear(node))) and self._only_reduced(node):
+            return "total"
+        return "per_rank" if partial or per_rank else "same"
+
+    def _only_reduced(self, node: fx.Node) -> bool:
+        """Whether nothing reads a rank's part of the sum that `node` belongs to, before it is complete."""
+        return bool(node.users) and all(
+            user.target is ops.all_reduce or (_is_linear(user) and self._only_reduced(user)) for user in node.users
+        )
+
+    # --- one layer
+
+    def layer(self, index: int, takes: list[fx.Node], gives: list[fx.Node]) -> PrintedLayer:
+        self.path = self.program.layer_path(index)
+        arguments = self.program.source.of_layer(index).layer_arguments
+        self.unique = UniqueNames(["self", "kwargs", "torch", *arguments])
+        self.names = {takes[0]: arguments[0]}
+        self.found = PerRankChild()
+        self.statements: list[tuple[str, str]] = []
+        for node in takes[1:]:
+            self.names[node] = self.unique.new("earlier_states")
+        for node in self.flow.inside(index):
+            if not self._is_inlined(node):
+                self._node(node)
+        newest = marks(gives[0]).stream
+        ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)
+        return PrintedLayer(
+            tuple(self.names[n] for n in takes),
+            tuple(self.names[n] for n in gives),
+            tuple(self.statements),
+            tuple(self._width(n) for n in takes),
+            tuple(self._width(n) for n in gives),
+            self.found.modules,
+            self.found.groups,
+            frozenset(self.found.classes),
+            ages,
+        )
+
+    def _width(self, node: fx.Node) -> int:
+        return self.ranks if self.form[node] == "per_rank" else 1
+
+    def _is_inlined(self, node: fx.Node) -> bool:
+        """A sum or mean over the ranks stands where its one use is, unless it is the stream itself."""
+        if len(node.users) != 1 or in_stream(node):
+            return False
+        if node.target is ops.all_reduce:
+            return marks(next(iter(node.users))).layer == marks(node).layer
+        return self.form[node] == "total" and _is_scaled(node)
+
+    def _node(self, node: fx.Node) -> None:
+        source = args_of(node)[0] if node.target in (ops.copy_to_group, ops.all_reduce) else None
+        if source in self.names and (node.target is ops.copy_to_group or self.form[source] == "total"):
+            self.names[node] = self.names[source]
+            return
+        form = self.form[node]
+        if node.op == "call_module":
+            text = self._call(node)
+        elif source is not None:
+            text = self._as(source, "total" if node.target is ops.all_reduce else "same")
+        elif form != "same" and _is_linear(node):
+            text = " + ".join(self._as(n, form) for n in args_of(node)) if _is_sum(node) else self._scaled(node)
+        elif form == "same":
+            text = self._expression(node, self._operands(node))
+        elif node.target is ops.blend:
+            text = self._expression(node, {n: self._as(n, form) for n in node.all_input_nodes})
+        else:
+            raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")
+        name = self.names[node] = self.unique.new(self._wish(node))
+        self.statements.append((name, broken(f"{_PAD}{name} = {text}")))
+
+    def _expression(self, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+        return WiringPrinter(self.path, names).expression(node)
+
+    def _text(self, node: fx.Node) -> str:
+        if node in self.names or not self._is_inlined(node):
+            return self.names[node]
+        return self._as(args_of(node)[0], "total") if node.target is ops.all_reduce else self._scaled(node)
+
+    def _operands(self, node: fx.Node) -> dict[fx.Node, str]:
+        return {n: self._text(n) for n in node.all_input_nodes if n in self.names or self._is_inlined(n)}
+
+    def _as(self, node: fx.Node, wanted: Form) -> str:
+        """`node` as a term of a value of the form `wanted`, per_rank or total."""
+        found = self.form[node]
+        if found == wanted:
+            return self._text(node)
+        atom = self._text(node) if node in self.names else f"({self._text(node)})"
+        if wanted == "per_rank" and found == "same":
+            return f"{atom}.unsqueeze(-2)"
+        if wanted == "total" and found == "per_rank":
+            return f"{atom}.sum(-2)"
+        if wanted == "total":  # every rank adds what all of them share
+            return f"{atom} * {self.ranks}"
+        raise RewriterError(f"{node.name} is {found} on all ranks, and {wanted} is needed")
+
+    def _scaled(self, node: fx.Node) -> str:
+        """A value times a number; the sum over ranks of x / ranks is their mean."""
+        source, form = args_of(node)[0], self.form[node]
+        number = args_of(node)[1]
+        if form == "total" and self.form[source] == "per_rank" and "mul" in _name(node) and number * self.ranks == 1:
+            return f"{self._text(source)}.mean(-2)"
+        return self._expression(node, {source: self._as(source, form)})
+
+    # --- children
+
+    def _call(self, node: fx.Node) -> str:
+        path = str(node.target)
+        module, inner = self.program.modules[path], path.removeprefix(self.path + ".")
+        if node not in self.local:
+            return self._expression(node, self._operands(node))
+        if not computes_partial(module) and not is_entry(module):
+            self._replicated(node, inner)
+            return self._expression(node, self._operands(node))
+        child = self._child(node)
+        self.found.add(child, inner)
+        names = self._operands(node)
+        for source in node.all_input_nodes:
+            per_rank = self.form[source] == "per_rank"
+            if child.tokens:
+                names[source] += ".flatten(1, 2)" if per_rank else ".repeat_interleave(RANKS, 1)"
+            elif per_rank:
+                names[source] += ".flatten(-2)"
+        text = self._expression(node, names)
+        if child.tokens:
+            text += ".unflatten(1, (-1, RANKS))" + (".sum(-2)" if self.form[node] == "total" else "")
+        return text
+
+    def _replicated(self, node: fx.Node, inner: str) -> None:
+        """A child that every rank computes in full; a norm may have weights per rank.
+
+        Raises RewriterError where it reads values that differ by rank and looks across tokens.
+        """
+        path = str(node.target)
+        module = self.program.modules[path]
+        if any(self._per_rank_inputs(node)) and not token_by_token(module):
+            raise RewriterError(
+                f"{path}: every rank computes all of it, from a value that differs by rank, and it does not map "
+                "tokens one by one: its ranks cannot run on one device in the source's own code. "
+                "`rewriter.simulate` and the sharded runtime compute them; leave its layer out of the selection"
+            )
+        own = any(p.ranges is not None for n, p in self.program.parameters.items() if n.startswith(f"{path}."))
+        if own and not computes(module):
+            kind = module.kind if isinstance(module, Leaf) else module.class_name
+            self.found.modules[inner] = PerRankModule("Norm", kind)
+
+    def _per_rank_inputs(self, node: fx.Node) -> list[bool]:
+        return [isinstance(a, fx.Node) and self.form[a] == "per_rank" for a in node.args]
+
+    def _child(self, node: fx.Node) -> PerRankChild:
+        """What computes per rank in a split child. Raises RewriterError where the source's own code cannot."""
+        path, inputs, needs_parts = str(node.target), self._per_rank_inputs(node), self.form[node] == "per_rank"
+        try:
+            if has_experts(self.program.modules[path]) and (any(inputs) or needs_parts):
+                return token_child(self.program, path)
+            return per_rank_child(self.program, path, inputs, needs_parts)
+        except NotPerRank as reason:
+            raise RewriterError(
+                f"{path}: its {self.ranks} ranks cannot run on one device in the source's own code: {reason}. "
+                "`rewriter.simulate` and the sharded runtime compute them; leave its layer out of the selection"
+            ) from None
+
+    def _wish(self, node: fx.Node) -> str:
+        """What the variable of a value is called where that is free."""
+        if node.op == "call_module":
+            return str(node.target).removeprefix(self.path + ".")
+        users = list(node.users)
+        if len(users) == 1 and users[0].target is ops.all_reduce and self.form[node] == "total":
+            node = users[0]  # it is printed as nothing
+        if node.target is ops.blend:
+            return "blended"
+        if node.target is ops.copy_to_group:  # of a sum over the ranks: of anything else it is printed as nothing
+            return "summed"
+        if node.name in self.labels:
+            return self.labels[node.name]
+        if marks(node).reads is not None:
+            return "with_own_part"
+        if _is_sum(node) or node.target is ops.all_reduce:
+            return "added" if self.form[node] == "total" else "total"
+        return node.name
+
+
+def _is_scaled(node: fx.Node) -> bool:
+    return node.target in SCALINGS and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in _ADDS and len(node.all_input_nodes) == 2
+
+
+def _is_linear(node: fx.Node) -> bool:
+    return _is_scaled(node) or _is_sum(node)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _stream_labels(program: Program) -> dict[str, str]:
-    """What the stream is called after each block (by the name of the add): `after_mlp`."""
+    """What values of the residual stream are called, by the name of their node: `after_mlp`.
+
+    On one device a pass keeps the source's adds, or they are no blocks any more; on ranks, the values of the stream.
+    """
     labels = {}
     for block in residual_blocks(program.origin or program):
         part = "layer" if block.kind == "parallel" else block.path.rpartition(".")[2]
-        labels[block.add.name] = f"after_{part}"
-    return labels
+        labels[block.index + 1, block.add.name] = f"after_{part}"
+    if not program.mesh:
+        return {name: label for (_, name), label in labels.items()}
+    by_index = {index: label for (index, _), label in labels.items()}
+    return {n.name: by_index.get(stream_index(n), "total") for n in program.graph.nodes if in_stream(n)}
 
 
-def _print_layer(
-    program: Program,
-    index: int,
-    flow: Flow,
-    takes: list[fx.Node],
-    gives: list[fx.Node],
-    labels: Mapping[str, str],
-) -> PrintedLayer:
-    path = program.layer_path(index)
-    argument_names = program.source.of_layer(index).layer_arguments
-    unique = Names("self", "kwargs", "torch", *argument_names)
-    names = {takes[0]: argument_names[0]}
-    for node in takes[1:]:
-        names[node] = unique.fresh("earlier_states")
-    statements = []
-    for node in flow.inside(index):
-        names[node] = unique.fresh(_wish(node, path, labels))
-        head, items, tail = call_parts(node, path, names)
-        statements.append((names[node], _statement(names[node], head, items, tail)))
-    newest = marks(gives[0]).stream
-    ages = tuple(None if newest is None or not in_stream(g) else newest - stream_index(g) for g in gives)
-    return PrintedLayer(tuple(names[n] for n in takes), tuple(names[n] for n in gives), tuple(statements), ages)
-
-
-def _statement(variable: str, head: str, items: list[str], tail: str) -> str:
-    if not tail:
-        return f"{' ' * _INDENT}{variable} = {head}"
-    return bracketed(f"{variable} = {head}", items, tail, _INDENT)
-
-
-def _wish(node: fx.Node, path: str, labels: Mapping[str, str]) -> str:
-    if node.op == "call_module":
-        return str(node.target).removeprefix(path + ".")
-    if node.name in labels:
-        return labels[node.name]
-    if node.target is ops.blend:
-        return "blended"
-    return "total" if node.name.startswith("add") else node.name
-
-
-__all__ = ["Flow", "PrintedLayer", "print_layers"]
+__all__ = ["LayerFlow", "PrintedLayer", "print_layers"]

@@ -34,7 +34,7 @@ class PassEntry(_Part):
     notes: list[str] = []
 
 
-class Skipped(_Part):
+class SkippedPass(_Part):
     """A pass that was not applied: optional and without effect, or disabled by name."""
 
     name: str
@@ -42,7 +42,7 @@ class Skipped(_Part):
 
 
 class SequenceEntry(_Part):
-    """How the tokens of a sequence lie on ranks: `rewriter.ops.SequencePlan`."""
+    """How the tokens of a sequence are sharded over ranks: `rewriter.ops.SequencePlan`."""
 
     kind: str
     grid: tuple[int, int, int]
@@ -81,7 +81,7 @@ class Adapted(_Part):
     modeling: str | None
 
 
-class Lanes(_Part):
+class PerRank(_Part):
     """The number of ranks that the function is bound to, and per layer what became of the reduction of each block.
 
     `modes` says what the words of `pattern` mean.
@@ -94,7 +94,7 @@ class Lanes(_Part):
     untied: list[str] = []
 
 
-class Quantized(_Part):
+class QuantizedEntry(_Part):
     """What travels quantized between ranks, and only there: `rewriter.analysis.communication.Quantized`.
 
     Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
@@ -141,7 +141,7 @@ class Verified(_Part):
 
 
 class Golden(_Part):
-    """Where the golden logits lie, computed in fp32 from the real weights on one device."""
+    """Where the golden logits are, computed in fp32 from the real weights on one device."""
 
     file: str
     tokens: int
@@ -172,24 +172,24 @@ class AdaptationEntry(_Part):
 
 
 class Manifest(_Part):
-    """The whole file. `files` are the sha256 of every other file of the directory.
+    """The file. `files` are the sha256 of every other file of the directory.
 
-    `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `lanes` is None for a function that
-    is the same on any number of ranks; `quantized` is None where ranks exchange values as they are,
-    `adaptation` where weights are as they were before the rewrite.
+    `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
+    that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
+    where weights are as they were before the rewrite.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
     versions: dict[str, str]
     recipe: dict[str, Any]
     passes: list[PassEntry]
-    skipped: list[Skipped] = []
+    skipped: list[SkippedPass] = []
     mesh: dict[str, int]
     runtime: dict[str, Runtime]
     source: SourceEntry
     adapted: Adapted
-    lanes: Lanes | None = None
-    quantized: Quantized | None = None
+    per_rank: PerRank | None = None
+    quantized: QuantizedEntry | None = None
     verification: Verified
     golden: Golden | None = None
     adaptation: AdaptationEntry | None = None

@@ -1,44 +1,59 @@
-"""What generated modeling files have in common: names, imports, the check of the source, model classes."""
+"""The generated modeling file of a Hugging Face model: its header, imports, layers, and the classes of the model."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import inspect
-import json
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import transformers
 
 from rewriter import ops
-from rewriter.emit.naming import identifier
-from rewriter.emit.python import LINE_LENGTH, bracketed, quoted
-from rewriter.emit.source_classes import Argument, config_module
-from rewriter.ir import Program, Source
+from rewriter.common.version import VERSION
+from rewriter.emit.layers import PrintedLayer
+from rewriter.emit.per_rank_modules import PerRankModule
+from rewriter.emit.python_source import LINE_LENGTH, bracketed, docstring, filled, identifier, quoted
+from rewriter.emit.source_classes import config_module, layer_arguments, returned_values
+from rewriter.emit.verbatim import model, per_rank, source_of
+from rewriter.ir import Leaf, Program, Source, args_of
 from rewriter.ir.marks import marks
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
+_ANNEALED = (
+    "A variant for training alone: what a rewired layer reads or adds is blended with what the original reads or adds, "
+    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewired layer). It may change at any "
+    "step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
+)
+_REWIRED = (
+    "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
+    "names the kind of every layer:"
+)
+_BOUND = (
+    "Sharded over {ranks} ranks, some all-reduces are left out, and each rank then has its own residual. Here all "
+    "{ranks} ranks are computed on one device: a value that differs by rank is [B, S, RANKS, D], any other [B, S, D]. "
+    "An all-reduce is a sum over the ranks.",
+    "The children of a layer are the source's. Inside attention and MLP, the parts of all ranks together are the heads "
+    "and channels of the full module, so only the projections that read a rank's own residual (PerRankColumn) or "
+    "return its partial sums (PerRankRow) differ. `config.rewriter_layers` names the kind of every layer:",
+)
 
 
 @dataclass(frozen=True)
-class HuggingFaceFiles:
-    """What goes beside the weights.
+class PrintedKind:
+    """A kind of decoder layer of the generated file: its name in the config, its class, one layer that is of it, and
+    `what` it does in sentences."""
 
-    `config` is for config.json. `modeling` is the text of the file `modeling_name`; both are None where the source's
-    own code still computes the program.
-    """
-
-    config: dict[str, Any]
-    modeling_name: str | None
-    modeling: str | None
-    model_type: str
+    name: str
+    class_name: str
+    layer: PrintedLayer
+    example: int
+    what: tuple[str, ...]
 
 
-class Names:
+class ModelNames:
     """What the generated classes are called: the source's names with a prefix."""
 
     def __init__(self, source: Source) -> None:
@@ -49,64 +64,85 @@ class Names:
         self.architecture = f"Rewriter{source.architecture}"
 
 
-def own_config(source: Source, names: Names) -> dict[str, Any]:
-    """The source's config.json with the generated classes instead of its own."""
-    config = {k: v for k, v in source_config(source).items() if k != "_name_or_path"}
-    if "tie_word_embeddings" in source.config:  # said outright: its default is not the same for every class
-        config.setdefault("tie_word_embeddings", source.config["tie_word_embeddings"])
-    return config | {
-        "architectures": [names.architecture],
-        "auto_map": {
-            "AutoConfig": f"{names.module}.{names.config}",
-            "AutoModel": f"{names.module}.{names.base}",
-            "AutoModelForCausalLM": f"{names.module}.{names.architecture}",
-        },
-        "model_type": names.model_type,
-    }
+def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, bound: bool) -> str:
+    """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
+    source = program.source
+    modules = [m for kind in kinds for m in kind.layer.modules.values()]
+    children = _children(source, kinds)
+    ranks = f"RANKS = {program.mesh['tp']}  # that this model's function is bound to\n\n" if bound else ""
+    parts = [
+        _header(program, kinds, names, bound),
+        f"{_imports(source, modules, children)}\n\n{ranks}{_source_check(source, children)}",
+        *(_per_rank_code(modules) if bound else ()),
+        *[source_of(model.blend)] * _anneals(program),
+        *(_layer_class(program, kind, bound) for kind in kinds),
+        _table(source, kinds),
+        *_rewiring(program, bound),
+        *_model_classes(source, names, bound),
+        _conversions(source, names),
+    ]
+    header, *code = (part.strip("\n") for part in parts)
+    return header + "\n\n" + "\n\n\n".join(code) + "\n"
 
 
-def source_config(source: Source) -> dict[str, Any]:
-    """config.json as it lies on disk; what the trace knows of it where there is none, or where it is another one.
+def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, bound: bool) -> str:
+    source, ranks = program.source, program.mesh.get("tp")
+    recipe = (program.recipe or {}).get("name")
+    by = f"recipe {recipe}" if recipe else "passes " + (", ".join(r.name for r in program.history) or "by hand")
+    what = f"whose function is bound to {ranks} ranks (tp={ranks})" if bound else "with some decoder layers rewired"
+    lines = [
+        f'"""{names.architecture}: {source.architecture} {what}.',
+        "",
+        filled(
+            f"Generated by rewriter {VERSION} ({by}) from a {source.model_type} checkpoint, "
+            f"with transformers {transformers.__version__}."
+        ),
+    ]
+    lines += [filled(f"{entry.name}({entry.arguments()}): {entry.summary}", 4) for entry in program.history]
+    about = [text.format(ranks=ranks) for text in _BOUND] if bound else [_REWIRED]
+    for text in [*[_ANNEALED] * _anneals(program), *about]:
+        lines += ["", filled(text)]
+    lines.append("")
+    own = zip(standard_kinds(source), source.layer_classes, strict=True)
+    listed = [(name, f"{cls.name}, unchanged.") for name, cls in own]
+    listed += [(kind.name, f"{kind.class_name}: {' '.join(kind.what)}") for kind in kinds]
+    for name, text in listed:
+        lines += textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
+    return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
-    That is where the file configures several models, of which the causal LM is one.
-    """
-    file = Path(source.path) / "config.json" if source.path else None
-    config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
-    return config if config.get("model_type", source.model_type) == source.model_type else dict(source.config)
+
+def _children(source: Source, kinds: Sequence[PrintedKind]) -> list[str]:
+    """The source's classes whose code was found to do the right thing when only its projections compute per rank."""
+    module = importlib.import_module(source.module)
+    return sorted({name for kind in kinds for name in kind.layer.classes if hasattr(module, name)})
 
 
-def wrapped(text: str, indent: int = 0, first: str = "") -> str:
-    """Lines of at most LINE_LENGTH; `first` opens the first one, and the others are as far in."""
-    pad = " " * indent
-    return textwrap.fill(text, LINE_LENGTH, initial_indent=pad + first, subsequent_indent=pad + " " * len(first))
-
-
-def imports(
-    source: Source, own: Collection[str] = (), standard: Collection[str] = (), others: Collection[str] = ()
-) -> str:
-    """The import statements; besides the model's classes, `own` from its module, `standard` modules, and `others`."""
+def _imports(source: Source, modules: Sequence[PerRankModule], children: Collection[str]) -> str:
+    """The import statements: of the model's classes, and of what `modules` and the check of `children` need."""
     layers = [cls.name for cls in source.layer_classes]
+    norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
-    for name in (*layers, source.architecture, source.base_class, *own):
+    for name in (*layers, source.architecture, source.base_class, *norms, *children):
         places.setdefault(source.module_of(name), set()).add(name)
     origin = [f"from {config_module(source)} import {source.config_class}"]
     for module, names in sorted(places.items()):
         classes = sorted(names, key=lambda c: (not c.isupper(), c))  # constants first, as ruff sorts
-        line = bracketed(f"from {module} import ", classes, "", 0)
-        if "\n" in line:
+        line = f"from {module} import {', '.join(classes)}"
+        if len(line) > LINE_LENGTH:
             line = f"from {module} import (\n" + "".join(f"    {c},\n" for c in classes) + ")"
         origin.append(line)
     mapping = "from transformers.conversion_mapping import (\n    get_checkpoint_conversion_mapping,\n"
     mapping += "    register_checkpoint_conversion_mapping,\n)"
+    others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     third_party = ["from transformers import __version__ as transformers_version", mapping, *origin, *others]
-    first = [f"import {module}" for module in sorted(["hashlib", "inspect", *standard])]
-    return "\n".join([*first, "", "import torch", *third_party])
+    copying = ["import copy"] * any(m.role in ("Norm", "Experts") for m in modules)
+    return "\n".join([*copying, "import hashlib", "import inspect", "", "import torch", *third_party])
 
 
-def source_check(source: Source, children: Collection[str] = ()) -> str:
+def _source_check(source: Source, children: Collection[str]) -> str:
     """Statements that raise where the source's layers are not those that were read, nor their `children`, classes."""
     known = {cls.name: cls.sha256 for cls in source.layer_classes}
-    known |= {name: class_sha256(source, name) for name in children}
+    known |= {name: _class_sha256(source, name) for name in children}
     if len(known) == 1:
         return f'''\
 # The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
@@ -132,51 +168,52 @@ for source_class, sha256 in SOURCE_SHA256.items():
 """
 
 
-def class_sha256(source: Source, name: str) -> str:
+def _class_sha256(source: Source, name: str) -> str:
     """The hash of the source code of a class of the model's module."""
     cls = getattr(importlib.import_module(source.module_of(name)), name)
     return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
 
 
-def docstring(sentences: list[str], indent: int) -> list[str]:
-    """Lines of a docstring: one line where it fits, else the first sentence, a blank line and the others."""
-    pad = " " * indent
-    whole = f'{pad}"""{" ".join(sentences)}"""'
-    if len(whole) <= LINE_LENGTH:
-        return [whole]
-    width = LINE_LENGTH - indent - 6
-    first, rest = textwrap.wrap(sentences[0], width), textwrap.wrap(" ".join(sentences[1:]), width)
-    body = [*first, *(["", *rest] if rest else [])]
-    return [f'{pad}"""{body[0]}', *(f"{pad}{line}" if line else "" for line in body[1:]), f'{pad}"""']
+# --- layers
 
 
-BLEND = '''
-def blend(fresh, stale, annealing):
-    """(1 - annealing) * fresh + annealing * stale; exactly `fresh` at 0 and `stale` at 1."""
-    return torch.lerp(fresh.to(stale.dtype), stale, annealing)
-'''
-
-ANNEALED = (
-    "A variant for training alone: what a rewired layer reads or adds is blended with what the original reads or adds, "
-    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewired layer). It may change at any "
-    "step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
-)
-
-
-def anneals(program: Program, layer: int | None = None) -> bool:
+def _anneals(program: Program, layer: int | None = None) -> bool:
     """Whether a layer, or any, blends what it computes with what the original does."""
     blends = (n for n in program.graph.nodes if n.target is ops.blend)
     return any(layer is None or marks(n).layer == layer for n in blends)
 
 
-def annealing_attribute(program: Program, layer: int) -> list[str]:
-    """The line of a class of layers that declares its `annealing`; none where it has no such thing."""
-    return ["    annealing = 1.0"] if anneals(program, layer) else []
+def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
+    source, layer = program.source.of_layer(kind.example), kind.layer
+    arguments = layer_arguments(source)
+    lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4), ""]
+    for name, widths in (("takes", layer.widths_taken), ("gives", layer.widths_given)):
+        lines.append(f"    {name} = {_widths(widths) if bound else len(widths)}")
+    lines += ["    annealing = 1.0"] * _anneals(program, kind.example)
+    if layer.modules:
+        lines.append("    per_rank_modules = (")
+        for path, module in layer.modules.items():
+            options = ", ".join(f"{quoted(name)}: {value}" for name, value in module.options)
+            lines.append(bracketed("(", [quoted(path), module.class_name, f"{{{options}}}"], "),", 8))
+        lines.append("    )")
+    if layer.groups:
+        groups = ", ".join(f"({quoted(path)}, {count})" for path, count in layer.groups.items())
+        groups += "," * (len(layer.groups) == 1)
+        lines.append(f"    key_value_groups = ({groups})  # ranks hold more key/value heads than the source")
+    parameters = ["self", *map(str, arguments), *["**kwargs"] * source.layer_var_kwargs]
+    lines += ["", bracketed("def forward(", parameters, "):", 4)]
+    for argument in arguments[1:]:
+        # the source's code reads it, but was traced without it
+        if argument.read and argument.name in program.source.absent[kind.example]:
+            lines.append(f"        if {argument.name} is not None:")
+            lines.append(f'            raise ValueError("{argument.name}: {kind.class_name} was generated without it")')
+    lines.append(layer.text(returned_values(source), bound))
+    return "\n".join(lines)
 
 
-def untraced(program: Program, arguments: list[Argument], layer: int = 0) -> list[str]:
-    """Arguments that the source's code of a layer reads, but that it was traced without."""
-    return [a.name for a in arguments[1:] if a.read and a.name in program.source.absent[layer]]
+def _widths(widths: Sequence[int]) -> str:
+    inner = ", ".join("1" if width == 1 else "RANKS" for width in widths)
+    return f"({inner},)" if len(widths) == 1 else f"({inner})"
 
 
 def standard_kinds(source: Source) -> list[str]:
@@ -184,53 +221,96 @@ def standard_kinds(source: Source) -> list[str]:
     return [STANDARD if i == 0 else f"{STANDARD}_{i + 1}" for i in range(len(source.layer_classes))]
 
 
-def table(source: Source, kinds: Sequence[tuple[str, str]]) -> str:
-    """LAYER_CLASSES: the class of every kind of layer; `kinds` are (name, class) of the generated ones."""
-    rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True), *kinds]
+def _table(source: Source, kinds: Sequence[PrintedKind]) -> str:
+    """LAYER_CLASSES: the class of every kind of layer."""
+    rows = [*zip(standard_kinds(source), [c.name for c in source.layer_classes], strict=True)]
+    rows += [(kind.name, kind.class_name) for kind in kinds]
     return "\n".join(["LAYER_CLASSES = {", *(f"    {quoted(name)}: {cls}," for name, cls in rows), "}"])
 
 
-def model_classes(source: Source, names: Names, config_fields: Mapping[str, str]) -> list[str]:
-    """The config and model classes; `config_fields` are what the config has besides the source's: name → type."""
-    fields = "\n".join(f"    {name}: {kind} | None = None" for name, kind in config_fields.items())
-    config = f'''
-class {names.config}({source.config_class}):
-    """{source.config_class} that also names the kind of every decoder layer.
-
-    The model type is not the source's: under that name, loading without trust_remote_code would silently build the
-    original wiring.
-    """
-
-    model_type = "{names.model_type}"
-
-{fields}
-'''
-    inner = source.layers.partition(".")[2]
-    base = _model_class(names.base, source.base_class, names.config, f"rewire(self, self.{inner})")
-    root = f"self.{source.layers.partition('.')[0]}"
-    causal = _model_class(
-        names.architecture, source.architecture, names.config, f"rewire({root}, self.{source.layers})"
-    )
-    return [config, base, causal]
+# --- modules that compute per rank
 
 
-def _model_class(name: str, parent: str, config: str, rewire: str) -> str:
-    return f"""
-class {name}({parent}):
-    config_class = {config}
-    _no_split_modules = (*({parent}._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
+def _per_rank_code(modules: Sequence[PerRankModule]) -> list[str]:
+    """Packing, what each role of modules does, the classes by role and kind, and how they replace the source's."""
+    roles = {m.role_class for m in modules}
+    factors = {role: classes for role, classes in per_rank.LORA_FACTORS.items() if role.__name__ in roles}
+    # Of each projection's role also the Linear, for the factors of an adapter.
+    classes = {(m.role_class, m.kind): m.class_name for m in modules if m.kind}
+    classes |= {(role.__name__, "Linear"): f"{role.__name__}Linear" for role in factors}
+    parts: list[str] = [source_of(per_rank.unpack), source_of(per_rank.pack)]
+    if weights := [weight for kind, weight in _WEIGHTS.items() if any(k == kind for _, k in classes)]:
+        text = source_of(per_rank.output_rows)
+        parts.append(text if len(weights) == 2 else f"{text.rpartition('return')[0]}return {weights[0]}")
+    all_roles = (*per_rank.LORA_FACTORS, per_rank.PerRankExperts, per_rank.PerRankNorm)
+    parts += [source_of(role) for role in all_roles if role.__name__ in roles]
+    if roles & {"PerRankNorm", "PerRankExperts"}:
+        parts.append(source_of(per_rank.unbound))
+    for (role, kind), name in sorted(classes.items()):
+        parent = f"torch.nn.{kind}" if kind in ("Linear", "LayerNorm") else kind
+        parts.append(f"class {name}({role}, {parent}):\n    pass")
+    absent = {role.__name__ for role in all_roles} - roles
+    parts += [source_of(per_rank.use_per_rank_modules, absent=absent), source_of(per_rank.require_per_rank_modules)]
+    if per_rank.PerRankColumn in factors:
+        parts.append(source_of(per_rank.PerRankRead))
+    rows = [f"{role.__name__}: ({', '.join(map(_class_path, pair))})" for role, pair in factors.items()]
+    comment = "# The classes of a LoRA's two factors, by what their product is added to.\n"
+    parts.append(comment + bracketed("LORA_FACTORS = {", rows, "}", 0))
+    return [*parts, source_of(per_rank.lora_computes_per_rank)]
 
-    def __init__(self, config):
-        super().__init__(config)
-        {rewire}
 
-    @classmethod
-    def is_custom_code(cls):
-        return False  # it is initialised as the source is, also the buffers that no checkpoint holds
-"""
+_WEIGHTS = {"Linear": "projection.weight", "Conv1D": "projection.weight.t()"}
 
 
-def conversions(source: Source, names: Names) -> str:
+def _class_path(cls: type) -> str:
+    return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.") else cls.__name__
+
+
+# --- the model
+
+
+def _rewiring(program: Program, bound: bool) -> list[str]:
+    """The functions that give a model's layers their classes."""
+    drops = bound and _drops_out(program)
+    absent = ["refuse_dropout"] * (not drops) + ["RANKS", "use_per_rank_modules"] * (not bound)
+    names = {"SourceModel": program.source.base_class, "ALONE": "(1,)" if bound else "1"}
+    narrow = per_rank.narrow_hidden_states if bound else model.narrow_hidden_states
+    parts = [source_of(model.rewire, names, absent), source_of(narrow)]
+    return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
+
+
+def _drops_out(program: Program) -> bool:
+    """Whether the source's layers have dropout outside of their modules: a sharded wiring has none."""
+    origin = program.origin or program
+    for node in origin.graph.nodes:
+        if marks(node).layer is None:
+            continue
+        if node.target is ops.dropout and args_of(node)[1]:
+            return True
+        module = origin.modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, Leaf) and module.kind == "Dropout" and module.options.get("p", 1.0):
+            return True
+    return False
+
+
+def _model_classes(source: Source, names: ModelNames, bound: bool) -> list[str]:
+    """The config and model classes."""
+    own = {"SourceConfig": source.config_class, "OwnConfig": names.config, "own_model_type": names.model_type}
+    config = source_of(model.OwnConfig, own)
+    if bound:
+        config += "\n    rewriter_pattern: list[dict[str, str]] | None = None\n    rewriter_ranks: int | None = None"
+    root, _, inner = source.layers.partition(".")
+    base = source_of(model.OwnModel, own | {"SourceModel": source.base_class, "OwnModel": names.base})
+    causal = source_of(model.OwnModel, own | {"SourceModel": source.architecture, "OwnModel": names.architecture})
+    rewire = "rewire(self, self.layers)"
+    return [
+        config,
+        base.replace(rewire, f"rewire(self, self.{inner})"),
+        causal.replace(rewire, f"rewire(self.{root}, self.{source.layers})"),
+    ]
+
+
+def _conversions(source: Source, names: ModelNames) -> str:
     """Statements that register the source type's conversion of checkpoints for the generated classes."""
     pairs = [
         (source.model_type, names.model_type),
@@ -250,14 +330,3 @@ def conversions(source: Source, names: Names) -> str:
             "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
         ]
     )
-
-
-def listed_kinds(source: Source, rewritten: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a header that say what each kind of layer is: the source's own, then (name, description) of others."""
-    own = zip(standard_kinds(source), source.layer_classes, strict=True)
-    listed = [*((name, f"{cls.name}, unchanged.") for name, cls in own), *rewritten]
-    return [
-        line
-        for name, text in listed
-        for line in textwrap.wrap(f"{name}  {text}", LINE_LENGTH, initial_indent="    ", subsequent_indent="        ")
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,9 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.ir import args_of
+from rewriter.common.errors import RewriterError
+from rewriter.emit.python_source import literal
+from rewriter.ir import SPLAT, Input, LayerArgument, args_of
 from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
@@ -20,7 +21,7 @@ _INFIX: dict[Any, str] = {
     aten.add.Tensor: "+", aten.sub.Tensor: "-", aten.mul.Tensor: "*", aten.div.Tensor: "/", aten.add.Scalar: "+",
     aten.mul.Scalar: "*", aten.div.Scalar: "/", aten.sub.Scalar: "-", aten.matmul.default: "@",
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
-    operator.iadd: "+", torch.add: "+", torch.mul: "*",
+    operator.iadd: "+", operator.matmul: "@", torch.add: "+", torch.mul: "*",
     aten.eq.Scalar: "==", aten.ne.Scalar: "!=", aten.gt.Scalar: ">", aten.lt.Scalar: "<", aten.ge.Scalar: ">=",
     aten.le.Scalar: "<=", aten.bitwise_and.Tensor: "&", aten.bitwise_or.Tensor: "|",
 }  # fmt: skip
@@ -49,34 +50,33 @@ _FUNCTIONS: dict[Any, str | None] = {
 }  # fmt: skip
 
 
-class Printer:
+GROUP = "self.tp"  # the group of collectives
+
+
+def own(path: str) -> str:
+    """What a module calls what it holds at `path`."""
+    return f"self.{path}"
+
+
+class NodePrinter:
     """Prints nodes given the names of their inputs.
 
     `name` maps a node to its Python expression; `module` and `attribute` give the expression of a called module and
-    of a tensor attribute. Groups of collectives print as `group`.
+    of a tensor attribute.
     """
+
+    functional = "F"  # torch.nn.functional
 
     def __init__(
         self,
         name: Callable[[fx.Node], str],
-        module: Callable[[str], str],
-        attribute: Callable[[str], str],
-        group: str,
-        slot: str = "self.slot",
+        module: Callable[[str], str] = own,
+        attribute: Callable[[str], str] = own,
     ) -> None:
-        self.name, self.module, self.attribute, self.group, self.slot = name, module, attribute, group, slot
+        self.name, self.module, self.attribute = name, module, attribute
 
     def value(self, x: Any) -> str:
-        if isinstance(x, fx.Node):
-            return self.name(x)
-        if isinstance(x, (list, tuple)):
-            inner = ", ".join(map(self.value, x))
-            return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
-        if isinstance(x, torch.dtype):
-            return str(x)
-        if isinstance(x, float) and not math.isfinite(x):
-            return f'float("{x}")'
-        return f'"{x}"' if isinstance(x, str) else repr(x)
+        return literal(x, lambda item: self.name(item) if isinstance(item, fx.Node) else None)
 
     def arguments(self, args: Any, kwargs: Mapping[str, Any]) -> str:
         return ", ".join([*map(self.value, args), *(f"{k}={self.value(v)}" for k, v in kwargs.items())])
@@ -115,10 +115,17 @@ class Printer:
             return special(self, node)
         if function := _FUNCTIONS.get(node.target):
             return f"{function}({self.arguments(args, kwargs)})"
-        if getattr(target, "__module__", "") in ("torch", "torch._C._nn", "torch.nn.functional"):
-            place = "F" if "functional" in target.__module__ else "torch"
-            return f"{place}.{target.__name__}({self.arguments(args, kwargs)})"
-        return f"torch.ops.{target!s}({self.arguments(args, kwargs)})"
+        return f"{self._named(node)}({self.arguments(args, kwargs)})"
+
+    def _named(self, node: fx.Node) -> str:
+        """A function of torch by its name."""
+        if isinstance(node.target, torch._ops.OpOverload):
+            return f"torch.ops.{node.target}"
+        name = getattr(node.target, "__name__", "")
+        for home, prefix in ((torch.nn.functional, self.functional), (torch, "torch")):
+            if getattr(home, name, None) is node.target:
+                return f"{prefix}.{name}"
+        raise RewriterError(f"{node.name}: {node.target} in a layer's wiring cannot be written as Python")
 
     def _method(self, method: str, args: Any, kwargs: Mapping[str, Any]) -> str:
         rest = list(args[1:])
@@ -127,11 +134,68 @@ class Printer:
         return f"{self.atom(args[0])}.{method}({self.arguments(rest, kwargs)})"
 
 
+class WiringPrinter(NodePrinter):
+    """Prints nodes of the wiring as the source's layer at `path` would: its children are called as the source does.
+
+    `names` are the expressions of other nodes.
+    """
+
+    functional = "torch.nn.functional"
+
+    def __init__(self, path: str, names: Mapping[fx.Node, str]) -> None:
+        def child(target: str) -> str:
+            return f"self.{target.removeprefix(path + '.')}"
+
+        super().__init__(names.__getitem__, child, child)
+
+    def expression(self, node: fx.Node) -> str:
+        call = marks(node).python
+        if node.op != "call_module" or call is None:
+            return super().expression(node)
+
+        def leaf(value: Any) -> str | None:
+            if isinstance(value, Input):
+                return self.name(_argument(node, value))
+            if isinstance(value, LayerArgument):
+                return "kwargs" + value.name.removeprefix(SPLAT) if value.name.startswith(SPLAT) else value.name
+            return None
+
+        items = [literal(a, leaf) for a in call.args] + [f"{k}={literal(v, leaf)}" for k, v in call.kwargs.items()]
+        items += ["**kwargs"] * call.splat
+        index = "" if call.index is None else f"[{call.index}]"
+        return f"{self.module(str(node.target))}({', '.join(items)}){index}"
+
+    def atom(self, x: Any) -> str:
+        return self.value(x)  # names are identifiers, or calls of their methods
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The wiring nodes whose values the printed node names: a child's other tensors arrive as layer arguments."""
+    call = marks(node).python
+    if call is None:
+        return list(node.all_input_nodes)
+    found: list[fx.Node] = []
+
+    def note(value: Any) -> str | None:
+        if isinstance(value, Input):
+            found.append(_argument(node, value))
+        return "" if isinstance(value, (Input, LayerArgument)) else None
+
+    literal((call.args, call.kwargs), note)
+    return found
+
+
+def _argument(node: fx.Node, place: Input) -> fx.Node:
+    argument = node.args[place.index]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
 def is_infix(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in _INFIX or node.target in (aten.neg.default, aten.rsub.Scalar))
 
 
-def _slice(p: Printer, node: fx.Node) -> str:
+def _slice(p: NodePrinter, node: fx.Node) -> str:
     x, dim, start, end, step = (*args_of(node), *(None,) * 5)[:5]
     rank = node.meta["val"].dim()
     dim = (dim or 0) % rank
@@ -142,15 +206,21 @@ def _slice(p: Printer, node: fx.Node) -> str:
     return f"{p.atom(x)}[{before}{piece}]"
 
 
-def _cast(p: Printer, node: fx.Node) -> str:
+def _getitem(p: NodePrinter, node: fx.Node) -> str:
+    index = args_of(node)[1]
+    inner = ", ".join(map(p.value, index)) if isinstance(index, tuple) and index else p.value(index)
+    return f"{p.atom(args_of(node)[0])}[{inner}]"
+
+
+def _cast(p: NodePrinter, node: fx.Node) -> str:
     dtype = args_of(node)[1]
     return (
         f"{p.atom(args_of(node)[0])}.float()" if dtype == torch.float32 else f"{p.atom(args_of(node)[0])}.to({dtype})"
     )
 
 
-def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
-    def show(p: Printer, node: fx.Node) -> str:
+def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         x, dims, keep = (*args_of(node), False)[:3]
         dims = dims[0] if len(dims) == 1 else tuple(dims)
         return f"{p.atom(x)}.{method}({p.value(dims)}{', keepdim=True' if keep else ''})"
@@ -158,31 +228,31 @@ def _dims(method: str) -> Callable[[Printer, fx.Node], str]:
     return show
 
 
-def _attention(p: Printer, node: fx.Node) -> str:
+def _attention(p: NodePrinter, node: fx.Node) -> str:
     kwargs = dict(node.kwargs)
     kwargs.pop("sequence", None)  # whether tokens are sharded differs by call: the context says it
     ordinal = kwargs.pop("slot")
     mask = kwargs.pop("mask")
     spec = f'MaskSpec("{mask.kind}"' + (f", {mask.size})" if mask.size is not None else ")")
-    slot = p.slot if not ordinal else f"{p.slot} + {ordinal}"
+    slot = "self.slot" if not ordinal else f"self.slot + {ordinal}"
     rest = "".join(f", {k}={p.value(v)}" for k, v in kwargs.items() if v is not None)
     return f"attention({', '.join(map(p.value, node.args))}, slot={slot}, mask={spec}{rest})"
 
 
-def _on_group(function: str) -> Callable[[Printer, fx.Node], str]:
-    def show(p: Printer, node: fx.Node) -> str:
+def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         x, _, *rest = node.args
         name = f', name="{marks(node).tag}"' if marks(node).tag is not None else ""
-        return f"{function}({', '.join([p.value(x), p.group, *map(p.value, rest)])}{name})"
+        return f"{function}({', '.join([p.value(x), GROUP, *map(p.value, rest)])}{name})"
 
     return show
 
 
-def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
+def _reduction(function: str) -> Callable[[NodePrinter, fx.Node], str]:
     """A sum over the group, with a format where it travels quantized."""
     call = _on_group(function)
 
-    def show(p: Printer, node: fx.Node) -> str:
+    def show(p: NodePrinter, node: fx.Node) -> str:
         if not node.kwargs:
             return call(p, node)
         options = f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}'
@@ -191,12 +261,16 @@ def _reduction(function: str) -> Callable[[Printer, fx.Node], str]:
     return show
 
 
-_SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
+_SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     aten.slice.Tensor: _slice,
     aten.to.dtype: _cast,
     ops.type_as_model: lambda p, n: f"{p.atom(args_of(n)[0])}.to({p.atom(args_of(n)[1])}.dtype)",
     aten.sym_size.int: lambda p, n: f"{p.atom(args_of(n)[0])}.shape[{args_of(n)[1]}]",
-    operator.getitem: lambda p, n: f"{p.atom(args_of(n)[0])}[{p.value(args_of(n)[1])}]",
+    operator.getitem: _getitem,
+    ops.blend: lambda p, n: f"blend({p.arguments(n.args[:2], {})}, self.annealing)",
+    ops.dropout: lambda p, n: (
+        f"{p.functional}.dropout({p.value(n.args[0])}, p={p.value(n.args[1])}, training=self.training)"
+    ),
     aten.cat.default: lambda p, n: f"torch.cat({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
     aten.stack.default: lambda p, n: f"torch.stack({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
     aten.chunk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.chunk({args_of(n)[1]}, dim={(*args_of(n), 0)[2]})",
@@ -223,5 +297,5 @@ _SPECIAL: dict[Any, Callable[[Printer, fx.Node], str]] = {
     ops.own_shard: _on_group("own_shard"),
     ops.shard_tokens: lambda p, n: f"shard_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.gather_tokens: lambda p, n: f"gather_tokens({p.value(args_of(n)[0])}, ctx)",
-    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {p.group})",
+    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {GROUP})",
 }

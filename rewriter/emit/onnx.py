@@ -2,7 +2,7 @@
 
     input_ids, position_ids: int64 [batch, length]  →  logits: float32 [batch, length, vocabulary]
 
-Attention is causal over the whole row; rows of different lengths are padded on the right, where padding is not seen.
+Attention is causal over the full row; rows of different lengths are padded on the right, where padding is not seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.emit.manifest import read_manifest
 
-# A protobuf file ends at 2 GiB; above this many bytes of weights they lie in FILE.data. Some room is for the graph.
+# A protobuf file ends at 2 GiB; above this many bytes of weights they are in FILE.data. Some room is for the graph.
 MAX_INLINE_BYTES = 1_900_000_000
 
 LIMIT = 1e-4  # relative error between onnxruntime and torch, both in float32

@@ -1,6 +1,6 @@
 """The output directory: written beside its final place, renamed when complete, resumed when interrupted.
 
-While a run is under way, NAME's files lie in `.NAME.rewriting`, and `.NAME.rewriting.journal` says which job writes
+While a run is under way, NAME's files are in `.NAME.rewriting`, and `.NAME.rewriting.journal` says which job writes
 there and which files are finished. The journal is also the lock that keeps two runs apart, and the proof that the
 staging directory is ours: without it nothing is deleted. The order at the end is: every file on the disk, the
 manifest, the rename, then the journal goes. Whatever moment the power fails at, NAME is either absent or complete.
@@ -29,8 +29,8 @@ class OutputDirectory:
     """A context manager around writing one output directory.
 
     Inside, files are made at `path(name)` and then made known by `add(name)` or `record(path, sha256)`, or written
-    whole by `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its final
-    place.
+    in one call by `write(name, data)`. `manifest(table)` comes last. Leaving the block renames the directory to its
+    final place.
 
     Leaving it by an exception deletes what was staged, except by an interruption (Ctrl-C, as kill -9): then a later
     run of the same `job` with `resume` continues, and `finished(name)` answers for files that are done. `job` is what
@@ -101,7 +101,7 @@ class OutputDirectory:
         return path
 
     def write(self, name: str, data: str | bytes) -> str:
-        """Write a whole small file onto the disk; returns its sha256."""
+        """Write a small file onto the disk; returns its sha256."""
         return self._write(self.path(name), data.encode() if isinstance(data, str) else data)
 
     def add(self, name: str) -> str:

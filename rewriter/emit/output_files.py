@@ -17,7 +17,7 @@ from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
-from rewriter.emit.manifest import Lanes, Runtime, SequenceEntry, mesh_name, mesh_of
+from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.emit.reduction_pattern import sentences
 from rewriter.ir import Program
@@ -35,7 +35,7 @@ _BESIDE_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedFiles:
     """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content)."""
 
     checkpoint: Checkpoint
@@ -46,7 +46,7 @@ class Layout:
     modeling: str | None
     model_type: str
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
-    lanes: Lanes | None = None
+    per_rank: PerRank | None = None
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -59,7 +59,7 @@ class Layout:
         return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
 
 
-def plan(program: Program, dtype: str | None = None) -> Layout:
+def plan(program: Program, dtype: str | None = None) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
     `dtype` (bf16, fp16, fp32) converts floating-point weights. Raises RewriterError for a program without a checkpoint,
@@ -120,17 +120,17 @@ def plan(program: Program, dtype: str | None = None) -> Layout:
     shared = sequence_plan(program)
     sequence = shared and SequenceEntry(**asdict(shared))
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
-    lanes = None
+    per_rank = None
     if (bound := bound_ranks(program)) is not None:
         untied = untied_tensors(changed)
-        lanes = Lanes(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
-    return Layout(
-        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, lanes
+        per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
+    return PlannedFiles(
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, per_rank
     )
 
 
 def write(
-    layout: Layout,
+    layout: PlannedFiles,
     output: OutputDirectory,
     link: bool = False,
     progress: Callable[..., None] = lambda *_: None,

@@ -1,10 +1,10 @@
-"""What has to change inside a child of a decoder layer so that it computes every rank's lane on one device.
+"""What has to change inside a child of a decoder layer so that it computes every rank on one device.
 
-Little has. Inside a block, what rank r holds of a split value (its heads, its channels) is a part of the whole value,
+Little has. Inside a block, what rank r holds of a split value (its heads, its channels) is a part of the full value,
 so all ranks' parts together are the value that the source's own code computes: attention, its cache and activations
-stay as they are. Only the projections at the ends know lanes: an entry projection reads each lane's own input for the
-outputs that the rank holds, an exit projection returns each rank's partial sum. `lane_child` walks a rank-local body
-and either finds these projections or refuses, naming what else would have to know lanes.
+stay as they are. Only the projections at the ends compute per rank: a column-parallel one reads each rank's own input
+for the outputs that the rank holds, a row-parallel one returns each rank's partial sum. `per_rank_child` walks a
+rank-local body and either finds these projections or refuses, naming what else would have to compute per rank.
 """
 
 from __future__ import annotations
@@ -32,32 +32,48 @@ _PROJECTIONS = ("Linear", "Conv1D")
 
 
 @dataclass(frozen=True)
-class LaneModule:
-    """How one module knows lanes. `role` names a class of the generated file, `kind` the source's class (empty: it is
-    found when the model is built); `options` are the attributes that it needs, as Python."""
+class PerRankModule:
+    """How one module computes per rank. `role` is that of a class of the generated file, `kind` the source's class
+    (empty: it is found when the model is built); `options` are the attributes that it needs, as Python."""
 
-    role: Literal["Entry", "Exit", "TokenEntry", "TokenExit", "Experts", "Norm"]
+    role: Literal["Column", "Row", "TokenColumn", "TokenRow", "Experts", "Norm"]
     kind: str
     options: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def role_class(self) -> str:
+        """The generated class of what modules of this role do."""
+        return f"PerRank{self.role}"
+
+    @property
+    def class_name(self) -> str:
+        """The generated class of this module: PerRankColumnLinear, PerRankRMSNorm."""
+        return f"PerRank{self.kind}" if self.role == "Norm" else f"PerRank{self.role}{self.kind}"
+
 
 @dataclass
-class LaneChild:
-    """The modules of one child that know lanes, by path relative to it.
+class PerRankChild:
+    """The modules of one child that compute per rank, by path relative to it.
 
-    `groups` are the query heads per key/value head of attention modules, where lanes hold more key/value heads than
-    the source has. `classes` are the source's classes of which this was found true. `tokens` says that lanes are
-    tokens of the child (see `lane_tokens`).
+    `groups` are the query heads per key/value head of attention modules, where ranks together hold more key/value heads
+    than the source has. `classes` are the source's classes of which this was found true. `tokens` says that each rank's
+    values are tokens of the child (see `per_rank_tokens`).
     """
 
-    modules: dict[str, LaneModule] = field(default_factory=dict)
+    modules: dict[str, PerRankModule] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     classes: set[str] = field(default_factory=set)
     tokens: bool = False
 
+    def add(self, child: PerRankChild, path: str) -> None:
+        """Add what was found of the child at `path`."""
+        self.modules |= {f"{path}.{name}" if name else path: found for name, found in child.modules.items()}
+        self.groups |= {f"{path}.{name}" if name else path: count for name, count in child.groups.items()}
+        self.classes |= child.classes
+
 
 def computes_partial(module: Module) -> bool:
-    """Whether a rank's result is a part of a sum: some exit is split by its inputs."""
+    """Whether a rank's result is a part of a sum: some projection is split by its inputs."""
     if isinstance(module, Leaf):
         return module.kind.startswith("RowParallel")
     if not isinstance(module, Body):
@@ -73,7 +89,7 @@ def is_entry(module: Module) -> bool:
 
 
 def token_by_token(module: Module) -> bool:
-    """Whether it maps each token's vector alone, so that the source's module takes [B, S, lanes, D] as it is."""
+    """Whether it maps each token's vector alone, so that the source's module takes [B, S, ranks, D] as it is."""
     if isinstance(module, Leaf):
         return module.kind in ("Linear", "Conv1D", "LayerNorm", "Dropout")
     if not isinstance(module, Body):
@@ -97,64 +113,66 @@ def token_by_token(module: Module) -> bool:
     return True
 
 
-def lane_child(program: Program, path: str, lane_inputs: Sequence[bool], lane_output: bool) -> LaneChild:
-    """The modules of `path`, a split child of a layer, that know lanes.
+def per_rank_child(program: Program, path: str, inputs: Sequence[bool], needs_parts: bool) -> PerRankChild:
+    """The modules of `path`, a split child of a layer, that compute per rank.
 
-    `lane_inputs` says which of its inputs differ by lane; `lane_output` whether each lane's partial sum is needed, and
-    not just their total. Raises Stopped with the reason where that is not enough.
+    `inputs` says which of its inputs differ by rank; `needs_parts` whether each rank's partial sum is needed, and not
+    just their total. Raises NotPerRank with the reason where that is not enough.
     """
-    walk = _Walk(program, path, lane_output)
-    result = walk.module(program.modules[path], "", [_LANE if lane else _WHOLE for lane in lane_inputs])
-    if lane_output and result.kind != "partial":
-        raise Stopped("its output is not a sum of the lanes' parts")
+    walk = _ProjectionWalk(program, path, needs_parts)
+    result = walk.module(program.modules[path], "", [_PER_RANK if differs else _FULL for differs in inputs])
+    if needs_parts and result.kind != "partial":
+        raise NotPerRank("its output is not a sum of the ranks' parts")
     return walk.found
 
 
-class Stopped(Exception):
-    """What else would have to know lanes."""
+class NotPerRank(Exception):
+    """What else would have to compute per rank."""
 
 
 @dataclass(frozen=True)
-class _State:
+class _Value:
     """What a value is in the source's own code.
 
-    whole: what it is in the source. lane: all lanes' inputs, packed. partial: each lane's part of a sum. heads: the
-    source's, but `count` rows of heads, one lane's after the other's, stand in dimension `dim` (-1: packed with the
+    full: what it is in the source. per_rank: all ranks' inputs, packed. partial: each rank's part of a sum. heads: the
+    source's, but `count` rows of heads, one rank's after the other's, stand in dimension `dim` (-1: packed with the
     head size).
     """
 
-    kind: Literal["whole", "lane", "partial", "heads"]
+    kind: Literal["full", "per_rank", "partial", "heads"]
     count: int = 0
     dim: int = -1
 
 
-_WHOLE, _LANE, _PARTIAL = _State("whole"), _State("lane"), _State("partial")
+_FULL, _PER_RANK, _PARTIAL = _Value("full"), _Value("per_rank"), _Value("partial")
 
 
-class _Walk:
-    def __init__(self, program: Program, path: str, lane_output: bool) -> None:
-        self.program, self.path, self.lane_output = program, path, lane_output
+class _ProjectionWalk:
+    def __init__(self, program: Program, path: str, needs_parts: bool) -> None:
+        self.program, self.path, self.needs_parts = program, path, needs_parts
         self.ranks = program.mesh["tp"]
-        self.found = LaneChild()
+        self.found = PerRankChild()
 
-    def module(self, module: Module, prefix: str, inputs: Sequence[_State]) -> _State:
+    def module(self, module: Module, prefix: str, inputs: Sequence[_Value]) -> _Value:
         if isinstance(module, Leaf):
             return self._leaf(module, prefix, inputs[0])
         if not isinstance(module, Body):
-            raise Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
-        if any(state.kind == "lane" for state in inputs):
+            raise NotPerRank(f"{prefix or self.path} is the source's own module, which was not traced")
+        if any(state.kind == "per_rank" for state in inputs):
             self.found.classes.add(module.class_name)
         given = iter(inputs)
-        env: dict[fx.Node, _State] = {}
+        env: dict[fx.Node, _Value] = {}
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = next(given, _WHOLE)
+                env[node] = next(given, _FULL)
             elif node.op == "get_attr":
-                env[node] = _WHOLE
+                env[node] = _FULL
             elif node.op == "output":
                 results = {env[n] for n in node.all_input_nodes}
                 if len(results) != 1:
-                    raise Stopped(f"{module.class_name} returns values that know lanes beside others that do not")
+                    raise NotPerRank(
+                        f"{module.class_name} returns values that are computed per rank beside others that are not"
+                    )
                 return results.pop()
             elif node.op == "call_module":
                 name = str(node.target)
@@ -166,22 +184,22 @@ class _Walk:
 
     # --- modules
 
-    def _leaf(self, leaf: Leaf, name: str, source: _State) -> _State:
+    def _leaf(self, leaf: Leaf, name: str, source: _Value) -> _Value:
         if leaf.kind == "Dropout":
             return source
         if not leaf.kind.endswith(_PROJECTIONS):
-            if source.kind == "whole" or (source.kind == "heads" and source.dim != -1 and leaf.kind == "LayerNorm"):
+            if source.kind == "full" or (source.kind == "heads" and source.dim != -1 and leaf.kind == "LayerNorm"):
                 return source
-            raise Stopped(f"{name} ({leaf.kind}) reads {_described(source)}")
+            raise NotPerRank(f"{name} ({leaf.kind}) reads {_described(source)}")
         if leaf.kind.startswith("RowParallel"):
-            return self._exit(leaf, name, source)
-        if source.kind == "whole":
-            return _WHOLE
-        if source.kind != "lane":
-            raise Stopped(f"{name} reads {_described(source)}")
-        return self._entry(leaf, name)
+            return self._row(leaf, name, source)
+        if source.kind == "full":
+            return _FULL
+        if source.kind != "per_rank":
+            raise NotPerRank(f"{name} reads {_described(source)}")
+        return self._column(leaf, name)
 
-    def _entry(self, leaf: Leaf, name: str) -> _State:
+    def _column(self, leaf: Leaf, name: str) -> _Value:
         spec = self._weight(name)
         kind = projection(leaf)
         size = (spec.full_shape or spec.shape)[0 if kind == "Linear" else 1]
@@ -189,28 +207,30 @@ class _Walk:
         runs = segments(ranges, size)
         if runs is not None:
             options = (("segments", f"[{', '.join(map(str, runs))}]"),) if len(runs) > 1 else ()
-            self.found.modules[name] = LaneModule("Entry", kind, options)
-            return _WHOLE
+            self.found.modules[name] = PerRankModule("Column", kind, options)
+            return _FULL
         if any(len(r) != 1 for r in ranges):
-            raise Stopped(f"{name or self.path} makes outputs of each lane's own beside some that lanes have in common")
+            raise NotPerRank(
+                f"{name or self.path} makes outputs of each rank alone beside some that ranks have in common"
+            )
         rows = ", ".join(f"({a}, {b})" for ((a, b),) in ranges)
-        self.found.modules[name] = LaneModule("Entry", kind, (("rows", f"[{rows}]"),))
-        return _State("heads", sum(b - a for ((a, b),) in ranges))
+        self.found.modules[name] = PerRankModule("Column", kind, (("rows", f"[{rows}]"),))
+        return _Value("heads", sum(b - a for ((a, b),) in ranges))
 
-    def _exit(self, leaf: Leaf, name: str, source: _State) -> _State:
-        if source.kind != "whole":
-            raise Stopped(f"{name} reads {_described(source)}")
-        if not self.lane_output:
-            return _WHOLE
+    def _row(self, leaf: Leaf, name: str, source: _Value) -> _Value:
+        if source.kind != "full":
+            raise NotPerRank(f"{name} reads {_described(source)}")
+        if not self.needs_parts:
+            return _FULL
         spec = self._weight(name)
         assert spec.ranges is not None
         kind = projection(leaf)
         size = (spec.full_shape or spec.shape)[1 if kind == "Linear" else 0]
         if segments(spec.ranges, size) != (size,):
-            raise Stopped(f"the inputs of {name} are not equal runs, one per rank")
+            raise NotPerRank(f"the inputs of {name} are not equal runs, one per rank")
         if "bias" in leaf.parameters and not leaf.options.get("bias_share"):
-            raise Stopped(f"rank 0 alone adds the bias of {name}")
-        self.found.modules[name] = LaneModule("Exit", kind)
+            raise NotPerRank(f"rank 0 alone adds the bias of {name}")
+        self.found.modules[name] = PerRankModule("Row", kind)
         return _PARTIAL
 
     def _weight(self, name: str) -> Parameter:
@@ -218,65 +238,67 @@ class _Walk:
 
     # --- functions
 
-    def _function(self, node: fx.Node, env: Mapping[fx.Node, _State], prefix: str, body: Body) -> _State:
+    def _function(self, node: fx.Node, env: Mapping[fx.Node, _Value], prefix: str, body: Body) -> _Value:
         target = node.target
         # a `like` argument only lends its dtype
         sources = node.all_input_nodes[:1] if target is ops.type_as_model else node.all_input_nodes
         states = [env[n] for n in sources]
         kinds = {s.kind for s in states}
         if target in (ops.all_reduce, ops.all_reduce_start):
-            if kinds != {"whole"} or "lane" in {s.kind for s in env.values()}:
-                raise Stopped(f"it reduces over the ranks inside, at {node.name}")
-            return _WHOLE
+            if kinds != {"full"} or "per_rank" in {s.kind for s in env.values()}:
+                raise NotPerRank(f"it reduces over the ranks inside, at {node.name}")
+            return _FULL
         if target is ops.copy_to_group:
             return states[0]
         if target is ops.attention:
             return self._attention(node, env, prefix, body)
         if target is ops.experts:
-            if self.lane_output or kinds != {"whole"}:
-                raise Stopped("its experts would have to know lanes")
-            return _WHOLE
-        if kinds <= {"whole"}:
-            return _WHOLE
-        if "lane" in kinds:
+            if self.needs_parts or kinds != {"full"}:
+                raise NotPerRank("its experts would have to compute per rank")
+            return _FULL
+        if kinds <= {"full"}:
+            return _FULL
+        if "per_rank" in kinds:
             if target is aten.sym_size.int and args_of(node)[1] in (0, 1):
-                return _WHOLE
-            raise Stopped(f"{name_of(node)} reads what differs by lane, beside the projections")
+                return _FULL
+            raise NotPerRank(f"{name_of(node)} reads what differs by rank, beside the projections")
         if "partial" in kinds:
             return self._partial(node, states)
         return self._heads(node, env)
 
-    def _partial(self, node: fx.Node, states: list[_State]) -> _State:
+    def _partial(self, node: fx.Node, states: list[_Value]) -> _Value:
         scaled = node.target in _SCALED and len(states) == 1 and isinstance(args_of(node)[0], fx.Node)
         added = node.target in (aten.add.Tensor, operator.add) and [s.kind for s in states] == ["partial"] * 2
         if scaled or added or node.target in (aten.to.dtype, aten.neg.default, *_SAME_SHAPE):
             return _PARTIAL
         if node.target is ops.type_as_model:
             return _PARTIAL
-        raise Stopped(f"{name_of(node)} reads the lanes' parts of a sum")
+        raise NotPerRank(f"{name_of(node)} reads the ranks' parts of a sum")
 
-    def _heads(self, node: fx.Node, env: Mapping[fx.Node, _State]) -> _State:
+    def _heads(self, node: fx.Node, env: Mapping[fx.Node, _Value]) -> _Value:
         """Glue on more heads than the source has: allowed where no size of theirs is written in the source's code."""
         source = next(n for n in node.all_input_nodes if env[n].kind == "heads")
         state, args = env[source], args_of(node)
         rank = value_of(source).dim() if is_tensor(source) else 0
-        refused = Stopped(f"{name_of(node)} fixes the number of key/value heads")
+        refused = NotPerRank(f"{name_of(node)} fixes the number of key/value heads")
         if node.target in _SAME_SHAPE or node.target is operator.getitem:
             return state
         if node.target in _VIEWS and state.dim == -1:
             sizes = list(args[1])
             if len(sizes) == rank + 1 and sizes[-2] == -1 and sizes.count(-1) == 1:
-                return _State("heads", state.count // int(sizes[-1]), rank - 1)
+                return _Value("heads", state.count // int(sizes[-1]), rank - 1)
         elif node.target is aten.sym_size.int and args[1] % rank != _place(state, rank):
-            return _WHOLE
+            return _FULL
         elif state.dim == -1:
-            raise Stopped(f"{name_of(node)} reads a projection that every rank makes in full, of each lane's own input")
+            raise NotPerRank(
+                f"{name_of(node)} reads a projection that every rank makes in full, of the rank's own input"
+            )
         elif node.target is aten.transpose.int:
             places = list(range(rank))
             places[args[1] % rank], places[args[2] % rank] = args[2] % rank, args[1] % rank
-            return _State("heads", state.count, places.index(state.dim))
+            return _Value("heads", state.count, places.index(state.dim))
         elif node.target is aten.permute.default:
-            return _State("heads", state.count, [d % rank for d in args[1]].index(state.dim))
+            return _Value("heads", state.count, [d % rank for d in args[1]].index(state.dim))
         elif node.target in _PIECES:
             dim = (args[2] if len(args) > 2 else 0) if node.target is not aten.slice.Tensor else args[1]
             if dim % rank != state.dim:
@@ -297,25 +319,25 @@ class _Walk:
             return state
         raise refused
 
-    def _attention(self, node: fx.Node, env: Mapping[fx.Node, _State], prefix: str, body: Body) -> _State:
+    def _attention(self, node: fx.Node, env: Mapping[fx.Node, _Value], prefix: str, body: Body) -> _Value:
         q, k, v = args_of(node)[:3]
         states = [env[n] for n in (q, k, v)]
-        if any(env[n].kind != "whole" for n in node.all_input_nodes if n not in (k, v)):
-            raise Stopped("its queries are not those of the source")
-        if [s.kind for s in states] == ["whole"] * 3:
-            return _WHOLE
-        if [s.kind for s in states] != ["whole", "heads", "heads"] or {s.dim for s in states[1:]} != {1}:
-            raise Stopped("its keys and values do not have the same heads")
+        if any(env[n].kind != "full" for n in node.all_input_nodes if n not in (k, v)):
+            raise NotPerRank("its queries are not those of the source")
+        if [s.kind for s in states] == ["full"] * 3:
+            return _FULL
+        if [s.kind for s in states] != ["full", "heads", "heads"] or {s.dim for s in states[1:]} != {1}:
+            raise NotPerRank("its keys and values do not have the same heads")
         if states[1].count != states[2].count:
-            raise Stopped("its keys and values have different numbers of heads")
+            raise NotPerRank("its keys and values have different numbers of heads")
         heads = reduced_shape(value_of(q))[1]
         if "num_key_value_groups" not in _source_of(self.program, body):
-            raise Stopped(
-                f"lanes hold {states[1].count} key/value heads together, and {body.class_name} has no "
+            raise NotPerRank(
+                f"ranks hold {states[1].count} key/value heads together, and {body.class_name} has no "
                 "num_key_value_groups to say so"
             )
         self.found.groups[prefix] = heads // states[1].count
-        return _WHOLE
+        return _FULL
 
 
 def segments(ranges: Sequence[Ranges], size: int) -> tuple[int, ...] | None:
@@ -341,11 +363,11 @@ def _dims(node: fx.Node) -> set[int]:
     return {d % rank - rank for d in args_of(node)[1]}
 
 
-def _place(state: _State, rank: int) -> int:
+def _place(state: _Value, rank: int) -> int:
     return state.dim % rank
 
 
-def _fits(node: fx.Node, state: _State, heads: _State, rank: int) -> bool:
+def _fits(node: fx.Node, state: _Value, heads: _Value, rank: int) -> bool:
     """Whether an operand has these heads where `heads` has them, or is the same for all of them."""
     shape = reduced_shape(value_of(node))
     place = heads.dim - rank
@@ -359,12 +381,12 @@ def _source_of(program: Program, body: Body) -> str:
     return "" if cls is None else inspect.getsource(cls)
 
 
-def _described(state: _State) -> str:
+def _described(state: _Value) -> str:
     return {
-        "whole": "a whole value",
-        "lane": "what differs by lane",
-        "partial": "the lanes' parts of a sum",
-        "heads": "key/value heads of all lanes",
+        "full": "a full value",
+        "per_rank": "what differs by rank",
+        "partial": "the ranks' parts of a sum",
+        "heads": "key/value heads of all ranks",
     }[state.kind]
 
 
@@ -372,17 +394,3 @@ def name_of(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", None) or str(node.target)
-
-
-__all__ = [
-    "LaneChild",
-    "LaneModule",
-    "Stopped",
-    "computes_partial",
-    "is_entry",
-    "lane_child",
-    "name_of",
-    "projection",
-    "segments",
-    "token_by_token",
-]

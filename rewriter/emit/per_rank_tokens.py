@@ -1,8 +1,9 @@
-"""Children of a layer that treat tokens one by one (experts and their routers), where every lane's tokens are tokens.
+"""Children of a layer that treat tokens one by one (experts and their routers): each rank's values are tokens.
 
-Such a child takes [B, S · lanes, D], the lanes of a token one after the other: each lane's router sees that lane's
-input. Only what a rank holds a part of has to know which lane a token is of: experts, shared experts' projections.
-`token_child` walks a rank-local body, proves that nothing in it looks across tokens, and finds these modules.
+Such a child takes [B, S · ranks, D], a token's values of all ranks one after the other: each rank's router sees that
+rank's input. Only what a rank holds a part of has to know which rank a token is of: experts, shared experts'
+projections. `token_child` walks a rank-local body, proves that nothing in it looks across tokens, and finds these
+modules.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import aten, dynamic, is_pointwise, value_of
-from rewriter.emit.per_rank_modules import LaneChild, LaneModule, Stopped, name_of, projection, segments
+from rewriter.emit.per_rank_modules import NotPerRank, PerRankChild, PerRankModule, name_of, projection, segments
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 
 _VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints})
@@ -47,27 +48,27 @@ def has_experts(module: Module) -> bool:
     )
 
 
-def token_child(program: Program, path: str) -> LaneChild:
-    """The modules of `path` that know lanes when it is called with every lane's tokens.
+def token_child(program: Program, path: str) -> PerRankChild:
+    """The modules of `path` that compute per rank when it is called with every rank's tokens.
 
-    Raises Stopped where something in it looks across tokens, or depends on lanes in a way that is not known.
+    Raises NotPerRank where something in it looks across tokens, or depends on ranks in a way that is not known.
     """
-    walk = _Walk(program, path)
+    walk = _TokenWalk(program, path)
     walk.module(program.modules[path], "")
     return walk.found
 
 
-class _Walk:
+class _TokenWalk:
     def __init__(self, program: Program, path: str) -> None:
         self.program, self.path = program, path
-        self.found = LaneChild(tokens=True)
+        self.found = PerRankChild(tokens=True)
 
     def module(self, module: Module, prefix: str) -> None:
         if isinstance(module, Leaf):
             self._leaf(module, prefix)
             return
         if not isinstance(module, Body):
-            raise Stopped(f"{prefix or self.path} is the source's own module, which was not traced")
+            raise NotPerRank(f"{prefix or self.path} is the source's own module, which was not traced")
         self.found.classes.add(module.class_name)
         for node in module.graph.nodes:
             if node.op == "call_module":
@@ -76,11 +77,11 @@ class _Walk:
             elif node.op == "get_attr":
                 split = self._ranges(f"{prefix}.{node.target}" if prefix else str(node.target)) is not None
                 if split and any(u.target is not ops.experts for u in node.users):
-                    raise Stopped(f"{node.target} is split over ranks, and read by more than the experts")
+                    raise NotPerRank(f"{node.target} is split over ranks, and read by more than the experts")
             elif node.target is ops.experts:
                 self._experts(node, prefix)
             elif node.op == "call_function" and not _by_token(node):
-                raise Stopped(f"{name_of(node)} may look across tokens")
+                raise NotPerRank(f"{name_of(node)} may look across tokens")
 
     def _ranges(self, name: str) -> Any:
         spec = self.program.parameters.get(f"{self.path}.{name}")
@@ -94,16 +95,16 @@ class _Walk:
         dim = int(row) if kind == "Linear" else 1 - int(row)
         size = (spec.full_shape or spec.shape)[dim]
         if spec.ranges is None or segments(spec.ranges, size) != (size,):
-            raise Stopped(f"the parts of {name} are not equal runs, one per rank")
+            raise NotPerRank(f"the parts of {name} are not equal runs, one per rank")
         if row and "bias" in leaf.parameters and not leaf.options.get("bias_share"):
-            raise Stopped(f"rank 0 alone adds the bias of {name}")
-        self.found.modules[name] = LaneModule("TokenExit" if row else "TokenEntry", kind)
+            raise NotPerRank(f"rank 0 alone adds the bias of {name}")
+        self.found.modules[name] = PerRankModule("TokenRow" if row else "TokenColumn", kind)
 
     def _experts(self, node: fx.Node, prefix: str) -> None:
         names = [_parameter(n) for n in args_of(node)[3:] if isinstance(n, fx.Node)]
         homes = {name.rpartition(".")[0] for name in names}
         if len(homes) != 1:
-            raise Stopped(f"the weights of its experts lie in several modules: {', '.join(names)}")
+            raise NotPerRank(f"the weights of its experts stand in several modules: {', '.join(names)}")
         parts = []
         for name in names:
             inner = f"{prefix}.{name}" if prefix else name
@@ -114,17 +115,17 @@ class _Walk:
             assert spec.dim is not None
             runs = segments(spec.ranges, (spec.full_shape or spec.shape)[spec.dim])
             if runs is None or len(set(runs)) != 1:
-                raise Stopped(f"the parts of {inner} are not equal runs")
+                raise NotPerRank(f"the parts of {inner} are not equal runs")
             parts.append(f'"{name.rpartition(".")[2]}": ({spec.dim}, {len(runs)})')
         home = f"{prefix}.{homes.pop()}" if prefix else homes.pop()
-        self.found.modules[home] = LaneModule("Experts", "", (("parts", f"{{{', '.join(parts)}}}"),))
+        self.found.modules[home] = PerRankModule("Experts", "", (("parts", f"{{{', '.join(parts)}}}"),))
 
 
 def _parameter(node: fx.Node) -> str:
     """The name of the parameter that a value is made of."""
     while node.op != "get_attr":
         if len(node.all_input_nodes) != 1:
-            raise Stopped(f"{node.name} is no parameter of the experts")
+            raise NotPerRank(f"{node.name} is no parameter of the experts")
         node = node.all_input_nodes[0]
     return str(node.target)
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.residual import is_add
+from rewriter.emit.python_source import UniqueNames
 from rewriter.ir import Body, Program, args_of
 from rewriter.ir.marks import in_stream, marks
 
@@ -75,17 +76,11 @@ class Roles:
 
     def crossing(self, nodes: Collection[fx.Node], context: Collection[fx.Node]) -> dict[fx.Node, str]:
         """Names of values that cross from layer to layer, in the order in which they are passed."""
-        taken: set[str] = set()
+        unique = UniqueNames()
         result: dict[fx.Node, str] = {}
         for node in nodes:
             wanted = self.in_context(node) if node in context else self.of(node)
-            if wanted == "x" and "x" in taken:
-                wanted = "x_before"
-            name, number = wanted, 2
-            while name in taken:
-                name, number = f"{wanted}_{number}", number + 1
-            taken.add(name)
-            result[node] = name
+            result[node] = unique.new("x_before" if wanted == "x" and "x" in unique.taken else wanted)
         return result
 
     def in_context(self, node: fx.Node) -> str:

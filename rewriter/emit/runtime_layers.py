@@ -13,10 +13,11 @@ from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
-from rewriter.emit.node_code import Printer
+from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
+from rewriter.emit.python_source import UniqueNames, free_name
 from rewriter.emit.roles import Roles
-from rewriter.emit.statements import Lines, Names
+from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
@@ -24,7 +25,7 @@ _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, an
 
 
 @dataclass(frozen=True)
-class Layer:
+class RuntimeLayer:
     """One layer: its class, how it is built, and its call. `takes` and `gives` are the values that cross, in order."""
 
     cls: str
@@ -35,7 +36,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class _Printed:
+class _UnnamedLayer:
     """A layer whose class has no name yet."""
 
     text: str
@@ -45,10 +46,10 @@ class _Printed:
     previous: bool
 
 
-class LayerPrinter:
+class RuntimeLayerPrinter:
     """Prints the layers of `program`, cut as in `outline`, with the classes of their children in `table`."""
 
-    def __init__(self, program: Program, cut: Outline, table: ClassTable, names: Names) -> None:
+    def __init__(self, program: Program, cut: Outline, table: ClassTable, names: UniqueNames) -> None:
         self.program, self.outline, self.table, self.names = program, cut, table, names
         self.order = {n: i for i, n in enumerate(program.graph.nodes)}
         placed = {n for r in cut.layers for n in r.nodes}
@@ -60,14 +61,15 @@ class LayerPrinter:
         for node in program.graph.nodes:
             body = program.modules.get(str(node.target)) if node.op == "call_module" else None
             if isinstance(body, Body) and any(n in self.local for n in node.all_input_nodes):
-                table.lanes.add(id(body))
+                table.per_rank.add(id(body))
 
-    def run(self) -> tuple[list[Layer], str]:
+    def run(self) -> tuple[list[RuntimeLayer], str]:
         """(the layers, the source of their classes)."""
         printed = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
         classes = self._names([p.text for p in printed])
         layers = [
-            Layer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous) for p in printed
+            RuntimeLayer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous)
+            for p in printed
         ]
         return layers, "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in classes.items())
 
@@ -108,7 +110,7 @@ class LayerPrinter:
 
     # --- one layer
 
-    def _layer(self, index: int, region: Region) -> _Printed:
+    def _layer(self, index: int, region: Region) -> _UnnamedLayer:
         path, source = self.program.layer_path(index), self.program.source
         children = {
             p.removeprefix(f"{path}."): m
@@ -152,7 +154,7 @@ class LayerPrinter:
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return _Printed("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
+        return _UnnamedLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -168,13 +170,13 @@ class LayerPrinter:
         return (0, -stream_index(node)) if in_stream(node) else (1, self.order[node])
 
     def names_of(self, nodes: Collection[fx.Node]) -> dict[fx.Node, str]:
-        """Names of values that cross layers."""
+        """UniqueNames of values that cross layers."""
         return self.roles.crossing(sorted(nodes, key=self.crossing_order), self.context)
 
     def _schedule(
         self, region: Region, names: dict[fx.Node, str], module: Callable[[str], str]
     ) -> tuple[list[str], list[list[str]]]:
-        """(lines of forward: segments and collectives; methods of the segments). Names results in `names`."""
+        """(lines of forward: segments and collectives; methods of the segments). UniqueNames results in `names`."""
         outputs = self.names_of(region.outputs)
         pieces = segments(region, self.order)
         bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
@@ -185,16 +187,16 @@ class LayerPrinter:
 
         def bind(node: fx.Node, at: int) -> None:
             wanted = outputs.get(node) or self.roles.of(node)
-            name, number = wanted, 2
-            while name in owner and (owner[name] in outputs or last_use[owner[name]] > at):
-                name, number = f"{wanted}_{number}", number + 1
+            name = free_name(
+                wanted, lambda name: name in owner and (owner[name] in outputs or last_use[owner[name]] > at)
+            )
             names[node], owner[name] = name, node
 
         for piece in pieces:
             if isinstance(piece, fx.Node):
                 if piece.target in (ops.all_reduce_start, ops.all_reduce):
                     mark(piece, tag=self.roles.of(args_of(piece)[0]))
-                text = Printer(names.__getitem__, module, str, "self.tp").expression(piece)
+                text = NodePrinter(names.__getitem__, module).expression(piece)
                 bind(piece, self.order[piece])
                 lines.append(f"{names[piece]} = {text}")
                 continue
@@ -215,9 +217,9 @@ class LayerPrinter:
         module: Callable[[str], str],
         lines: list[str],
     ) -> None:
-        """An add behind a sum needs no method of its own."""
+        """An add behind a sum needs no method."""
         for node in piece.nodes:
-            text = Printer(names.__getitem__, module, str, "self.tp").expression(node)
+            text = NodePrinter(names.__getitem__, module).expression(node)
             bind(node, self.order[node])
             lines.append(f"{names[node]} = {text}")
 
@@ -230,9 +232,8 @@ class LayerPrinter:
         takes = sorted(piece.inputs, key=lambda n: (n in self.context, n.target == "ctx", *self.crossing_order(n)))
         env = {n: names[n] for n in takes}
         head = list(env.values())
-        printed = Lines(
-            piece.nodes, env, dict.fromkeys(piece.outputs), self.roles.of, module, str, "self.tp", inline=False
-        )
+        kept = dict.fromkeys(piece.outputs)
+        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, module, inline=False)
         printed.run()
         previous = ["previous"] if any("previous." in line for line in printed.text) else []
         results = ", ".join(printed.env[n] for n in piece.outputs)

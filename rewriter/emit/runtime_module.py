@@ -17,11 +17,11 @@ from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers
-from rewriter.emit.node_code import Printer
+from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
-from rewriter.emit.runtime_layers import Layer, LayerPrinter, is_dropout
-from rewriter.emit.statements import Lines, Names
-from rewriter.emit.wrapping import wrapped
+from rewriter.emit.python_source import UniqueNames, broken
+from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, is_dropout
+from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
@@ -54,16 +54,16 @@ class _Emitter:
     def __init__(self, program: Program) -> None:
         self.program, self.source_info = program, program.source
         self.plan = sequence_plan(program)
-        names = Names({"Model", "nn", "F", "torch"})
+        names = UniqueNames({"Model", "nn", "F", "torch"})
         self.table = ClassTable(names=names)
         self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
-        self.printer = LayerPrinter(program, self.outline, self.table, names)
+        self.printer = RuntimeLayerPrinter(program, self.outline, self.table, names)
 
     def source(self, header: str) -> str:
         layers, classes = self.printer.run()
         model = self._model(layers)
         parts = [p for p in (self.table.source(), classes, model) if p]
-        code = wrapped("\n\n\n".join(parts)) + "\n"
+        code = broken("\n\n\n".join(parts)) + "\n"
         return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
     def _header(self) -> str:
@@ -79,14 +79,14 @@ class _Emitter:
         ]
         if self.plan is not None:
             paragraphs.append(
-                "Every rank is given whole sequences. Between shard_tokens and gather_tokens it computes on its own "
-                "tokens only, and attention, which is told by ctx, finds the keys and values of the others."
+                "Every rank gets the full sequences. Between shard_tokens and gather_tokens it computes on its own "
+                "tokens only. Attention finds the keys and values of the others by ctx."
             )
         return "\n\n".join(textwrap.fill(p, 116, break_on_hyphens=False) for p in paragraphs) + "\n"
 
     # --- the model ---
 
-    def _model(self, layers: list[Layer]) -> str:
+    def _model(self, layers: list[RuntimeLayer]) -> str:
         inside = f"{self.source_info.layers}."
         outside = {p: m for p, m in self.program.modules.items() if not p.startswith(inside) and not is_dropout(m)}
         paths = {p: p.replace("#", "_variant_") for p in outside}
@@ -116,7 +116,7 @@ class _Emitter:
         lines += [f"        {line}" for line in self._compute(layers, paths)]
         return "\n".join(lines)
 
-    def _list(self, layers: list[Layer]) -> list[str]:
+    def _list(self, layers: list[RuntimeLayer]) -> list[str]:
         """The layers, runs of alike ones as comprehensions."""
         lines, i = ["            ["], 0
         step = self._slot_step(layers)
@@ -132,7 +132,7 @@ class _Emitter:
             i = j
         return [*lines, "            ]"]
 
-    def _slot_step(self, layers: list[Layer]) -> int | None:
+    def _slot_step(self, layers: list[RuntimeLayer]) -> int | None:
         """Slots per layer when layer i begins at slot i · step; None when layers differ."""
         found = [re.search(r"slot=(\d+)", layer.construct) for layer in layers]
         if any(m is None for m in found):
@@ -141,7 +141,7 @@ class _Emitter:
         step = numbers[1] if len(numbers) > 1 else 1
         return step if numbers == [i * step for i in range(len(numbers))] else None
 
-    def _compute(self, layers: list[Layer], paths: Mapping[str, str]) -> list[str]:
+    def _compute(self, layers: list[RuntimeLayer], paths: Mapping[str, str]) -> list[str]:
         def module(path: str) -> str:
             return f"self.{self._where(path, paths)}"
 
@@ -158,7 +158,7 @@ class _Emitter:
             name = "x" if in_stream(node) else self.printer.roles.in_context(node)
             return f"outer_{name}" if name in crossing and not in_stream(node) else name
 
-        first = Lines(before, env, keep, role, module, lambda a: f"self.{a}", "self.tp")
+        first = StatementPrinter(before, env, keep, role, module)
         first.run()
         lines, env = first.text, first.env
         calls = []
@@ -173,14 +173,12 @@ class _Emitter:
         gathered = result if result.target is ops.gather_tokens else None
         result = result if gathered is None else args_of(gathered)[0]
         tail = [n for n in self.outline.after if n is not gathered]
-        last = Lines(
+        last = StatementPrinter(
             tail,
             {s: env[s] for n in tail for s in n.all_input_nodes if s in env},
             {result: "logits"},
             lambda n: "logits" if n is result else self.printer.roles.of(n) if marks(n).runs_in != UNSCHEDULED else "x",
             module,
-            lambda a: f"self.{a}",
-            "self.tp",
             inline=False,
         )
         for node in tail:
@@ -192,7 +190,7 @@ class _Emitter:
             last.text.append(self._last_tokens(last.env[result]))
         returned = last.env[result]
         if gathered is not None:
-            text = Printer(last.env.__getitem__, module, str, "self.tp").expression(gathered)
+            text = NodePrinter(last.env.__getitem__, module).expression(gathered)
             returned = f"{text} if gather else {returned}"
         return [*lines, *last.text, f"return {returned}"]
 
@@ -261,10 +259,10 @@ _RUNTIME_NAMES = [
     "ColumnParallelConv1D",
     "ColumnParallelLinear",
     "Conv1D",
-    "LaneConv1D",
-    "LaneLayerNorm",
-    "LaneLinear",
     "MaskSpec",
+    "PerRankConv1D",
+    "PerRankLayerNorm",
+    "PerRankLinear",
     "RowParallelConv1D",
     "RowParallelLinear",
     "RuntimeModel",

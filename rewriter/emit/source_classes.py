@@ -12,7 +12,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from rewriter.common.errors import RewriterError
-from rewriter.emit.python import constant
+from rewriter.emit.python_source import literal
 from rewriter.ir import Source
 
 
@@ -48,7 +48,7 @@ def layer_arguments(source: Source) -> list[Argument]:
     return [
         Argument(
             name,
-            None if parameters[name].default is inspect.Parameter.empty else constant(parameters[name].default),
+            None if parameters[name].default is inspect.Parameter.empty else literal(parameters[name].default),
             name in read,
         )
         for name in source.layer_arguments

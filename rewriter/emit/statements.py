@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.emit.node_code import Printer, is_infix
+from rewriter.emit.node_code import NodePrinter, is_infix, own
+from rewriter.emit.python_source import UniqueNames, free_name, identifier
 from rewriter.ir import Body, args_of
 from rewriter.ir.marks import marks
 
 aten = torch.ops.aten
-
-
-class Names:
-    """Unique Python names."""
-
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self.taken = set(taken)
-
-    def new(self, wanted: str) -> str:
-        """`wanted` made an identifier, with a number where it is taken."""
-        base = identifier(wanted)
-        name, number = base, 2
-        while name in self.taken:
-            name, number = f"{base}_{number}", number + 1
-        self.taken.add(name)
-        return name
-
-
-def identifier(wanted: str) -> str:
-    base = "".join(c if c.isalnum() or c == "_" else "_" for c in wanted).strip("_") or "x"
-    return f"x_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
 
 
 _NEVER_INLINED = frozenset({
@@ -44,7 +23,7 @@ _NEVER_INLINED = frozenset({
 })  # fmt: skip
 
 
-class Lines:
+class StatementPrinter:
     """Prints nodes in order into `text`.
 
     `env` names values; it holds the inputs at first and every printed node afterwards. A name is used again when the
@@ -58,14 +37,13 @@ class Lines:
         env: dict[fx.Node, str],
         keep: dict[fx.Node, str | None],
         role: Callable[[fx.Node], str],
-        module: Callable[[str], str],
-        attribute: Callable[[str], str],
-        group: str,
+        module: Callable[[str], str] = own,
+        attribute: Callable[[str], str] = own,
         inline: bool = True,
     ) -> None:
         self.nodes, self.env, self.keep, self.role, self.inline = nodes, env, keep, role, inline
         self.text: list[str] = []
-        self.printer = Printer(self._read, module, attribute, group)
+        self.printer = NodePrinter(self._read, module, attribute)
         self.members = set(nodes)
         self.position = {n: i for i, n in enumerate(nodes)}
         self.inlined: dict[fx.Node, str] = {}
@@ -120,17 +98,13 @@ class Lines:
     def _bind(self, node: fx.Node, at: fx.Node) -> str:
         """Give `node` a name: the one demanded, or its role's, reused where the old value is dead."""
         wanted = identifier(self.keep.get(node) or self.role(node))
-        name, number = wanted, 2
-        while not self._free(name, self.position[at]):
-            name, number = f"{wanted}_{number}", number + 1
+        name = free_name(wanted, lambda name: self._is_taken(name, self.position[at]))
         self.env[node], self.owner[name] = name, node
         return name
 
-    def _free(self, name: str, position: int) -> bool:
-        if name in _RESERVED:
-            return False
+    def _is_taken(self, name: str, position: int) -> bool:
         owner = self.owner.get(name)
-        return owner is None or self.last_use.get(owner, -1) <= position
+        return name in _RESERVED or (owner is not None and self.last_use.get(owner, -1) > position)
 
 
 _RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep", "gather"})
@@ -152,18 +126,16 @@ def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:
     return pieces
 
 
-def body_lines(
-    body: Body, module: Callable[[str], str], attribute: Callable[[str], str], group: str
-) -> tuple[list[str], list[str]]:
+def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], list[str]]:
     """(parameter names, lines of forward) of a body's graph."""
-    names = Names(_RESERVED)
+    names = UniqueNames(_RESERVED)
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     env = {node: names.new(str(node.target)) for node in inputs}
     parameters = list(env.values())
     nodes = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
     output = body.graph.output_node()
     results = output.all_input_nodes
-    lines = Lines(nodes, env, dict.fromkeys(results), _role, module, attribute, group)
+    lines = StatementPrinter(nodes, env, dict.fromkeys(results), _role, attribute=attribute)
     lines.run()
     value = args_of(output)[0]
     if isinstance(value, fx.Node):

@@ -110,8 +110,8 @@ def _made_for(root: Path) -> _Made:
         if (shared := entry.get("sequence")) is not None:
             quantized, least = shared.get("quantized"), int(shared.get("min_bytes", 0))
             plan = SequencePlan(shared["kind"], tuple(shared["grid"]), bool(shared["overlap"]), quantized, least)
-        lanes = manifest.get("lanes")
-        bound = None if lanes is None else int(lanes["ranks"])
+        per_rank = manifest.get("per_rank")
+        bound = None if per_rank is None else int(per_rank["ranks"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RewriterError(
             f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"

@@ -112,7 +112,7 @@ class RowParallelConv1D(Conv1D):
         return F.linear(x, self.weight.t(), self.bias_of_rank(self.bias, self.group))
 
 
-class LaneLinear(nn.Linear):
+class PerRankLinear(nn.Linear):
     """A whole linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
@@ -125,7 +125,7 @@ class LaneLinear(nn.Linear):
         return F.linear(input, copy_to_group(self.weight, self.group), _entered(self.bias, self.group))
 
 
-class LaneConv1D(Conv1D):
+class PerRankConv1D(Conv1D):
     """A whole `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
@@ -138,7 +138,7 @@ class LaneConv1D(Conv1D):
         return F.linear(x, copy_to_group(self.weight, self.group).t(), _entered(self.bias, self.group))
 
 
-class LaneLayerNorm(nn.LayerNorm):
+class PerRankLayerNorm(nn.LayerNorm):
     """A layer norm with equal weights on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(self, normalized_shape: int, eps: float = 1e-5, group: ProcessGroup | None = None) -> None:

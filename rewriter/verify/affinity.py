@@ -25,7 +25,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, moved_units, order_of
 from rewriter.recipes.apply import apply_recipe
 from rewriter.verify.drift import Comparison, host_of, other_weights, windows
-from rewriter.verify.simulate import Lanes, Simulator, load_weights
+from rewriter.verify.simulate import RankValues, Simulator, load_weights
 from rewriter.verify.unit_assignment import deal
 
 if TYPE_CHECKING:
@@ -172,10 +172,10 @@ class _Recording(Simulator):
 
     def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
         if path in self.paths and not self.exit:
-            self.read[path] = [lanes[0][0] for lanes in inputs]
+            self.read[path] = [values[0][0] for values in inputs]
         return super()._module(module, path, inputs)
 
-    def _leaf(self, module: Any, path: str, inputs: list[Lanes]) -> Lanes:
+    def _leaf(self, module: Any, path: str, inputs: list[RankValues]) -> RankValues:
         if path == self.exit:
             self.activations = inputs[0][0]
         return super()._leaf(module, path, inputs)
@@ -184,7 +184,7 @@ class _Recording(Simulator):
         """Activations [tokens, units · width] of one block, given `inputs`; those of unit 0 first."""
         self.exit = exit.path
         path = exit.block.path
-        self._module(self.program.modules[path], path, [(Lanes((value,)),) for value in inputs])
+        self._module(self.program.modules[path], path, [(RankValues((value,)),) for value in inputs])
         self.exit = ""
         return self.activations.flatten(0, -2)[:, exit.columns]
 
@@ -207,7 +207,7 @@ class _Arranging(Simulator):
 
     def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
         exit = self.exits.get(path)
-        own = any(not lanes[0].replicated for lanes in inputs)
+        own = any(not values[0].replicated for values in inputs)
         if exit is not None and own and exit.block.count % self.ranks == 0 and exit.block.count > self.ranks:
             self.progress("measuring which heads and channels fit together", len(self.dealt), len(self.exits))
             found = self._ranks(exit, inputs)
@@ -219,7 +219,7 @@ class _Arranging(Simulator):
         """The rank of each unit of a block that is given `inputs`, as `Permute.ranks` has it."""
         true = self.original.units(exit, self.original.read[exit.block.path])
         errors = torch.stack(
-            [self.original.units(exit, [lanes[0][rank] for lanes in inputs]) - true for rank in range(self.ranks)]
+            [self.original.units(exit, [values[0][rank] for values in inputs]) - true for rank in range(self.ranks)]
         )
         weight = self.original.weights[f"{exit.path}.weight"].movedim(exit.dim, 0)[exit.columns]
         return "".join(DIGITS[rank] for rank in deal(errors, weight, exit.block.count))

@@ -39,7 +39,7 @@ class Share:
         features = full.shape[self.dim]
         if features % ranks:
             raise RewriterError(
-                f"lane reference: {self.path} has {features} input features, which do not divide by {ranks}; "
+                f"per-rank reference: {self.path} has {features} input features, which do not divide by {ranks}; "
                 "name it, or a module around it, in `whole`"
             )
         size = features // ranks
@@ -69,12 +69,14 @@ def _input_dim(path: str, module: nn.Module, weight: torch.Tensor, hidden: int) 
         if hidden not in weight.shape:
             return None
         if not turned and not isinstance(module, nn.Linear):
-            raise RewriterError(f"lane reference: {path} is a {type(module).__name__}, whose layout is not known")
+            raise RewriterError(f"per-rank reference: {path} is a {type(module).__name__}, whose layout is not known")
         return (0 if turned else 1) if weight.shape[1 if turned else 0] == hidden else None
     if weight.ndim != 3 or hidden not in weight.shape[1:]:
         return None
     if weight.shape[1] == weight.shape[2] and not hasattr(module, "is_transposed"):
-        raise RewriterError(f"lane reference: {path} holds square experts: which dimension is their input is not known")
+        raise RewriterError(
+            f"per-rank reference: {path} holds square experts: which dimension is their input is not known"
+        )
     turned = bool(module.is_transposed) if weight.shape[1] == weight.shape[2] else weight.shape[2] == hidden
     return 1 if turned else 2
 
@@ -105,7 +107,7 @@ class Shares:
         whole = {share.path for b, shares in enumerate(self.of_block) if b not in split for share in shares}
         for share in (share for block in split for share in self.of_block[block]):
             if share.path in whole:
-                raise RewriterError(f"lane reference: {share.path} runs in blocks that are split and in others")
+                raise RewriterError(f"per-rank reference: {share.path} runs in blocks that are split and in others")
             module = self.model.get_submodule(share.path)
             prefix = share.path + "."
             set_tensor(twin, prefix + share.weight, share.of_weight(getattr(module, share.weight), rank, self.ranks))
@@ -130,9 +132,9 @@ class Shares:
             actual = torch.stack([part[i] for part in parts for i in span]).sum(0)
             if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
                 raise RewriterError(
-                    f"lane reference: block {b} (layer {self.structure.layers[b]}) is not the sum of its ranks' parts: "
-                    f"behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more than that "
-                    "writes. Leave the layer out, or name what every rank computes in `whole`"
+                    f"per-rank reference: block {b} (layer {self.structure.layers[b]}) is not the sum of its ranks' "
+                    f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
+                    "than that writes. Leave the layer out, or name what every rank computes in `whole`"
                 )
 
 

@@ -73,7 +73,7 @@ class PerRankReference:
         whole: Collection[str] = (),
         untied: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        check_layers("lane reference", model, mix)
+        check_layers("per-rank reference", model, mix)
         self.model, self.ranks = model, ranks
         self.structure = find_structure(model)
         modes = [mix.get(layer, LayerMode()) for layer in self.structure.layers]
@@ -100,9 +100,9 @@ class PerRankReference:
         results = group.run(run)
         self.streams = [list(values) for values in zip(*(ledger.seen for ledger in ledgers), strict=True)]
         if not bool(results[0].isfinite().all()):
-            raise RewriterError("lane reference: the logits are not finite: something reads the stream unnoticed")
+            raise RewriterError("per-rank reference: the logits are not finite: something reads the stream unnoticed")
         if any(not torch.equal(result, results[0]) for result in results):
-            raise RewriterError("lane reference: the ranks end with different logits")
+            raise RewriterError("per-rank reference: the ranks end with different logits")
         return results[0]
 
     def _copy(self, rank: int, split: Collection[int]) -> PreTrainedModel:
@@ -139,8 +139,8 @@ def _plan(structure: Structure, modes: Sequence[LayerMode], splittable: Callable
         own = mode.mode == "own_partial" and since[b] < b
         if own and b not in split and any(i in split for i in range(since[b], b)):
             raise RewriterError(
-                f"lane reference: block {b} (layer {structure.layers[b]}) is computed in full by every rank and reads "
-                "a rank's own partial sum: the ranks would drift apart"
+                f"per-rank reference: block {b} (layer {structure.layers[b]}) is computed in full by every rank and "
+                "reads a rank's own partial sum: the ranks would drift apart"
             )
         keep = mode.mode != "desync" or _kept(b, modes, structure, first, split)
         steps.append(_Step(mode, since[b], own, b in split, keep))
@@ -164,7 +164,7 @@ def _kept(b: int, modes: Sequence[LayerMode], structure: Structure, first: Seque
     place, count = b - first[b], structure.layers.count(structure.layers[b])
     if len(modes[b].keep) != count:
         raise RewriterError(
-            f"lane reference: layer {structure.layers[b]} has {count} blocks, keep={modes[b].keep} is about "
+            f"per-rank reference: layer {structure.layers[b]} has {count} blocks, keep={modes[b].keep} is about "
             f"{len(modes[b].keep)}"
         )
     later = b + 1
@@ -185,7 +185,7 @@ def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tupl
             continue
         for b in blocks:
             if len(structure.readers[b]) != 1 or list(structure.readers[b][0].children()):
-                raise RewriterError(f"lane reference: layer {layer} has no one norm at the entry of each block")
+                raise RewriterError(f"per-rank reference: layer {layer} has no one norm at the entry of each block")
         source = structure.readers[blocks[0 if mode.norm == "attention" else -1]][0]
         pairs += [(structure.readers[b][0], source) for b in blocks if structure.readers[b][0] is not source]
     return pairs

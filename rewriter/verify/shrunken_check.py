@@ -103,7 +103,7 @@ def rehearse(
         quantized: list[torch.Tensor] | None = None
         if ranks_of(mesh) > 1:
             progress(f"rehearsal: simulating {on_ranks(mesh)}")
-            there = "1 device" if bound_ranks(program) is None else f"{ranks} lanes"
+            there = "1 device" if bound_ranks(program) is None else f"{ranks} ranks on 1 device"
             sums = ", with exact sums" if is_quantized(program) else ""
             for ids, logits in zip(batches, expected, strict=True):
                 name = f"{on_ranks(mesh, 'simulated ')}{sums} = {there}"

@@ -28,7 +28,7 @@ from rewriter.verify.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
-class Lanes:
+class RankValues:
     """One value per rank of "tp", or one for all of them."""
 
     values: tuple[Any, ...]
@@ -41,8 +41,8 @@ class Lanes:
         return len(self.values) == 1
 
 
-# One Lanes per coordinate of "sp", or one for all of them.
-Shards = tuple[Lanes, ...]
+# One RankValues per coordinate of "sp", or one for all of them.
+Shards = tuple[RankValues, ...]
 
 
 def simulate(
@@ -113,14 +113,14 @@ def whole_parameter(name: str, spec: Parameter, weights: Mapping[str, torch.Tens
 
 
 class Simulator:
-    """Interprets one program over `ranks` lanes per coordinate of the sequence axis."""
+    """Interprets one program over `ranks` ranks per coordinate of the sequence axis."""
 
     def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], host: nn.Module | None = None) -> None:
         self.program, self.weights = program, weights
         self.host = _host(program, weights, host)
         self.ranks, self.coordinates = program.mesh.get("tp", 1), program.mesh.get("sp", 1)
         self.length = 0
-        self.cache: dict[str, Lanes] = {}
+        self.cache: dict[str, RankValues] = {}
         self.buffers: dict[int, torch.Tensor] = {}
 
     def run(
@@ -128,7 +128,7 @@ class Simulator:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         given: Mapping[str, torch.Tensor] | None = None,
-    ) -> Lanes:
+    ) -> RankValues:
         """Every rank's logits. `given` holds the values of further inputs that the wiring has, equal on all ranks."""
         if self.host is not None:
             self.host.run(input_ids, position_ids)
@@ -136,22 +136,22 @@ class Simulator:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
         self.device, self.length = input_ids.device, input_ids.shape[1]
-        given_to_all: list[Shards] = [(Lanes((inputs[p],)),) for p in _inputs(self.program.graph)]
+        given_to_all: list[Shards] = [(RankValues((inputs[p],)),) for p in _inputs(self.program.graph)]
         out = self._graph(self.program.graph, given_to_all, "", None)
-        return out[0] if len(out) == 1 else Lanes(tuple(value for lanes in out for value in lanes.values))
+        return out[0] if len(out) == 1 else RankValues(tuple(value for ranks in out for value in ranks.values))
 
-    def parameter(self, name: str) -> Lanes:
-        """A parameter's lanes; sharded ones are cut from the full tensor, differentiably."""
+    def parameter(self, name: str) -> RankValues:
+        """A parameter's values by rank; sharded ones are cut from the full tensor, differentiably."""
         name = self.program.ties.get(name, name)
         if name not in self.cache:
             spec = self.program.parameters[name]
             full = whole_parameter(name, spec, self.weights)
             if spec.ranges is None:
-                self.cache[name] = Lanes((full,))
+                self.cache[name] = RankValues((full,))
             else:
                 dim = spec.dim or 0
                 shards = [torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim) for ranges in spec.ranges]
-                self.cache[name] = Lanes(tuple(shards))
+                self.cache[name] = RankValues(tuple(shards))
         return self.cache[name]
 
     def _graph(self, graph: fx.Graph, inputs: Sequence[Shards], prefix: str, body: Body | None) -> Shards:
@@ -186,12 +186,12 @@ class Simulator:
                 )
         raise RewriterError("a graph without output")
 
-    def _attribute(self, name: str, prefix: str, body: Body | None) -> Lanes:
+    def _attribute(self, name: str, prefix: str, body: Body | None) -> RankValues:
         if body is not None and name in body.buffers:
-            return Lanes((body.buffers[name].to(self.device),))
+            return RankValues((body.buffers[name].to(self.device),))
         return self.parameter(prefix + name)
 
-    def _shards(self, function: Callable[..., Lanes], inputs: Sequence[Shards]) -> Shards:
+    def _shards(self, function: Callable[..., RankValues], inputs: Sequence[Shards]) -> Shards:
         """Apply `function` once when every input is the same for all tokens' ranks, else once per coordinate."""
         if all(len(x) == 1 for x in inputs):
             return (function(*[x[0] for x in inputs]),)
@@ -207,14 +207,16 @@ class Simulator:
             raise RewriterError(f"{node.name}: the tokens are sharded already")
         layout = self._layout(node, args_of(node)[2])
         parts = [layout.split(v, 1) for v in value[0].values]
-        return tuple(Lanes(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+        return tuple(RankValues(tuple(part[i] for part in parts)) for i in range(self.coordinates))
 
-    def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None) -> Lanes:
+    def _gather_tokens(
+        self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None
+    ) -> RankValues:
         if len(value) == 1:
             raise RewriterError(f"{node.name}: every rank has all tokens, and gathering would repeat them")
         layout = self._layout(node, plan or args_of(node)[2])
-        lanes = range(max(len(v.values) for v in value))
-        return Lanes(tuple(layout.join([v[r] for v in value], dim) for r in lanes))
+        ranks = range(max(len(v.values) for v in value))
+        return RankValues(tuple(layout.join([v[r] for v in value], dim) for r in ranks))
 
     def _attention(self, node: fx.Node, env: Mapping[fx.Node, Shards]) -> Shards:
         plan: Any = node.kwargs["sequence"]
@@ -225,24 +227,24 @@ class Simulator:
         held = self._layout(node, plan).padded // plan.ranks
         if plan.quantized is not None and held * of_a_token >= plan.min_bytes:
             for n in (k, v):
-                whole[n] = Lanes(tuple(arrived(x, plan.quantized) for x in whole[n].values))
+                whole[n] = RankValues(tuple(arrived(x, plan.quantized) for x in whole[n].values))
         others = {n: env[n][0] for n in node.all_input_nodes if n not in whole}
         out = self._operation(node, {**whole, **others})
         parts = [self._layout(node, plan).split(v, 2) for v in out.values]
-        return tuple(Lanes(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+        return tuple(RankValues(tuple(part[i] for part in parts)) for i in range(self.coordinates))
 
-    def _each(self, function: Callable[..., Any], inputs: Sequence[Lanes]) -> Lanes:
+    def _each(self, function: Callable[..., Any], inputs: Sequence[RankValues]) -> RankValues:
         """Apply `function` once when every input is replicated, else once per rank."""
         if all(x.replicated for x in inputs):
-            return Lanes((function(*[x[0] for x in inputs]),))
-        return Lanes(tuple(function(*[x[r] for x in inputs]) for r in range(self.ranks)))
+            return RankValues((function(*[x[0] for x in inputs]),))
+        return RankValues(tuple(function(*[x[r] for x in inputs]) for r in range(self.ranks)))
 
     def _module(self, module: Module, path: str, inputs: list[Shards]) -> Shards:
         if isinstance(module, Body):
             return self._graph(module.graph, inputs, path + ".", module)
         return self._shards(lambda *found: self._leaf(module, path, list(found)), inputs)
 
-    def _leaf(self, module: Leaf | Opaque, path: str, inputs: list[Lanes]) -> Lanes:
+    def _leaf(self, module: Leaf | Opaque, path: str, inputs: list[RankValues]) -> RankValues:
         parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
         if isinstance(module, Opaque):
             return self._opaque(module, path, inputs, {name: tensor[0] for name, tensor in parameters.items()})
@@ -256,41 +258,43 @@ class Simulator:
         if module.kind.startswith("RowParallel") and "bias" in parameters:
             bias = parameters["bias"][0]
             if module.options.get("bias_share"):
-                result = Lanes(tuple(value + bias / self.ranks for value in result.values))
+                result = RankValues(tuple(value + bias / self.ranks for value in result.values))
             else:  # added once, by one rank
-                result = Lanes((result[0] + bias, *result.values[1:]))
+                result = RankValues((result[0] + bias, *result.values[1:]))
         return result
 
-    def _opaque(self, module: Opaque, path: str, inputs: list[Lanes], parameters: Mapping[str, torch.Tensor]) -> Lanes:
+    def _opaque(
+        self, module: Opaque, path: str, inputs: list[RankValues], parameters: Mapping[str, torch.Tensor]
+    ) -> RankValues:
         host = self.host
         assert host is not None
         return self._each(lambda *xs: host.call(path, module, list(xs), parameters), inputs)
 
-    def _vocabulary(self, ids: Lanes, weight: Lanes) -> Lanes:
+    def _vocabulary(self, ids: RankValues, weight: RankValues) -> RankValues:
         outs = []
         for rank in range(self.ranks):
             rows = weight[rank].shape[0]
             local = ids[rank] - rank * rows
             inside = (local >= 0) & (local < rows)
             outs.append(F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None])
-        return Lanes(tuple(outs))
+        return RankValues(tuple(outs))
 
-    def _operation(self, node: fx.Node, env: Mapping[fx.Node, Lanes]) -> Lanes:
+    def _operation(self, node: fx.Node, env: Mapping[fx.Node, RankValues]) -> RankValues:
         target, nodes = node.target, node.all_input_nodes
         if target in (ops.all_reduce, ops.all_reduce_start):
             value = env[args_of(node)[0]]
             if value.replicated:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
             options: dict[str, Any] = dict(node.kwargs)
-            return Lanes((quantized_sum(value.values, **options) if options else _sum(value.values),))
+            return RankValues((quantized_sum(value.values, **options) if options else _sum(value.values),))
         if target is ops.copy_to_group and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
-            return Lanes((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
+            return RankValues((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
         if target is ops.own_shard:
             value, dim = env[args_of(node)[0]], args_of(node)[2]
             local = value[0].shape[dim] // self.ranks
-            return Lanes(tuple(value[r].narrow(dim, r * local, local) for r in range(self.ranks)))
+            return RankValues(tuple(value[r].narrow(dim, r * local, local) for r in range(self.ranks)))
         if target is ops.vocab_embedding:
             return self._vocabulary(env[args_of(node)[0]], env[args_of(node)[1]])
 
@@ -337,4 +341,4 @@ def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     raise RewriterError(f"no meaning for a module of kind {leaf.kind}")
 
 
-__all__ = ["Lanes", "Simulator", "load_weights", "run_leaf", "simulate", "whole_parameter"]
+__all__ = ["RankValues", "Simulator", "load_weights", "run_leaf", "simulate", "whole_parameter"]

@@ -1,6 +1,6 @@
-"""What a checkpoint that computes P lanes on one device costs beside the standard model: time and memory.
+"""What a checkpoint that computes P ranks on one device costs beside the standard model: time and memory.
 
-    python benchmarks/lanes.py [--rounds 7] [--json]
+    python benchmarks/per_rank.py [--rounds 7] [--json]
 
 A random Llama (4 layers of 512, 16 query and 8 key/value heads, fp32) reads 2 × 256 tokens, eager, with one thread.
 Times are medians over rounds in which all models take turns; memory is the peak of resident memory above what the model

@@ -1,4 +1,4 @@
-"""Every seeded fault of a rewrite with lanes, and of a parallel layer, is noticed by comparing with the reference."""
+"""Comparing with the reference notices every seeded fault: of per-rank residuals, and of a parallel layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lane reference against the papers, written out in plain float64 tensors: P ranks, each with its own slices.
+"""The per-rank reference against the papers, written out in plain float64 tensors: P ranks, each with its own slices.
 
 No Hugging Face module and no hook takes part here. Every rank multiplies by its own rows and columns of the checkpoint,
 and layers are what the sources say: Alg. 1 of Ladder Residual with its pending sums, the desynced residual of the
@@ -280,7 +280,7 @@ def test_what_does_not_depend_on_ranks_equals_the_table_driven_oracle(family: st
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [OWN, desync(False, False), desync(False, False, resync="sum")])
-def test_on_one_rank_lanes_are_the_original(mode: LayerMode) -> None:
+def test_on_one_rank_it_is_the_original(mode: LayerMode) -> None:
     model, ids = zoo.shared("llama"), zoo.batch(2, 21)
     actual = PerRankReference(model, dict.fromkeys(range(4), mode), 1)(ids)
     assert relative_error(actual, model(ids, use_cache=False).logits) <= 1e-6
@@ -311,7 +311,7 @@ def test_norms_untied_per_rank_are_those_of_the_rank() -> None:
 
 @torch.no_grad()
 def test_a_block_that_every_rank_computes_in_full_counts_once() -> None:
-    """Nothing of the layer is split, so its lanes stay equal, and both resyncs give the original."""
+    """Nothing of the layer is split, so its ranks stay equal, and both resyncs give the original."""
     model, ids = zoo.shared("llama"), zoo.batch(2, 21)
     for resync in ("mean", "sum"):
         mix = {layer: desync(False, False, resync=resync) for layer in range(4)}

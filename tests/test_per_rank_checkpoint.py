@@ -1,4 +1,4 @@
-"""A checkpoint that is bound to its ranks computes all of their lanes on one device: the logits and gradients of
+"""A checkpoint that is bound to its ranks computes all of them on one device: the logits and gradients of
 `simulate` and of the independent reference, with every cache, padding, training, saving and loading."""
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rewriter import api, ops
 from rewriter.common.errors import RewriterError
-from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.huggingface import emit_as_wired, emit_huggingface
 from rewriter.emit.manifest import read_manifest
-from rewriter.emit.per_rank_huggingface import emit_lanes
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.passes.desync import Desync
@@ -36,7 +35,7 @@ from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5
-# llama has 8 query heads on 2 key/value heads: at P = 4, lanes hold copies of them. gpt2 and gpt_neox fuse q, k and v.
+# llama has 8 query heads on 2 key/value heads: at P = 4, ranks hold copies of them. gpt2 and gpt_neox fuse q, k and v.
 FAMILIES = ["llama", "llama_mha_bias", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral"]
 MIXES: dict[str, tuple[Any, ...]] = {
     "2x": (Desync(n=2),),
@@ -133,7 +132,7 @@ def test_logits_equal_the_reference(family: str, mix: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_experts_of_every_implementation(implementation: str) -> None:
-    """Each lane's router sees that lane's input, and each lane passes its part of the experts it chose."""
+    """Each rank's router sees that rank's input, and each rank passes its part of the experts it chose."""
     rewritten, ids = program("mixtral", "4x-sum", 4), batch("mixtral")
     model = emitted.load(directory("mixtral", "4x-sum", 4), experts_implementation=implementation)
     with torch.no_grad():
@@ -167,7 +166,7 @@ def test_beams_are_reordered_in_the_cache() -> None:
 
 
 def test_the_cache_is_as_big_as_the_source_s_unless_heads_are_copied() -> None:
-    """Lanes share one cache: at P = 2 each holds one of the two key/value heads; at 4, each head is held twice."""
+    """Ranks share one cache: at P = 2 each holds one of the two key/value heads; at 4, each head is held twice."""
     sizes = {}
     for ranks in (2, 4):
         with torch.no_grad():
@@ -249,7 +248,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text()) | {"rewriter_ranks": 2}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"bound to tp=4: its layers compute 4 lanes, config\.rewriter_ranks is 2"):
+    with pytest.raises(ValueError, match=r"bound to tp=4: its layers compute 4 ranks, config\.rewriter_ranks is 2"):
         emitted.load(tmp_path)
 
 
@@ -263,7 +262,7 @@ def converted(ranks: int = 2) -> Path:
 
 
 def test_norms_of_each_rank_s_own() -> None:
-    """On disk they hold all ranks' weights; each lane uses its own, and gradients reach them."""
+    """On disk they hold all ranks' weights; each rank uses its own, and gradients reach them."""
     model = emitted.load(converted())
     names = [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in range(4)]
     own = {name: model.get_parameter(name) for name in names}
@@ -311,9 +310,9 @@ def test_norms_of_each_rank_s_own_in_a_checkpoint_of_many_files(tmp_path: Path) 
 
 def test_the_manifest_and_the_card_say_what_it_is_bound_to() -> None:
     manifest = read_manifest(converted())
-    assert manifest.lanes is not None
-    assert (manifest.lanes.ranks, manifest.lanes.pattern[3]) == (2, {"self_attn": "drop", "mlp": "keep_mean"})
-    assert len(manifest.lanes.untied) == 4
+    assert manifest.per_rank is not None
+    assert (manifest.per_rank.ranks, manifest.per_rank.pattern[3]) == (2, {"self_attn": "drop", "mlp": "keep_mean"})
+    assert len(manifest.per_rank.untied) == 4
     card = (converted() / "README.md").read_text()
     assert "depends on the number of ranks: **tp=2**" in card
     assert "| 0–3 | self_attn | not reduced: every rank goes on with a residual of its own |" in card
@@ -373,8 +372,8 @@ LORA = ["llama", "llama_mha_bias", "gpt2", "gpt_neox", "mixtral"]
 
 @pytest.mark.parametrize("mix", ["2x", "own-partial"])
 @pytest.mark.parametrize("family", LORA)
-def test_lora_on_the_projections_of_lanes_equals_its_merged_weights(family: str, mix: str) -> None:
-    """Its factors compute every lane as the weight does to which their product is added."""
+def test_lora_on_per_rank_projections_equals_its_merged_weights(family: str, mix: str) -> None:
+    """Its factors compute every rank as the weight does to which their product is added."""
     base, ids = emitted.load(directory(family, mix, 4)), batch(family)
     with torch.no_grad():
         before = base(input_ids=ids).logits
@@ -385,7 +384,7 @@ def test_lora_on_the_projections_of_lanes_equals_its_merged_weights(family: str,
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
-    assert sum("Lane" in type(m).__name__ for n, m in model.named_modules() if "lora_" in n) >= len(
+    assert sum("PerRank" in type(m).__name__ for n, m in model.named_modules() if "lora_" in n) >= len(
         emitted.layers_of(base)
     )
     logits = model(input_ids=ids).logits
@@ -418,14 +417,14 @@ UNFIT_ADAPTERS = [
 
 
 @pytest.mark.parametrize("config", UNFIT_ADAPTERS, ids=["dora", "bias", "ia3"])
-def test_an_adapter_that_cannot_know_lanes_is_refused(config: PeftConfig) -> None:
+def test_an_adapter_that_cannot_compute_per_rank_is_refused(config: PeftConfig) -> None:
     model = emitted.load(directory("llama", "2x", 4))
     with pytest.raises(TypeError, match=r"self_attn\.o_proj of a DropKeep\w+ became a Linear, which cannot compute"):
         get_peft_model(model, config)(input_ids=batch("llama"))
 
 
 def test_an_adapter_elsewhere_works() -> None:
-    """q, k and v of a layer that all lanes enter alike are the source's own."""
+    """q, k and v of a layer that reads the same on all ranks are the source's own."""
     base = emitted.load(directory("llama", "2x", 4))
     with torch.no_grad():
         before = base(input_ids=batch("llama")).logits
@@ -441,13 +440,13 @@ def test_key_value_heads_that_are_fused_with_queries_and_copied_are_refused_by_n
         "gpt_bigcode", n_embd=64, n_layer=2, n_head=4, n_positions=64, vocab_size=64, multi_query=True
     )
     sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
-    expected = r"transformer\.h\.1\.attn: its 2 lanes cannot run on one device .* c_attn makes outputs of each"
+    expected = r"transformer\.h\.1\.attn: its 2 ranks cannot run on one device .* c_attn makes outputs of each"
     with pytest.raises(RewriterError, match=expected):
         emit_huggingface(Desync(n=4).apply(sharded))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_dropout_that_lanes_do_not_compute_is_refused_in_training(dropout: float) -> None:
+def test_dropout_that_is_not_computed_per_rank_is_refused_in_training(dropout: float) -> None:
     config = AutoConfig.for_model(
         "gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=64,
         hidden_dropout=dropout,
@@ -462,14 +461,14 @@ def test_dropout_that_lanes_do_not_compute_is_refused_in_training(dropout: float
 
 
 def lost_part(graph: fx.Graph) -> None:
-    """What the lanes added at attention is not in the sum of the kept reduction."""
+    """What the ranks added at attention is not in the sum of the kept reduction."""
     total = next(n for n in graph.nodes if n.target is ops.all_reduce and marks(n).layer == 1)
     add = total.args[0]
     add.replace_all_uses_with(add.args[1])
 
 
 def synchronised_too_early(graph: fx.Graph) -> None:
-    """The MLP reads the stream as it was before attention, equal in all lanes."""
+    """The MLP reads the stream as it was before attention, equal on all ranks."""
     norm = next(n for n in graph.nodes if n.target == "model.layers.1.post_attention_layernorm")
     norm.args = (next(n for n in graph.nodes if marks(n).stream == 2),)
 
@@ -477,7 +476,7 @@ def synchronised_too_early(graph: fx.Graph) -> None:
 @pytest.mark.parametrize("fault", [lost_part, synchronised_too_early])
 def test_seeded_faults_show(fault: Callable[[fx.Graph], None], tmp_path: Path) -> None:
     faulty, ids = emitted.edited(program("llama", "4x-sum", 4), fault), batch("llama")
-    emitted.write(emit_lanes(faulty), emitted.source("llama"), tmp_path / "out")
+    emitted.write(emit_as_wired(faulty), emitted.source("llama"), tmp_path / "out")
     with torch.no_grad():
         expected = simulate(program("llama", "4x-sum", 4), ids)
         assert oracles.relative_error(emitted.load(tmp_path / "out")(input_ids=ids).logits, expected) >= 1e-2

@@ -1,0 +1,80 @@
+"""What every generated Hugging Face file holds: the model's classes, and how their layers are rewired."""
+
+import torch
+from transformers import LlamaConfig as SourceConfig
+from transformers import LlamaModel as SourceModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from rewriter.emit.verbatim.per_rank import RANKS, refuse_dropout, use_per_rank_modules
+
+LAYER_CLASSES = {"standard": LlamaDecoderLayer}
+ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where values have widths
+
+
+def blend(fresh, stale, annealing):
+    """(1 - annealing) * fresh + annealing * stale; exactly `fresh` at 0 and `stale` at 1."""
+    return torch.lerp(fresh.to(stale.dtype), stale, annealing)
+
+
+def rewire(model, layers):
+    """Give every decoder layer of `model`, a SourceModel, the class that its config names for it."""
+    if model.config.rewriter_ranks != RANKS:
+        raise ValueError(
+            f"this checkpoint is bound to tp={RANKS}: its layers compute {RANKS} ranks, config.rewriter_ranks is "
+            f"{model.config.rewriter_ranks}. Rewrite the original model for another number of ranks."
+        )
+    kinds = model.config.rewriter_layers
+    if kinds is None or len(kinds) != len(layers):
+        raise ValueError(f"config.rewriter_layers names {len(kinds or ())} layers, the model has {len(layers)}")
+    width = ALONE
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        if kind not in LAYER_CLASSES:
+            raise ValueError(f"config.rewriter_layers[{index}] is {kind!r}; there are {', '.join(LAYER_CLASSES)}")
+        layer_class = LAYER_CLASSES[kind]
+        if getattr(layer_class, "takes", ALONE) != width:
+            raise ValueError(f"config.rewriter_layers[{index}]: {kind!r} cannot stand after {kinds[:index][-1:]}")
+        if not issubclass(layer_class, type(layer)):
+            raise ValueError(f"config.rewriter_layers[{index}]: {kind!r} is made for another layer than this one")
+        width = getattr(layer_class, "gives", ALONE)
+        # The layer stays the module that the source built: its children, parameter names, initialisation and the
+        # order of random draws are the source's. Only its forward changes.
+        layer.__class__ = layer_class
+        use_per_rank_modules(layer)
+    if width != ALONE:
+        raise ValueError(f"config.rewriter_layers ends with {kinds[-1]!r}, but the final norm takes the stream alone")
+    model.register_forward_hook(narrow_hidden_states)
+    model.register_forward_pre_hook(refuse_dropout)
+
+
+def narrow_hidden_states(model, args, output):
+    """Cut recorded hidden states back to the residual stream, which stands first where values are packed."""
+    recorded = getattr(output, "hidden_states", None)
+    if recorded is not None:
+        width = output[0].shape[-1]
+        output.hidden_states = tuple(state if state is None else state[..., :width] for state in recorded)
+    return output
+
+
+class OwnConfig(SourceConfig):
+    """SourceConfig that also names the kind of every decoder layer.
+
+    The model type is not the source's: under that name, loading without trust_remote_code would silently build the
+    original wiring.
+    """
+
+    model_type = "own_model_type"
+
+    rewriter_layers: list[str] | None = None
+
+
+class OwnModel(SourceModel):
+    config_class = OwnConfig
+    _no_split_modules = (*(SourceModel._no_split_modules or ()), *(c.__name__ for c in LAYER_CLASSES.values()))
+
+    def __init__(self, config):
+        super().__init__(config)
+        rewire(self, self.layers)
+
+    @classmethod
+    def is_custom_code(cls):
+        return False  # it is initialised as the source is, also the buffers that no checkpoint holds
