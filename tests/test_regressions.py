@@ -11,7 +11,7 @@ from oracles import relative_error
 from torch import fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.analysis.placement import reduce_over_ranks
+from rewriter.analysis.placement_rules import reduce_over_ranks
 from rewriter.analysis.units import Units
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body

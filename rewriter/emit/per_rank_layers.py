@@ -17,7 +17,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.residual import SCALINGS, computes, residual_blocks
+from rewriter.analysis.residual import computes, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.layers import Flow
 from rewriter.emit.naming import Names
@@ -284,7 +284,7 @@ class _Printer:
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    return node.target in SCALINGS and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+    return is_scaling(node) and node.args[0] is node.all_input_nodes[0]
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -11,8 +11,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
 from rewriter.ir.marks import Marks, in_stream, mark, marks, set_marks

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rewriter.analysis.permutable_units import Interchangeable, interchangeable
-from rewriter.analysis.placement import AXIS
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Parameter, Program
 from rewriter.passes.base import Effect, Scope, record
