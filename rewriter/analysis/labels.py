@@ -83,7 +83,7 @@ class Labels:
             sources = self._sources(node)
             if any(s in self.of for s in sources):
                 self.set(node, self._move(node, lambda s: self.of.get(s)))
-        elif is_pointwise(node):
+        elif is_pointwise(node) and is_tensor(node):
             shape = reduced_shape(value_of(node))
             for source in tensor_inputs(node):
                 if source in self.of:

@@ -38,6 +38,7 @@ Kind = Literal[
     "join",  # several tensors one after the other
     "stack",  # several tensors along a new dimension
     "shift",  # elements moved along a dimension
+    "difference",  # neighbours subtracted
     # operators that compute each element alone
     "alias",  # the argument itself
     "cast",  # another dtype or device
@@ -87,6 +88,16 @@ class Operator:
     fill_at: int | None = None
     local: bool = True
 
+    @property
+    def creates(self) -> bool:
+        """Whether the result depends on sizes and numbers alone."""
+        return self.kind in ("creation", "creation_like")
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether every element of the result has a value."""
+        return self.fill is not None or self.fill_at is not None
+
 
 def _overloads(*names: str) -> list[Any]:
     return [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads()]
@@ -109,6 +120,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("join"), [aten.cat.default, aten.concat.default]),
     (Operator("stack"), [aten.stack.default]),
     (Operator("shift", local=False), [aten.flip.default, aten.roll.default, aten.unfold.default]),
+    (Operator("difference"), [aten.diff.default]),
     # --- one element at a time
     (Operator("alias"), [aten.alias.default, aten.detach.default, aten.detach_.default, aten.lift_fresh_copy.default]),
     (Operator("cast", data=(0,)), [ops.type_as_model, aten.type_as.default, aten.to.dtype, aten.to.dtype_layout,
@@ -159,9 +171,9 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("creation_like", sizes=1, fill=1.0), [aten.new_ones.default]),
     (Operator("creation_like", sizes=1, fill_at=2), [aten.new_full.default]),
     (Operator("creation_like", sizes=1), [aten.new_empty.default]),
-    (Operator("creation_like", fill=0.0), [aten.zeros_like.default]),
+    (Operator("creation_like", fill=0.0), [aten.zeros_like.default, aten.zero.default]),
     (Operator("creation_like", fill=1.0), [aten.ones_like.default]),
-    (Operator("creation_like", fill_at=1), [aten.full_like.default]),
+    (Operator("creation_like", fill_at=1), [aten.full_like.default, aten.fill.Scalar]),
     (Operator("creation_like"), [aten.empty_like.default]),
     (Operator("count", "count"), _overloads("arange")),
     (Operator("size"), [aten.sym_size.int]),
