@@ -14,23 +14,16 @@ from torch import fx, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
 from rewriter.tracing.example import example_for
-from rewriter.tracing.export import (
-    BodyTracer,
-    as_leaf,
-    base_name,
-    clean,
-    export_graph,
-    is_lifted,
-    lifted_modules,
-    record_calls,
-    tensors_of,
-)
+from rewriter.tracing.export import BodyTracer, export_graph
 from rewriter.tracing.functionalize import functional
+from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
+from rewriter.tracing.leaves import as_leaf, is_called
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
 from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
+from rewriter.tracing.recorded_calls import base_name, intercepted_modules, record_calls, tensors_of
 from rewriter.tracing.residual_input import residual_input, without_residual
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
@@ -202,7 +195,7 @@ class ModelTracer:
     def outside(self) -> Outside:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
-        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
+        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_called(m)}
         lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
         example, model = self.inputs, self.model
 
@@ -229,7 +222,7 @@ class ModelTracer:
                     f"{base_name(name)} is called in different ways and has parameters: not supported yet"
                 )
         try:
-            with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
+            with intercepted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
                 exported = functional(export_graph(Logits(), list(example.values()), self.example))
         except RewriterError:
             raise
