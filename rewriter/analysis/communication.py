@@ -53,7 +53,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTraffic:
     """The quantized reductions of a forward pass together, per token.
 
     They are quantized in calls of `from_tokens` tokens or more (of a rank, over all sequences), and exact in others.
@@ -68,7 +68,7 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Collectives summed up, per forward pass and per token."""
 
     collectives: int
@@ -131,13 +131,13 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def quantized(found: Iterable[Collective]) -> Quantized | None:
+def quantized(found: Iterable[Collective]) -> QuantizedTraffic | None:
     """What travels quantized among some collectives; None where all are exact."""
     items = [c for c in found if c.format is not None]
     if not items:
         return None
     first = items[0]
-    return Quantized(
+    return QuantizedTraffic(
         str(first.format),
         first.min_bytes,
         max(1, *(-(-c.min_bytes // c.exact_bytes_per_token) for c in items)),
@@ -159,11 +159,11 @@ def _payload_per_token(width: int, name: str) -> int:
     return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 
 
-def summary(found: Iterable[Collective]) -> Traffic:
+def summary(found: Iterable[Collective]) -> CollectiveTraffic:
     """Counts and bytes of some collectives together."""
     items = list(found)
     exposed = [c for c in items if not c.hidden]
-    return Traffic(
+    return CollectiveTraffic(
         len(items),
         len(exposed),
         len(items) - len(exposed),
@@ -172,7 +172,7 @@ def summary(found: Iterable[Collective]) -> Traffic:
     )
 
 
-def by_place(found: Iterable[Collective]) -> dict[str, Traffic]:
+def by_place(found: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
     """The same per place: blocks, inside of blocks, embedding, head."""
     groups: dict[str, list[Collective]] = {}
     for collective in found:
@@ -180,7 +180,7 @@ def by_place(found: Iterable[Collective]) -> dict[str, Traffic]:
     return {place: summary(items) for place, items in groups.items()}
 
 
-def by_layer(found: Iterable[Collective]) -> Mapping[int, Traffic]:
+def by_layer(found: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
     """The same per decoder layer."""
     groups: dict[int, list[Collective]] = {}
     for collective in found:

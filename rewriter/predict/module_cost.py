@@ -18,7 +18,7 @@ from rewriter.ir import Body, Leaf, Module, Opaque, args_of
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.expert_cost import experts_items
 from rewriter.predict.forward_pass import ForwardPass
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, Operation, as_launched, fused
+from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, fused
 
 
 class ModuleRun:
@@ -26,7 +26,7 @@ class ModuleRun:
 
     def __init__(self, given: ForwardPass, dtype: torch.dtype, mesh: Mapping[str, int]) -> None:
         self.given, self.dtype, self.mesh = given, dtype, mesh
-        self.operations: list[Operation] = []
+        self.operations: list[CostedOperation] = []
         self.weights: set[Hashable] = set()
         self.biased = False  # whether attention had a position bias
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
@@ -204,7 +204,7 @@ class ModuleRun:
                 depth,
             )
             items = [kernel]
-        self.operations.append(Operation(name, reads, writes, tuple(items), weights))
+        self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights))
 
 
 def _storage(tensor: torch.Tensor) -> int:
