@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import function_of, sends
 from rewriter.analysis.residual import computes
 from rewriter.ir import Body, Module, Program, args_of
 from rewriter.ir.marks import marks
@@ -24,9 +25,6 @@ from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
-
-_GATHERS = (ops.all_gather, ops.gather_tokens)
-_SUMS = (ops.all_reduce, ops.all_reduce_start)
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,16 @@ class CollectiveTraffic:
     exposed_bytes_per_token: int
 
 
-def model_dtype_bytes(program: Program) -> int:
-    """Bytes per element of the model's own dtype, as its config says; 4 where it says nothing."""
+def model_dtype(program: Program) -> torch.dtype:
+    """The model's own dtype, as its config says; fp32 where it says nothing."""
     name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
-    return int(dtype.itemsize) if isinstance(dtype, torch.dtype) else 4
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def model_dtype_bytes(program: Program) -> int:
+    """Bytes per element of the model's own dtype."""
+    return model_dtype(program).itemsize
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
@@ -97,8 +100,8 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     for node in program.graph.nodes:
         layer = marks(node).layer
         index = marks(node).writes if marks(node).block is None else marks(node).block
-        if node.target in (*_SUMS, *_GATHERS):
-            gather = node.target in _GATHERS
+        if sends(node):
+            gather = function_of(node) == "gather"
             shape = shapes[node] or ()
             width = math.prod(s for s in shape if isinstance(s, int))
             source = producer(node)
@@ -196,7 +199,7 @@ def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
     for node in module.graph.nodes:
         if node.op == "call_module":
             yield from _inside(module.modules[str(node.target)], size)
-        elif node.target in (*_SUMS, *_GATHERS):
+        elif sends(node):
             value = node.meta["val"]
             width = math.prod(int(s) for s in value.shape if not isinstance(s, torch.SymInt))
             yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)

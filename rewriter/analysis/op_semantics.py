@@ -157,8 +157,8 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("product", bias=0, factors=(1, 2)), [aten.addmm.default, aten.baddbmm.default]),
     (Operator("convolution"), _overloads("convolution", "conv1d", "conv2d", "conv3d", "_convolution")),
     # --- by index
-    (Operator("lookup", data=(0, 1)), [aten.embedding.default]),
-    (Operator("lookup"), [aten.index_select.default, aten.gather.default, aten.index.Tensor, ops.vocab_embedding]),
+    (Operator("lookup"), [aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor,
+                          ops.vocab_embedding]),
     (Operator("one_hot"), [aten.one_hot.default]),
     (Operator("scatter"), [aten.scatter.src, aten.scatter.value]),
     # --- the rest
@@ -177,7 +177,6 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("creation_like"), [aten.empty_like.default]),
     (Operator("count", "count"), _overloads("arange")),
     (Operator("size"), [aten.sym_size.int]),
-    # Three marks: the sum of all ranks' values, everything that ranks hold, and neither.
     (Operator("collective", "sum"), [ops.all_reduce, ops.all_reduce_start]),
     (Operator("collective", "gather"), [ops.all_gather, ops.gather_tokens]),
     (Operator("collective"), [ops.all_reduce_wait, ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
@@ -231,6 +230,11 @@ def is_movement(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node computes each element from those at the same place."""
     return kind_of(node) in ("pointwise", "cast")
+
+
+def sends(node: fx.Node) -> bool:
+    """Whether a node begins a collective: an all-reduce or an all-gather, waited for in place or later."""
+    return kind_of(node) == "collective" and function_of(node) in ("sum", "gather")
 
 
 def is_sum(node: fx.Node) -> bool:
