@@ -31,7 +31,7 @@ Kind = Literal[
     # operators that move elements and compute nothing
     "view",  # other sizes, elements in the same order
     "permutation",  # dimensions in another order
-    "copy",  # the same values in memory of their own
+    "copy",  # the same values in other memory
     "complex",  # pairs of real numbers as complex ones, or back
     "expansion",  # elements repeated
     "piece",  # a part of the elements, or several parts

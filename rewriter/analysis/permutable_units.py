@@ -1,7 +1,7 @@
 """Units of a block that may change places: key/value heads with their query heads, MLP channels.
 
-Where each unit lies in each parameter is read from the block split over as many ranks as it has units: what rank i
-would hold are the elements of unit i. So whatever tensor parallelism can split, in whatever layout, can be reordered.
+Where each unit stands in each parameter is read from the block split over as many ranks as it has units: what rank i
+would hold are the elements of unit i. So what tensor parallelism can split, in any layout, can be reordered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rewriter.ir.marks import layer_of, marks
 
 @dataclass(frozen=True)
 class PermutableUnits:
-    """A block's `count` units and where they lie: by parameter (canonical runtime name), per unit, ranges along a dim.
+    """A block's `count` units and where they are: by parameter (canonical runtime name), per unit, ranges along a dim.
 
     `path` is the block's module; for an MLP whose projections are the layer's own children, its last one. `heads` says
     that units are key/value heads with their queries. `reason` says in words why the units may not move; None: they
@@ -107,7 +107,7 @@ def _bodies(program: Program) -> Iterator[PermutableUnits]:
 
 
 def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
-    """(number of units, where they lie) of one body. Raises Unsplittable with the reason in words."""
+    """(number of units, where they are) of one body. Raises Unsplittable with the reason in words."""
     inside = [body, *(module for _, module in walk_modules(body.modules) if isinstance(module, Body))]
     attentions = [n for b in inside for n in b.graph.nodes if n.target is ops.attention]
     if attentions:

@@ -92,7 +92,7 @@ class PlacementState:
         self.shards |= {f"{path}.{name}": shard for name, shard in shards.items()}
 
     def result(self) -> SplitBody:
-        """The body as it is now, with local sizes of its own parameters."""
+        """The body as it is now, with local sizes of its parameters."""
         own = self.body.parameters
         split = {name: shard for name, shard in self.shards.items() if name in own}
         shared = {name: (own[name][shard.dim], shard.ranges) for name, shard in split.items() if shard.shared}

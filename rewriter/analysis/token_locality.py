@@ -172,7 +172,7 @@ def _leaf(leaf: Leaf, x: Owners) -> Owners:
 
 
 def _size(owners: Owners, dim: int) -> int:
-    """A size; one that tokens lie along is a Count."""
+    """A size; that of a dimension of tokens is a Count."""
     size = owners.shape[dim]
     moved = owners.movedim(dim, 0)
     return Count(size) if (moved != moved[:1]).any() else size

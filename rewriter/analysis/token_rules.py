@@ -1,7 +1,7 @@
 """What operators do to the tokens that elements belong to.
 
-A value is told by its *owners*: an int64 tensor of its shape which says of each element to which token of a sequence it
-belongs, −1 for none. Movement is run on owners literally; whatever computes with several elements needs owners that
+A value is described by its *owners*: an int64 tensor of its shape, per element the token of a sequence that it belongs
+to, −1 for none. Movement is run on owners literally; what computes with several elements needs owners that
 agree. So no list says what is allowed where: an operator is refused when it brings values of two tokens together.
 """
 

@@ -67,13 +67,13 @@ class CostedOperation:
         return not self.items
 
     def kernel(self) -> Kernel:
-        """A kernel of its own."""
+        """It alone, as a kernel."""
         nbytes = sum(self.reads.values()) + sum(self.writes.values())
         return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
 
 
 def as_launched(operations: Sequence[CostedOperation]) -> list[Item]:
-    """Every operator as kernels of its own: a module that runs eagerly."""
+    """Every operator as its own kernels: a module that runs eagerly."""
     return [item for op in operations for item in (op.items or (op.kernel(),))]
 
 

@@ -1,6 +1,6 @@
 """A module of a program on meta tensors: which kernels it runs, and what they compute and move.
 
-It is run as it stands, with a rank's own shapes, so that whatever can be emitted can be counted. A value is known by
+It is run as it stands, with a rank's own shapes, so that all that can be emitted can be counted. A value is known by
 its storage: views move nothing.
 """
 
@@ -217,7 +217,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _on_meta(tree: Any) -> Any:
-    """The same tree without data: constants of the source may lie elsewhere."""
+    """The same tree without data: constants of the source may be elsewhere."""
     if isinstance(tree, torch.Tensor):
         return tree if tree.device.type == "meta" else torch.empty_like(tree, device="meta")
     if isinstance(tree, Mapping):

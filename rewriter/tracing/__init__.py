@@ -1,7 +1,7 @@
 """Checkpoint → Program. The only room that runs Hugging Face model code.
 
 `trace` exports the model on meta tensors (non-strict `torch.export`, attention and leaf modules lifted) and reads no
-weights: only safetensors headers, to bind parameters to what lies on disk.
+weights: only safetensors headers, to bind parameters to what is on disk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention written out by hand, found again in a body: softmax(scale · q kᵀ + mask + bias) v becomes `ops.attention`.
 
-About 25 types of transformers compute their scores with matmuls of their own. `attention_scores` reads the scores;
+About 25 types of transformers compute their scores with their own matmuls. `attention_scores` reads the scores;
 here the values are found and heads are brought into the IR's layout. Attention that is not recognised stays as it is:
 plain glue, exact for full sequences.
 """

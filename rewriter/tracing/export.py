@@ -58,7 +58,7 @@ def export_graph(
 class BodyTracer:
     """Traces modules to Bodies; modules that are alike (same fingerprint key) share one Body.
 
-    `buffers` are real values by full name, `stored` those whose values lie in checkpoints instead, with the dtype that
+    `buffers` are real values by full name, `stored` those whose values are in checkpoints instead, with the dtype that
     each keeps, `example` the sizes of recorded inputs. `trace(path, module, recorded)` raises RewriterError naming the
     module. `dimensions` may hold dynamic ones of recorded tensors, by id, that their sizes alone do not tell (batch
     times heads).

@@ -2,7 +2,7 @@
 
 transformers' mask functions are lifted: instead of a tensor filled with numbers they record `rewriter_trace::mask`,
 whose MaskSpec was found by evaluating the mask function on sampled positions. A model may hand that tensor on, slice
-it, invert it, or build masks of its own from buffers and `torch.triu`. All of these are *static*: they depend on
+it, invert it, or build its own masks from buffers and `torch.triu`. All of these are *static*: they depend on
 lengths and constants alone. `StaticGraph` evaluates them on small lengths, and `seen_by` finds the rule they follow.
 """
 
