@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import fx
 
 from rewriter import ops
@@ -60,8 +61,12 @@ def is_add(node: fx.Node) -> bool:
 
 
 def is_scaling(node: fx.Node) -> bool:
-    """Whether `node` multiplies a value of the wiring by a number, or divides it by one."""
-    return function_of(node) in ("mul", "div") and len(node.all_input_nodes) == 1
+    """Whether `node` multiplies a value of a layer's wiring by a number, or divides it by one.
+
+    An ATen operator stands around the layers (Granite scales its embeddings): what it makes is a value like any other.
+    """
+    aten_operator = isinstance(node.target, torch._ops.OpOverload)
+    return not aten_operator and function_of(node) in ("mul", "div") and len(node.all_input_nodes) == 1
 
 
 def annotate(graph: fx.Graph, num_layers: int) -> None:
