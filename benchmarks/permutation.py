@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from rewriter.analysis.permutable_units import interchangeable
+from rewriter.analysis.permutable_units import permutable_units
 from rewriter.ir import Program
 from rewriter.passes.permute import DIGITS, order_of
 from rewriter.recipes import Recipe
@@ -39,7 +39,7 @@ class Bench:
     def __init__(self) -> None:
         self.program = trace(MODEL)
         self.weights = load_weights(self.program, torch.float32)
-        self.blocks = {block.path: block for block in interchangeable(self.program)}
+        self.blocks = {block.path: block for block in permutable_units(self.program)}
         tokenizer = load_tokenizer(str(MODEL))
         assert tokenizer is not None
         ids = torch.tensor(tokenizer((MODEL / "heldout.txt").read_text(encoding="utf-8")).input_ids)

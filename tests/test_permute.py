@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewriter as rw
-from rewriter.analysis.permutable_units import Interchangeable, interchangeable
+from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.convert.conversion import save
@@ -78,7 +78,7 @@ def test_the_function_is_the_same_and_every_shard_another(family: str, tmp_path:
     assert configs[0] == configs[1]
 
     before, after = load_weights(program), load_weights(at(program, tmp_path / "out"))
-    for block in interchangeable(program):
+    for block in permutable_units(program):
         assert block.reason is None
         order = order_of("10" * (block.count // 2))
         again = reordered(after, block, inverse(order))
@@ -131,7 +131,7 @@ def test_one_key_value_head_stays_and_its_query_heads_move(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_heads_with_a_position_bias_of_their_own_stay() -> None:
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=64)
-    blocks_ = {b.path.rpartition(".")[2]: b for b in interchangeable(trace(config))}
+    blocks_ = {b.path.rpartition(".")[2]: b for b in permutable_units(trace(config))}
     assert "position bias" in str(blocks_["self_attention"].reason)
     permuted = Permute(dealt=2).apply(trace(config))
     assert "transformer.h.0.self_attention and 1 like it left in order" in permuted.history[-1].notes[0]
@@ -154,8 +154,8 @@ def test_heads_with_a_position_bias_of_their_own_stay() -> None:
     ],
 )
 def test_a_forgotten_parameter_shows(family: str, forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(program: Program) -> list[Interchangeable]:
-        found = interchangeable(program)
+    def faulty(program: Program) -> list[PermutableUnits]:
+        found = permutable_units(program)
         return [
             replace(b, places={n: s for n, s in b.places.items() if not n.endswith(forgotten)})
             if f"{b.path}.".find(".1.") >= 0
@@ -163,7 +163,7 @@ def test_a_forgotten_parameter_shows(family: str, forgotten: str, monkeypatch: p
             for b in found
         ]
 
-    monkeypatch.setattr(permute_module, "interchangeable", faulty)
+    monkeypatch.setattr(permute_module, "permutable_units", faulty)
     ids = zoo.batch(2, 21)
     wrong = simulate(Permute(dealt=2).apply(traced(family)), ids)
     assert relative_error(wrong, logits(family, ids)) >= 1e-2
@@ -186,13 +186,13 @@ def test_the_rehearsal_reorders_the_copy_and_sees_a_fault(monkeypatch: pytest.Mo
         rehearse_figures(passes)
     )
 
-    def faulty(program: Program) -> list[Interchangeable]:
+    def faulty(program: Program) -> list[PermutableUnits]:
         return [
             replace(b, places={n: s for n, s in b.places.items() if not n.endswith("up_proj.weight")})
-            for b in interchangeable(program)
+            for b in permutable_units(program)
         ]
 
-    monkeypatch.setattr(permute_module, "interchangeable", faulty)
+    monkeypatch.setattr(permute_module, "permutable_units", faulty)
     with pytest.raises(VerificationError, match="heads and channels reordered = original model: worst at"):
         rehearse_figures(passes)
 

@@ -29,7 +29,7 @@ from rewriter.predict.expert_cost import active_experts
 from rewriter.predict.forward import Runner
 from rewriter.predict.forward_pass import ForwardPass
 from rewriter.predict.generation_memory import bytes_per_rank
-from rewriter.predict.kernel_cost import Kernel, Operation, fused
+from rewriter.predict.kernel_cost import CostedOperation, Kernel, fused
 from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Comparison, Phase, Point, to_json
 from rewriter.predict.roofline import Contention, seconds
@@ -182,8 +182,8 @@ def test_break_even_is_where_the_extra_work_is_paid_for() -> None:
 
 
 def test_a_compiler_fuses_glue_but_not_across_a_product() -> None:
-    def op(name: str, reads: dict[str, int], writes: dict[str, int], product: bool = False) -> Operation:
-        return Operation(name, reads, writes, (Kernel(name, "product", 0.0, 1.0),) if product else ())
+    def op(name: str, reads: dict[str, int], writes: dict[str, int], product: bool = False) -> CostedOperation:
+        return CostedOperation(name, reads, writes, (Kernel(name, "product", 0.0, 1.0),) if product else ())
 
     operations = [
         op("square", {"x": 10}, {"s": 10}),

@@ -11,7 +11,7 @@ from oracles import relative_error
 from torch import fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rewriter.analysis.placement import reduce_over_ranks
+from rewriter.analysis.placement_rules import reduce_over_ranks
 from rewriter.analysis.units import Units
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body
@@ -165,7 +165,7 @@ def test_layers_with_other_buffers_are_no_copies_of_each_other() -> None:
         skeleton.buffers[f"{skeleton.layers_path}.{index}.mlp.slope"] = torch.full((2,), float(index // 2))
     with lifted_interfaces(skeleton.model):
         tracer = ModelTracer(skeleton)
-        tracer.outside()
+        tracer.surroundings()
         kinds = [tracer.kind(index) for index in range(4)]
     assert kinds[0] is kinds[1]
     assert kinds[2] is kinds[3]

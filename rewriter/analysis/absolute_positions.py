@@ -12,11 +12,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import aten, function_of
 from rewriter.ir import Body, Program, walk_modules
-
-aten = torch.ops.aten
-
-_COUNTS = frozenset({getattr(aten.arange, name) for name in aten.arange.overloads()} | {aten.cumsum.default})
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -36,7 +33,7 @@ def counts_tokens(program: Program) -> str | None:
 def _counts(node: fx.Node) -> bool:
     value = node.meta.get("val")
     dynamic = isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
-    sized = node.target in _COUNTS and (dynamic or any(True for _ in node.all_input_nodes))
+    sized = function_of(node) == "count" and (dynamic or any(True for _ in node.all_input_nodes))
     return node.op == "call_function" and (sized or node.target is ops.additive_mask)
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import fx
 
-from rewriter.analysis.labels import is_pointwise, is_tensor
+from rewriter.analysis.labels import is_tensor
+from rewriter.analysis.op_semantics import function_of, is_pointwise, kind_of
 from rewriter.analysis.projections import is_projection
 from rewriter.ir import Body, Module
 from rewriter.ir.marks import marks
-
-_POINTWISE = frozenset({operator.mul, operator.imul, torch.mul, F.gelu, F.relu, F.silu, torch.relu, torch.tanh})
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def _behind(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node]
 
 def _keeps_channels(node: fx.Node, modules: Mapping[str, Module]) -> bool:
     if node.op == "call_function":
-        return node.target in _POINTWISE
+        return function_of(node) == "mul" or kind_of(node) == "activation"
     module = modules.get(str(node.target)) if node.op == "call_module" else None
     return (
         isinstance(module, Body)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import function_of, sends
 from rewriter.analysis.residual import computes
 from rewriter.ir import Body, Module, Program, args_of
 from rewriter.ir.marks import marks
@@ -24,9 +25,6 @@ from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
 
 Place = Literal["block", "inside a block", "embedding", "head", "other"]
-
-_GATHERS = (ops.all_gather, ops.gather_tokens)
-_SUMS = (ops.all_reduce, ops.all_reduce_start)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTraffic:
     """The quantized reductions of a forward pass together, per token.
 
     They are quantized in calls of `from_tokens` tokens or more (of a rank, over all sequences), and exact in others.
@@ -68,7 +66,7 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Collectives summed up, per forward pass and per token."""
 
     collectives: int
@@ -78,11 +76,16 @@ class Traffic:
     exposed_bytes_per_token: int
 
 
-def model_dtype_bytes(program: Program) -> int:
-    """Bytes per element of the model's own dtype, as its config says; 4 where it says nothing."""
+def model_dtype(program: Program) -> torch.dtype:
+    """The model's own dtype, as its config says; fp32 where it says nothing."""
     name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
-    return int(dtype.itemsize) if isinstance(dtype, torch.dtype) else 4
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def model_dtype_bytes(program: Program) -> int:
+    """Bytes per element of the model's own dtype."""
+    return model_dtype(program).itemsize
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
@@ -97,8 +100,8 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     for node in program.graph.nodes:
         layer = marks(node).layer
         index = marks(node).writes if marks(node).block is None else marks(node).block
-        if node.target in (*_SUMS, *_GATHERS):
-            gather = node.target in _GATHERS
+        if sends(node):
+            gather = function_of(node) == "gather"
             shape = shapes[node] or ()
             width = math.prod(s for s in shape if isinstance(s, int))
             source = producer(node)
@@ -131,13 +134,13 @@ def collectives(program: Program) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def quantized(found: Iterable[Collective]) -> Quantized | None:
+def quantized(found: Iterable[Collective]) -> QuantizedTraffic | None:
     """What travels quantized among some collectives; None where all are exact."""
     items = [c for c in found if c.format is not None]
     if not items:
         return None
     first = items[0]
-    return Quantized(
+    return QuantizedTraffic(
         str(first.format),
         first.min_bytes,
         max(1, *(-(-c.min_bytes // c.exact_bytes_per_token) for c in items)),
@@ -159,11 +162,11 @@ def _payload_per_token(width: int, name: str) -> int:
     return -(-width * (format.block * format.bits + 16) // (8 * format.block))
 
 
-def summary(found: Iterable[Collective]) -> Traffic:
+def summary(found: Iterable[Collective]) -> CollectiveTraffic:
     """Counts and bytes of some collectives together."""
     items = list(found)
     exposed = [c for c in items if not c.hidden]
-    return Traffic(
+    return CollectiveTraffic(
         len(items),
         len(exposed),
         len(items) - len(exposed),
@@ -172,7 +175,7 @@ def summary(found: Iterable[Collective]) -> Traffic:
     )
 
 
-def by_place(found: Iterable[Collective]) -> dict[str, Traffic]:
+def by_place(found: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
     """The same per place: blocks, inside of blocks, embedding, head."""
     groups: dict[str, list[Collective]] = {}
     for collective in found:
@@ -180,7 +183,7 @@ def by_place(found: Iterable[Collective]) -> dict[str, Traffic]:
     return {place: summary(items) for place, items in groups.items()}
 
 
-def by_layer(found: Iterable[Collective]) -> Mapping[int, Traffic]:
+def by_layer(found: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
     """The same per decoder layer."""
     groups: dict[int, list[Collective]] = {}
     for collective in found:
@@ -196,7 +199,7 @@ def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
     for node in module.graph.nodes:
         if node.op == "call_module":
             yield from _inside(module.modules[str(node.target)], size)
-        elif node.target in (*_SUMS, *_GATHERS):
+        elif sends(node):
             value = node.meta["val"]
             width = math.prod(int(s) for s in value.shape if not isinstance(s, torch.SymInt))
             yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)

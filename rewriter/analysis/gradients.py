@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from torch import fx
 
-from rewriter.analysis.placement import differentiable
+from rewriter.analysis.placement_state import differentiable
 from rewriter.ir import Body, Module, Program, args_of, parameters_of
 
 
 def with_constant_inputs(program: Program) -> dict[str, Module]:
-    """The modules of `program`, each body told which of its inputs need no gradient. Alike bodies stay shared."""
+    """The modules of `program`, each body with the names of its inputs that need no gradient. Alike bodies stay
+    shared."""
     flows: dict[fx.Node, bool] = {}
     done: dict[tuple[int, frozenset[str]], Module] = {}
     modules = dict(program.modules)

@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter import ops
+from rewriter.analysis.op_semantics import argument, aten, data_of, is_movement, is_pointwise, is_sum
 from rewriter.ir import args_of
 
-aten = torch.ops.aten
-
-MOVEMENT = frozenset(
-    {
-        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.cat.default, aten.chunk.default,
-        aten.split.Tensor, aten.split_with_sizes.default, aten.expand.default, aten.contiguous.default,
-        aten.clone.default, aten.select.int, aten.flatten.using_ints, aten.unflatten.int, aten.stack.default,
-        aten.repeat_interleave.self_int, aten.movedim.int, aten.t.default, operator.getitem,
-        aten.view_as_complex.default, aten.view_as_real.default,
-    }
-)  # fmt: skip
 # what pairs of real and imaginary parts do to labels, which are whole numbers
 _ON_LABELS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     aten.view_as_complex.default: lambda pairs: pairs.amax(-1),
     aten.view_as_real.default: lambda labels: torch.stack([labels, labels], -1),
 }
-REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})
 
 
 class Unsplittable(Exception):
@@ -53,21 +40,13 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    if node.target in (ops.type_as_model, ops.copy_to_group, aten.to.dtype, aten.type_as.default):
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose values flow into the result; a `like` argument only lends its dtype."""
-    if node.target is ops.type_as_model:
-        return [args_of(node)[0]]
-    return [n for n in node.all_input_nodes if is_tensor(n) or isinstance(value_of(n), (tuple, list))]
+    """The inputs whose values flow into the result."""
+    return [n for n in data_of(node) if is_tensor(n) or isinstance(value_of(n), (tuple, list))]
 
 
 class Labels:
@@ -98,13 +77,13 @@ class Labels:
 
     def forward(self, node: fx.Node) -> None:
         """Labels of `node` from those of its inputs."""
-        if node.target in MOVEMENT:
+        if is_movement(node):
             if not is_tensor(node):
                 return  # a list of pieces: its getitems look through it
             sources = self._sources(node)
             if any(s in self.of for s in sources):
                 self.set(node, self._move(node, lambda s: self.of.get(s)))
-        elif is_pointwise(node):
+        elif is_pointwise(node) and is_tensor(node):
             shape = reduced_shape(value_of(node))
             for source in tensor_inputs(node):
                 if source in self.of:
@@ -118,7 +97,7 @@ class Labels:
         if node.target is aten.view_as_complex.default:
             source = self._sources(node)[0]
             self.set(source, labels.unsqueeze(-1).expand(reduced_shape(value_of(source))))
-        elif node.target in MOVEMENT:
+        elif is_movement(node):
             for source in self._sources(node):
                 shape = reduced_shape(value_of(source))
                 count = int(torch.tensor(shape).prod())
@@ -132,18 +111,16 @@ class Labels:
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))
-        elif node.target in REDUCTIONS:
-            source = args_of(node)[0]
-            assert isinstance(source, fx.Node)
-            if args_of(node)[2] if len(node.args) > 2 else False:
-                self.set(source, labels.expand(reduced_shape(value_of(source))))
+        elif is_sum(node) and argument(node, "keepdim"):
+            source = tensor_inputs(node)[0]
+            self.set(source, labels.expand(reduced_shape(value_of(source))))
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Tensors that a movement operator moves; a getitem looks through its chunk or split."""
         if node.target is operator.getitem:
             inner = args_of(node)[0]
             assert isinstance(inner, fx.Node)
-            return self._sources(inner) if inner.target in MOVEMENT else []
+            return self._sources(inner) if is_movement(inner) else []
         return [n for n in node.all_input_nodes if is_tensor(n)]
 
     def _move(self, node: fx.Node, label: Callable[[fx.Node], torch.Tensor | None]) -> torch.Tensor:

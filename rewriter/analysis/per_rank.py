@@ -1,8 +1,8 @@
-"""Values that differ by rank beyond a partial sum: a rank's own residual ("lane"), and the bodies that read it.
+"""Values that differ by rank beyond a partial sum: a per-rank residual, and the bodies that read it.
 
-A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a rank's own
-residual. Gradients of a local value are local too, so whatever all ranks share passes `copy_to_group` (whose gradient
-is an all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
+A value is *local* when ranks hold different ones: partial sums, shards, and everything computed from a per-rank
+residual. Gradients of a local value are local too, so what all ranks share passes `copy_to_group` (whose gradient is an
+all-reduce) where it meets a local value: residuals, norm weights, latent projections, routers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.labels import is_tensor, tensor_inputs, value_of
-from rewriter.analysis.placement import AXIS, differentiable, insertion_point
+from rewriter.analysis.labels import is_tensor, tensor_inputs
+from rewriter.analysis.placement_state import copied_to_group, differentiable
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Parameter, copy_graph
 
@@ -120,7 +120,7 @@ class _Localiser:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.varying = {placeholders[i] for i in inputs}
         self.local = set(self.varying)
-        self.entered: dict[fx.Node, fx.Node] = {}
+        self.copied: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Body:
         for node in list(self.graph.nodes):
@@ -132,7 +132,7 @@ class _Localiser:
                 continue
             sources = node.all_input_nodes
             if node.target is ops.copy_to_group:
-                self._enter(node, sources[0])
+                self._drop_copy(node, sources[0])
                 continue
             varying = any(n in self.varying for n in sources)
             if node.target in _REPLICATING:
@@ -150,8 +150,8 @@ class _Localiser:
                 self._share(node)
         return replace(self.body, graph=self.graph, modules=self.modules)
 
-    def _enter(self, node: fx.Node, source: fx.Node) -> None:
-        """An `copy_to_group` of a value that is local already would sum gradients of different values."""
+    def _drop_copy(self, node: fx.Node, source: fx.Node) -> None:
+        """A `copy_to_group` of a value that is local already would sum gradients of different values."""
         if source not in self.local:
             self.local.add(node)
             return
@@ -173,10 +173,7 @@ class _Localiser:
         for source in tensor_inputs(node):
             if source in self.local or not is_tensor(source) or not differentiable(source, self.body):
                 continue
-            if source not in self.entered:
-                with self.graph.inserting_after(insertion_point(source)):
-                    new = self.graph.call_function(ops.copy_to_group, (source, AXIS))
-                new.meta["val"] = value_of(source)
-                self.entered[source] = new
-                self.local.add(new)
-            node.replace_input_with(source, self.entered[source])
+            if source not in self.copied:
+                self.copied[source] = copied_to_group(source)
+                self.local.add(self.copied[source])
+            node.replace_input_with(source, self.copied[source])

@@ -1,7 +1,7 @@
 """Units of a block that may change places: key/value heads with their query heads, MLP channels.
 
-Where each unit lies in each parameter is read from the block split over as many ranks as it has units: what rank i
-would hold are the elements of unit i. So whatever tensor parallelism can split, in whatever layout, can be reordered.
+Where each unit stands in each parameter is read from the block split over as many ranks as it has units: what rank i
+would hold are the elements of unit i. So what tensor parallelism can split, in any layout, can be reordered.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rewriter.ir.marks import layer_of, marks
 
 
 @dataclass(frozen=True)
-class Interchangeable:
-    """A block's `count` units and where they lie: by parameter (canonical runtime name), per unit, ranges along a dim.
+class PermutableUnits:
+    """A block's `count` units and where they are: by parameter (canonical runtime name), per unit, ranges along a dim.
 
     `path` is the block's module; for an MLP whose projections are the layer's own children, its last one. `heads` says
     that units are key/value heads with their queries. `reason` says in words why the units may not move; None: they
@@ -55,7 +55,7 @@ class Interchangeable:
         return tuple(index)
 
 
-def interchangeable(program: Program) -> list[Interchangeable]:
+def permutable_units(program: Program) -> list[PermutableUnits]:
     """The blocks of an unsharded program that hold units, in the order of the wiring.
 
     Raises RewriterError for a sharded program.
@@ -74,11 +74,11 @@ def interchangeable(program: Program) -> list[Interchangeable]:
     return result
 
 
-def _fixed(path: str, layer: int, heads: bool, reason: str) -> Interchangeable:
-    return Interchangeable(path, layer, heads, 0, {}, reason)
+def _fixed(path: str, layer: int, heads: bool, reason: str) -> PermutableUnits:
+    return PermutableUnits(path, layer, heads, 0, {}, reason)
 
 
-def _bodies(program: Program) -> Iterator[Interchangeable]:
+def _bodies(program: Program) -> Iterator[PermutableUnits]:
     done: dict[int, tuple[int, Mapping[str, Shard]] | str] = {}
     calls = Counter(str(n.target) for n in program.graph.nodes if n.op == "call_module")
     seen: set[str] = set()
@@ -103,11 +103,11 @@ def _bodies(program: Program) -> Iterator[Interchangeable]:
             yield _fixed(path, layer, heads, units)
             continue
         named = {program.ties.get(name := f"{path}.{inner}", name): shard for inner, shard in units[1].items()}
-        yield Interchangeable(path, layer, heads, units[0], named)
+        yield PermutableUnits(path, layer, heads, units[0], named)
 
 
 def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
-    """(number of units, where they lie) of one body. Raises Unsplittable with the reason in words."""
+    """(number of units, where they are) of one body. Raises Unsplittable with the reason in words."""
     inside = [body, *(module for _, module in walk_modules(body.modules) if isinstance(module, Body))]
     attentions = [n for b in inside for n in b.graph.nodes if n.target is ops.attention]
     if attentions:
@@ -128,7 +128,7 @@ def _heads(node: fx.Node, operand: int) -> int:
     return reduced_shape(value_of(args_of(node)[operand]))[1]
 
 
-def _chains(program: Program) -> Iterator[Interchangeable]:
+def _chains(program: Program) -> Iterator[PermutableUnits]:
     for chain in chains(program.graph, program.modules):
         path, layer = str(chain.exit.target), layer_of(chain.exit)
         leaf = program.modules[path]
@@ -145,7 +145,7 @@ def _chains(program: Program) -> Iterator[Interchangeable]:
             for owner, (_, shards) in splits.items()
             for name, shard in shards.items()
         }
-        yield Interchangeable(path, layer, False, count, places)
+        yield PermutableUnits(path, layer, False, count, places)
 
 
 def _entries(program: Program, chain: Chain) -> dict[str, Leaf]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rewriter.analysis.labels import aten, value_of
+from rewriter.analysis.labels import value_of
+from rewriter.analysis.op_semantics import argument, operator_of
 from rewriter.ir import args_of
 
 
@@ -23,12 +24,13 @@ class Product:
 
 def product_of(node: fx.Node) -> Product | None:
     """The product that a node is; None where it is none, or its right side is no parameter of the body."""
-    if node.target not in (aten.bmm.default, aten.matmul.default, aten.mm.default, aten.linear.default):
+    row = operator_of(node)
+    if row is None or row.kind != "product" or row.bias == 0:
         return None
-    source, weight = args_of(node)[:2]
+    source, weight = (args_of(node)[i] for i in row.factors)
     if weight.op != "get_attr" or source.op == "get_attr":
         return None
     last = value_of(weight).dim() - 1
-    if node.target is aten.linear.default:
-        return Product(source, weight, 1, 0, args_of(node)[2] if len(node.args) > 2 else None)
+    if row.transposed:
+        return Product(source, weight, last, last - 1, argument(node, "bias"))
     return Product(source, weight, last - 1, last) if last >= 1 else None

@@ -19,7 +19,7 @@ from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes. "Per token" counts one position of one sequence; a window's layers keep no more than its size of them."""
 
     parameters: int
@@ -31,7 +31,7 @@ class Memory:
     stream_per_token: int
 
 
-def memory(program: Program) -> Memory:
+def memory(program: Program) -> RankMemory:
     """What one rank of `program` holds, in the dtype that the config says."""
     size = model_dtype_bytes(program)
     full = sum(math.prod(p.full_shape or p.shape) for p in program.parameters.values())
@@ -51,7 +51,9 @@ def memory(program: Program) -> Memory:
         if in_stream(node):
             stream = max(stream, _width(shapes[node]))
     logits = _width(shapes[program.graph.output_node()])
-    return Memory(full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size)
+    return RankMemory(
+        full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size
+    )
 
 
 def _width(shape: Value) -> int:

@@ -6,7 +6,6 @@ that `residual_blocks` also reads rewired programs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,15 +14,12 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import function_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program
 from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, mark, marks, stream_index
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
-
-# operators of the wiring that multiply a value by numbers
-SCALINGS = (operator.mul, operator.imul, operator.truediv, "mul", "mul_", "div", "div_")
-_ADDS = (operator.add, operator.iadd, torch.add, torch.ops.aten.add.Tensor)
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,17 @@ class NoStream(RewriterError):
 
 def is_add(node: fx.Node) -> bool:
     """Whether `node` adds two tensors of the wiring."""
-    if node.op == "call_method":
-        return node.target in ("add", "add_") and len(node.all_input_nodes) == 2
-    return (
-        node.op == "call_function"
-        and node.target in _ADDS
-        and len(node.args) == 2
-        and all(isinstance(a, fx.Node) for a in node.args)
-        and not node.kwargs
-    )
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    return function_of(node) == "add" and len(operands) == len(node.args) == 2 and not node.kwargs
+
+
+def is_scaling(node: fx.Node) -> bool:
+    """Whether `node` multiplies a value of a layer's wiring by a number, or divides it by one.
+
+    An ATen operator stands around the layers (Granite scales its embeddings): what it makes is a value like any other.
+    """
+    aten_operator = isinstance(node.target, torch._ops.OpOverload)
+    return not aten_operator and function_of(node) in ("mul", "div") and len(node.all_input_nodes) == 1
 
 
 def annotate(graph: fx.Graph, num_layers: int) -> None:
@@ -92,7 +90,7 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
         if len(terms) < 2 or not skips:
             where = _describe(value)
             raise NoStream(
-                f"no residual stream: in layer {value.meta['layer']}, {where} is not the sum of an earlier value and "
+                f"no residual stream: in layer {layer_of(value)}, {where} is not the sum of an earlier value and "
                 "what was computed from it. Post-norm models have none; there is nothing to rewire.",
                 value,
             )
@@ -119,7 +117,7 @@ def terms_of(value: fx.Node) -> list[fx.Node]:
 
 def _unscaled(term: fx.Node) -> fx.Node:
     """The value of which `term` is a multiple by numbers."""
-    while term.target in SCALINGS and len(term.all_input_nodes) == 1:
+    while is_scaling(term):
         term = term.all_input_nodes[0]
     return term
 

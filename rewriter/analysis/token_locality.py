@@ -17,8 +17,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import dynamic
+from rewriter.analysis.op_semantics import METHODS, aten
 from rewriter.analysis.token_rules import (
-    ARITHMETIC,
     BATCH,
     LENGTH,
     Count,
@@ -35,10 +35,6 @@ from rewriter.analysis.token_rules import (
 )
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of
-
-aten = torch.ops.aten
-_METHODS = {"view": aten.reshape.default, "reshape": aten.reshape.default, "transpose": aten.transpose.int}
-
 
 # What was found to be right: the wirings, with the modules that they call. Programs do not change.
 _checked: WeakKeyDictionary[fx.Graph, Mapping[str, Module]] = WeakKeyDictionary()
@@ -140,13 +136,13 @@ class _Follower:
         values = [a for a in (*args, *kwargs.values()) if isinstance(a, (int, float, torch.Tensor, list, tuple))]
         if target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        if target in ARITHMETIC and all(isinstance(v, (int, float)) for v in values):
+        if getattr(target, "__module__", "") == "_operator" and all(isinstance(v, (int, float)) for v in values):
             result = target(*args)
             return Count(result) if any(isinstance(v, Count) for v in values) else result
         if node.op == "call_method":
-            if target not in _METHODS:
+            if target not in METHODS:
                 raise Mixed("is not known to treat each token on its own")
-            target = _METHODS[str(target)]
+            target = METHODS[str(target)]
             if not isinstance(args[1], (list, tuple)) and target is aten.reshape.default:
                 args = [args[0], args[1:]]
         value = node.meta.get("val")
@@ -176,7 +172,7 @@ def _leaf(leaf: Leaf, x: Owners) -> Owners:
 
 
 def _size(owners: Owners, dim: int) -> int:
-    """A size; one that tokens lie along is a Count."""
+    """A size; that of a dimension of tokens is a Count."""
     size = owners.shape[dim]
     moved = owners.movedim(dim, 0)
     return Count(size) if (moved != moved[:1]).any() else size

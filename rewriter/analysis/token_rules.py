@@ -1,22 +1,18 @@
 """What operators do to the tokens that elements belong to.
 
-A value is told by its *owners*: an int64 tensor of its shape which says of each element to which token of a sequence it
-belongs, −1 for none. Movement is run on owners literally; whatever computes with several elements needs owners that
+A value is described by its *owners*: an int64 tensor of its shape, per element the token of a sequence that it belongs
+to, −1 for none. Movement is run on owners literally; what computes with several elements needs owners that
 agree. So no list says what is allowed where: an operator is refused when it brings values of two tokens together.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rewriter import ops
-from rewriter.analysis.labels import MOVEMENT
-
-aten = torch.ops.aten
+from rewriter.analysis.op_semantics import Operator, aten, named_arguments, semantics
 
 # sizes of the example: small, and unlike each other
 BATCH, LENGTH = 3, 5
@@ -119,47 +115,10 @@ _LARGEST = (
     "would find different lengths"
 )
 
-# operators that give one value where they are given several: over `dim`, or over everything
-_REDUCTIONS = frozenset(
-    {
-        aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
-        aten.any.dim, aten.any.default, aten.all.dim, aten.all.default, aten.argmax.default, aten.argmin.default,
-        aten.logsumexp.default, aten.prod.default, aten.prod.dim_int, aten.var.correction, aten.std.correction,
-        aten.linalg_vector_norm.default, aten.max.default, aten.max.dim, aten.min.default, aten.min.dim,
-        aten.norm.ScalarOpt_dim,
-    }
-)  # fmt: skip
-_LARGEST_OF = frozenset({aten.max.default, aten.max.dim, aten.amax.default})
-# operators that compute along `dim` and keep the shape
-_ALONG = frozenset(
-    {
-        aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default, aten.cumsum.default,
-        aten.cumprod.default, aten.sort.default, aten.argsort.default,
-    }
-)  # fmt: skip
-_PAIRS = frozenset({aten.max.dim, aten.min.dim, aten.sort.default, aten.topk.default})
-_MADE = frozenset({aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format})
-_MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default})
-_ARANGE = frozenset(getattr(aten.arange, name) for name in aten.arange.overloads())
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int})
-_MOVEMENT = MOVEMENT | {
-    aten.flip.default, aten.repeat.default, aten.narrow.default, aten.swapaxes.default, aten.concat.default,
-}  # fmt: skip
-# operators that compute element by element, without torch's tag of those that do
-_PLAIN = (
-    aten.polar.default, aten.complex.default,
-    operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, operator.truediv, operator.neg,
-    operator.pow, torch.add, torch.mul, torch.tanh, ops.dropout,
-)  # fmt: skip
-# operators that keep each element's place; a second tensor lends its dtype only
-_CASTS = frozenset(
-    {
-        aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-        ops.type_as_model, aten.type_as.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
-        aten._to_copy.default,
-    }
-)  # fmt: skip
-ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.neg)
+# rows that move elements: they are run on owners
+_MOVED = ("view", "permutation", "copy", "expansion", "piece", "join", "stack", "shift")
+_EACH_ALONE = ("pointwise", "activation")
+_ALONG = ("reduction", "scan", "top")
 
 
 def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: bool) -> Any:
@@ -168,28 +127,22 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
     `integral` says that its first tensor holds whole numbers (positions, ids). Raises Mixed with the reason.
     """
     found = [a for a in _flat((args, kwargs)) if isinstance(a, torch.Tensor)]
+    row = semantics(target)
+    kind = None if row is None else row.kind
     if any(isinstance(a, Count) for a in _flat((args, kwargs))):
         return _sized(target, args, kwargs)
-    if target is aten.view_as_complex.default:
-        return alike(args[0], -1, _OVER).squeeze(-1)
-    if target is aten.view_as_real.default:
-        return torch.stack([args[0], args[0]], -1)
-    if target in _MOVEMENT:
+    if kind in _MOVED:
         return target(*args, **kwargs)
-    if target is aten.constant_pad_nd.default:
-        return target(args[0], args[1], -1)
-    if target in _CASTS:
+    if kind in ("cast", "creation_like"):
         return args[0]
-    if target in _PLAIN or _is_pointwise(target):
+    if kind in _EACH_ALONE:
         return merged(*found)
-    if target in (aten.layer_norm.default, aten.rms_norm.default):
-        dims = list(range(-len(args[1]), 0))
-        return alike(args[0], dims, _OVER).expand(args[0].shape)
-    rule = _RULES.get(target)
-    if rule is not None:
+    if row is not None and row.kind == "product":
+        return _product(row, args)
+    if row is not None and row.kind in _ALONG:
+        return _over_dim(target, row, args, kwargs, integral)
+    if (rule := _RULES.get(target)) is not None:
         return rule(*args, **kwargs)
-    if target in _REDUCTIONS or target in _ALONG or target is aten.topk.default:
-        return _over_dim(target, args, kwargs, integral)
     raise Mixed("is not known to treat each token on its own")
 
 
@@ -199,13 +152,10 @@ def _flat(value: Any) -> list[Any]:
     return [x for v in value for x in _flat(v)] if isinstance(value, (list, tuple)) else [value]
 
 
-def _is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-
-
 def _sized(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What is given a number of tokens may lay values out by it, but not compute with it."""
-    if target in _SIZED:
+    row = semantics(target)
+    if row is not None and row.kind == "view" and row.sizes is not None:
         return target(*args, **kwargs)
     if target is aten.expand.default:
         source, sizes = args[0], [int(s) for s in args[1]]
@@ -215,52 +165,46 @@ def _sized(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if isinstance(size, Count) and (dim < new or source.shape[dim - new] == 1):
                 result = merged(result, tokens(*result.shape, dim=dim))
         return result
-    if target in _MADE or target in _MADE_LIKE:
-        sizes = args[1] if target in _MADE_LIKE else args[0]
-        found = [tokens(*sizes, dim=dim) for dim, size in enumerate(sizes) if isinstance(size, Count)]
-        return merged(*found)
-    if target in _ARANGE:
+    if row is not None and row.kind in ("creation", "creation_like") and row.sizes is not None:
+        sizes = args[row.sizes]
+        return merged(*(tokens(*sizes, dim=dim) for dim, size in enumerate(sizes) if isinstance(size, Count)))
+    if row is not None and row.kind == "count":
         raise Mixed("numbers the tokens of a call from 0; a rank's own are not the first ones")
     raise Mixed("computes with the number of tokens of a call; a rank has fewer")
 
 
-def _over_dim(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: bool) -> Any:
-    given = _by_name(target, args, kwargs)
+def _over_dim(target: Any, row: Operator, args: Sequence[Any], kwargs: dict[str, Any], integral: bool) -> Any:
+    given = named_arguments(target, args, kwargs)
     source: Owners = args[0]
-    why = _LARGEST if target in _LARGEST_OF and integral else _SUMS if "sum" in str(target) else _OVER
+    why = _LARGEST if row.function == "largest" and integral else _SUMS if "sum" in str(target) else _OVER
     dims = given.get("dim")
     result = alike(source, dims, why)
-    if target in _ALONG:
+    if row.kind == "scan":
         result = result.expand(source.shape)
-    elif target is aten.topk.default:
+    elif row.kind == "top":
         sizes = list(source.shape)
         sizes[given["dim"]] = given["k"]
         result = result.expand(sizes)
     elif not given.get("keepdim"):
         result = result.squeeze(_dims(source, dims))
-    return (result, result) if target in _PAIRS else result
+    return (result, result) if len(target._schema.returns) == 2 else result
 
 
-def _by_name(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of an ATen operator by name, with defaults; its schema is torch's own, and read only here."""
-    schema = target._schema.arguments
-    values = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return values | {a.name: v for a, v in zip(schema, args, strict=False)} | kwargs
-
-
-def _linear(x: Owners, weight: Owners, bias: Owners | None = None) -> Owners:
-    out = product(x, weight.transpose(-1, -2))
-    return out if bias is None else merged(out, bias)
-
-
-def _addmm(bias: Owners, a: Owners, b: Owners, **_: Any) -> Owners:
-    return merged(bias, product(a, b))
+def _product(row: Operator, args: Sequence[Any]) -> Owners:
+    left, right = (args[i] for i in row.factors)
+    out = product(left, right.transpose(-1, -2) if row.transposed else right)
+    bias = args[row.bias] if row.bias is not None and row.bias < len(args) else None
+    return out if bias is None else merged(bias, out)
 
 
 def _embedding(weight: Owners, ids: Owners, *_: Any, **__: Any) -> Owners:
     if owned(weight):
         raise Mixed("looks values up by token")
     return ids.unsqueeze(-1).expand(*ids.shape, weight.shape[-1])
+
+
+def _normalized(x: Owners, sizes: Sequence[int], *_: Any) -> Owners:
+    return alike(x, list(range(-len(sizes), 0)), _OVER).expand(x.shape)
 
 
 def _one_hot(x: Owners, classes: int) -> Owners:
@@ -312,12 +256,11 @@ def chosen_experts(x_NC: Owners, index_NK: Owners, weight_NK: Owners) -> Owners:
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    aten.linear.default: _linear,
-    aten.mm.default: product,
-    aten.bmm.default: product,
-    aten.matmul.default: product,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _addmm,
+    aten.view_as_complex.default: lambda x: alike(x, -1, _OVER).squeeze(-1),
+    aten.view_as_real.default: lambda x: torch.stack([x, x], -1),
+    aten.constant_pad_nd.default: lambda x, amounts, *_: aten.constant_pad_nd.default(x, amounts, -1),
+    aten.layer_norm.default: _normalized,
+    aten.rms_norm.default: _normalized,
     aten.embedding.default: _embedding,
     aten.one_hot.default: _one_hot,
     aten.index.Tensor: _index,

@@ -9,6 +9,8 @@ import torch
 
 from rewriter.analysis.labels import Unsplittable
 
+# the mesh axis over which bodies are split
+AXIS = "tp"
 Ranges = tuple[tuple[int, int], ...]
 
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.residual import SCALINGS, computes, residual_blocks
+from rewriter.analysis.residual import computes, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.node_code import WiringPrinter, operands
 from rewriter.emit.per_rank_modules import (
@@ -367,7 +367,7 @@ class _HuggingFaceLayers:
 
 
 def _is_scaled(node: fx.Node) -> bool:
-    return node.target in SCALINGS and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0]
+    return is_scaling(node) and node.args[0] is node.all_input_nodes[0]
 
 
 def _is_sum(node: fx.Node) -> bool:

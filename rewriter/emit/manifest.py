@@ -95,7 +95,7 @@ class PerRank(_Part):
 
 
 class QuantizedEntry(_Part):
-    """What travels quantized between ranks, and only there: `rewriter.analysis.communication.Quantized`.
+    """What travels quantized between ranks, and only there: `rewriter.analysis.communication.QuantizedTraffic`.
 
     Bytes are those of all `reductions` of a forward pass per token, with scales; `exact_bytes_per_token` unquantized.
     """

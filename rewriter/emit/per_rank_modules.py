@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.labels import REDUCTIONS, aten, is_pointwise, is_tensor, reduced_shape, value_of
+from rewriter.analysis.labels import is_tensor, reduced_shape, value_of
+from rewriter.analysis.op_semantics import REDUCTIONS, aten, is_pointwise
 from rewriter.analysis.units import Ranges
 from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of
 

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.labels import aten, dynamic, is_pointwise, value_of
+from rewriter.analysis.labels import dynamic, value_of
+from rewriter.analysis.op_semantics import aten, is_pointwise
 from rewriter.emit.per_rank_modules import NotPerRank, PerRankChild, PerRankModule, name_of, projection, segments
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 

@@ -14,8 +14,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, residual_blocks, stream_values
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import Marks, in_stream, layer_of, mark, marks, set_marks

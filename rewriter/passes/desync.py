@@ -12,8 +12,8 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.placement import AXIS
 from rewriter.analysis.residual import Block, blocks_of, computes
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat
 from rewriter.ir import Parameter, Program

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rewriter.analysis.permutable_units import Interchangeable, interchangeable
-from rewriter.analysis.placement import AXIS
+from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Take
 from rewriter.ir import Parameter, Program
@@ -91,7 +91,7 @@ class Permute(Pass):
                 f"{self.measured_on or 'there is no measurement'}. Convert a checkpoint, or give permute.ranks (by "
                 "block, the rank of each of its units)"
             )
-        blocks = interchangeable(program)
+        blocks = permutable_units(program)
         chosen = self._chosen(blocks, ranks)
         parameters = dict(program.parameters)
         if not self.applied:
@@ -106,7 +106,7 @@ class Permute(Pass):
             summary += "; the weights are in this order already"
         return record(program, self, summary, self._notes(blocks), fired=bool(chosen), parameters=parameters)
 
-    def _chosen(self, blocks: Sequence[Interchangeable], ranks: int) -> list[tuple[Interchangeable, str]]:
+    def _chosen(self, blocks: Sequence[PermutableUnits], ranks: int) -> list[tuple[PermutableUnits, str]]:
         """The blocks whose units change places, and the rank of each of their units."""
         if self.ranks is None:
             count = self.dealt or 1
@@ -126,7 +126,7 @@ class Permute(Pass):
             chosen.append((block, given))
         return chosen
 
-    def _notes(self, blocks: Sequence[Interchangeable]) -> tuple[str, ...]:
+    def _notes(self, blocks: Sequence[PermutableUnits]) -> tuple[str, ...]:
         refused: dict[str, list[str]] = {}
         for block in blocks:
             if block.reason is not None:
@@ -153,7 +153,7 @@ def moved_units(ranks: str) -> int:
     return sum(a != b for a, b in zip(ranks, sorted(ranks, key=DIGITS.index), strict=True))
 
 
-def permuted(program: Program, block: Interchangeable, order: Sequence[int]) -> dict[str, Parameter]:
+def permuted(program: Program, block: PermutableUnits, order: Sequence[int]) -> dict[str, Parameter]:
     """The parameters of `block` with its units in another order: unit order[i] at place i."""
     result = {}
     indices: dict[tuple[int, Any], tuple[int, ...]] = {}  # alike parameters share one

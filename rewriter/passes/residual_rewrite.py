@@ -13,16 +13,14 @@ from typing import Any
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import kind_of
 from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
-from rewriter.analysis.placement import AXIS
-from rewriter.analysis.residual import SCALINGS, Block, annotate, blocks_of, read_index, stream_values
+from rewriter.analysis.residual import Block, annotate, blocks_of, is_scaling, read_index, stream_values
+from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
-
-# operators of the wiring through which a sum over ranks may be taken later: what else they are given is numbers
-_LINEAR = (*SCALINGS, "view", "reshape")
 
 
 def chosen_blocks(program: Program, name: str, layers: Selection) -> tuple[Block, ...]:
@@ -66,7 +64,8 @@ def check_ranks(program: Program, name: str) -> int:
 
 def is_reduced(write: fx.Node) -> bool:
     """Whether a write is a sum over ranks, possibly times numbers."""
-    return write.target is ops.all_reduce or (write.target in _LINEAR and is_reduced(write.all_input_nodes[0]))
+    linear = is_scaling(write) or kind_of(write) == "view"  # what else these are given is numbers
+    return write.target is ops.all_reduce or (linear and is_reduced(write.all_input_nodes[0]))
 
 
 def partial_of(write: fx.Node, block: Block, name: str) -> fx.Node:

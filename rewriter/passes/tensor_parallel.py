@@ -11,11 +11,13 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.chains import chains
 from rewriter.analysis.gradients import with_constant_inputs
-from rewriter.analysis.labels import Unsplittable, aten, reduced_shape, value_of
-from rewriter.analysis.placement import AXIS, SplitBody, split_body
+from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
+from rewriter.analysis.op_semantics import aten
+from rewriter.analysis.placement import split_body
+from rewriter.analysis.placement_state import SplitBody
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
 from rewriter.analysis.residual import attends
-from rewriter.analysis.units import Ranges
+from rewriter.analysis.units import AXIS, Ranges
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
 from rewriter.ir.marks import in_stream, mark, marks, set_marks

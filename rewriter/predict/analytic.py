@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.device import rates_of
-from rewriter.predict.forward import Forward, Runner, model_dtype
+from rewriter.predict.forward import Forward, Runner
 from rewriter.predict.forward_pass import ForwardPass
 from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.pareto import with_front

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
 from rewriter.predict.analytic import Predictor, Workload
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.forward import model_dtype
 from rewriter.predict.pareto import BATCHES, DEGREES
 from rewriter.predict.results import Comparison, Point
 from rewriter.recipes.apply import load_recipe

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_bytes import local_tokens
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
@@ -67,10 +68,10 @@ class Runner:
 
     def run(self, program: Program, given: ForwardPass) -> Forward:
         """What `program` does in this pass, on one rank."""
-        return _Run(self, program, given).forward()
+        return _ForwardRun(self, program, given).forward()
 
 
-class _Run:
+class _ForwardRun:
     def __init__(self, runner: Runner, program: Program, given: ForwardPass) -> None:
         self.runner, self.program, self.given = runner, program, given
         self.dtype = model_dtype(program)
@@ -221,13 +222,6 @@ class _Run:
 _IDENTITIES = frozenset(
     {ops.copy_to_group, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
 )  # of the wiring: what its collectives cost is the timeline's matter
-
-
-def model_dtype(program: Program) -> torch.dtype:
-    """The model's own dtype, as its config says; fp32 where it says nothing."""
-    name = str(program.source.config.get("dtype") or program.source.config.get("torch_dtype") or "float32")
-    dtype = getattr(torch, name.removeprefix("torch."), torch.float32)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def head_entry(graph: fx.Graph) -> fx.Node | None:

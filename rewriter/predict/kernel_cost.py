@@ -50,7 +50,7 @@ Item = Kernel | Exchange
 
 
 @dataclass
-class Operation:
+class CostedOperation:
     """An operator before fusion: bytes read and written by storage, and its kernel if it is no glue.
 
     Several items where it is more than a kernel (attention with its cache, experts, attention over several ranks).
@@ -67,17 +67,17 @@ class Operation:
         return not self.items
 
     def kernel(self) -> Kernel:
-        """A kernel of its own."""
+        """It alone, as a kernel."""
         nbytes = sum(self.reads.values()) + sum(self.writes.values())
         return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
 
 
-def as_launched(operations: Sequence[Operation]) -> list[Item]:
-    """Every operator as kernels of its own: a module that runs eagerly."""
+def as_launched(operations: Sequence[CostedOperation]) -> list[Item]:
+    """Every operator as its own kernels: a module that runs eagerly."""
     return [item for op in operations for item in (op.items or (op.kernel(),))]
 
 
-def fused(operations: Sequence[Operation], results: frozenset[Hashable]) -> list[Item]:
+def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -> list[Item]:
     """Glue that stands together becomes one kernel, as a compiler does it: a value that only a group reads stays in
     registers.
 
@@ -86,10 +86,10 @@ def fused(operations: Sequence[Operation], results: frozenset[Hashable]) -> list
     """
     depth: dict[Hashable, int] = {}  # of kernels that are no glue, on the longest path to a storage
     group_of: dict[Hashable, int] = {}
-    groups: list[list[Operation]] = []
+    groups: list[list[CostedOperation]] = []
     levels: list[int] = []
     merged: list[int] = []  # union-find over groups
-    order: list[int | Operation] = []
+    order: list[int | CostedOperation] = []
 
     def root(group: int) -> int:
         while merged[group] != group:
@@ -125,7 +125,7 @@ def fused(operations: Sequence[Operation], results: frozenset[Hashable]) -> list
     numbers = {id(op): number for number, op in enumerate(operations)}
     found: list[Item] = []
     for entry in order:
-        if isinstance(entry, Operation):
+        if isinstance(entry, CostedOperation):
             found += entry.items
         elif groups[entry]:
             found.append(_together(groups[entry], readers, numbers, results))
@@ -133,7 +133,7 @@ def fused(operations: Sequence[Operation], results: frozenset[Hashable]) -> list
 
 
 def _together(
-    group: Sequence[Operation],
+    group: Sequence[CostedOperation],
     readers: Mapping[Hashable, set[int]],
     numbers: Mapping[int, int],
     results: frozenset[Hashable],

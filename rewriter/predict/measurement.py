@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.predict.forward import model_dtype
 from rewriter.predict.rank_launcher import Seconds, run, slowest
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds

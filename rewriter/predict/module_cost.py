@@ -1,6 +1,6 @@
 """A module of a program on meta tensors: which kernels it runs, and what they compute and move.
 
-It is run as it stands, with a rank's own shapes, so that whatever can be emitted can be counted. A value is known by
+It is run as it stands, with a rank's own shapes, so that all that can be emitted can be counted. A value is known by
 its storage: views move nothing.
 """
 
@@ -13,24 +13,12 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import operator_of
 from rewriter.ir import Body, Leaf, Module, Opaque, args_of
 from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.expert_cost import experts_items
 from rewriter.predict.forward_pass import ForwardPass
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, Operation, as_launched, fused
-
-aten = torch.ops.aten
-_GATHERING = frozenset(
-    {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor, ops.vocab_embedding}
-)  # they read as much as they write, not the whole table
-_PRODUCTS: Mapping[Any, tuple[int, int]] = {
-    aten.mm.default: (0, 1),
-    aten.bmm.default: (0, 1),
-    aten.matmul.default: (0, 1),
-    aten.linear.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.baddbmm.default: (1, 2),
-}
+from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, fused
 
 
 class ModuleRun:
@@ -38,7 +26,7 @@ class ModuleRun:
 
     def __init__(self, given: ForwardPass, dtype: torch.dtype, mesh: Mapping[str, int]) -> None:
         self.given, self.dtype, self.mesh = given, dtype, mesh
-        self.operations: list[Operation] = []
+        self.operations: list[CostedOperation] = []
         self.weights: set[Hashable] = set()
         self.biased = False  # whether attention had a position bias
         self.alive: list[Any] = []  # keeps storages, by which values are known, from being used again
@@ -145,13 +133,14 @@ class ModuleRun:
         sources = [t for t in _tensors((args, kwargs)) if t.device.type == "meta"]
         if not results or {_storage(t) for t in results} <= {_storage(t) for t in sources}:
             return out  # a view, or a size
+        row = operator_of(node)
+        kind = None if row is None else row.kind
         product = None
-        if target in _PRODUCTS:
-            first, _ = _PRODUCTS[target]
-            product = (args[first], results[0])
-        elif "conv" in name and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        if row is not None and kind == "product":
+            product = (args[row.factors[0]], results[0])
+        elif kind == "convolution":
             product = (args[1][0].flatten(), results[0])
-        if target in _GATHERING:
+        if kind == "lookup":  # it reads as much as it writes, not the full table
             self._record(name, [t for t in sources[1:] if t.dim()], results, also=sum(t.nbytes for t in results))
         else:
             self._record(name, sources, results, product=product)
@@ -215,7 +204,7 @@ class ModuleRun:
                 depth,
             )
             items = [kernel]
-        self.operations.append(Operation(name, reads, writes, tuple(items), weights))
+        self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -228,7 +217,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _on_meta(tree: Any) -> Any:
-    """The same tree without data: constants of the source may lie elsewhere."""
+    """The same tree without data: constants of the source may be elsewhere."""
     if isinstance(tree, torch.Tensor):
         return tree if tree.device.type == "meta" else torch.empty_like(tree, device="meta")
     if isinstance(tree, Mapping):

@@ -1,7 +1,7 @@
 """Checkpoint → Program. The only room that runs Hugging Face model code.
 
 `trace` exports the model on meta tensors (non-strict `torch.export`, attention and leaf modules lifted) and reads no
-weights: only safetensors headers, to bind parameters to what lies on disk.
+weights: only safetensors headers, to bind parameters to what is on disk.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def trace_skeleton(
     try:
         with lifted_interfaces(skeleton.model):
             tracer = ModelTracer(skeleton)
-            outside = tracer.outside()
-            graph, modules = wire(tracer, outside)
+            around = tracer.surroundings()
+            graph, modules = wire(tracer, around)
     except RewriterError:
         raise
     except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
@@ -62,8 +62,8 @@ def trace_skeleton(
             f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does "
             "something that needs values or a call form this version does not know."
         ) from error
-    if outside.constants:
-        raise RewriterError(f"the model makes constants in its forward ({min(outside.constants)}), not supported yet")
+    if around.constants:
+        raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
     ties = tied_parameters(skeleton.model)
     parameters: dict[str, Parameter] = {}
     for module_path, module in modules.items():

@@ -14,23 +14,16 @@ from torch import fx, nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
 from rewriter.tracing.example import example_for
-from rewriter.tracing.export import (
-    BodyTracer,
-    as_leaf,
-    base_name,
-    clean,
-    export_graph,
-    is_lifted,
-    lifted_modules,
-    record_calls,
-    tensors_of,
-)
+from rewriter.tracing.export import BodyTracer, export_graph
 from rewriter.tracing.functionalize import functional
+from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
+from rewriter.tracing.leaves import as_leaf, is_called
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
 from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
+from rewriter.tracing.recorded_calls import base_name, intercepted_modules, record_calls, tensors_of
 from rewriter.tracing.residual_input import residual_input, without_residual
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
@@ -61,7 +54,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Outside:
+class SurroundingGraph:
     """The model around its layers. Layer i is a `call_module` of "layer i" with arguments (hidden, *tensors of the
     call)."""
 
@@ -78,12 +71,12 @@ class ModelTracer:
         self.path = skeleton.layers_path
         self.layers: list[nn.Module] = list(skeleton.layers)
         self.example = example_for(skeleton.model, skeleton.config)
-        self.bodies = BodyTracer(skeleton.buffers, skeleton.stored, self.example)
+        self.body_tracer = BodyTracer(skeleton.buffers, skeleton.stored, self.example)
         self.calls: dict[nn.Module, Recorded] = {}
         self._fingerprints: dict[nn.Module, Any] = {}
         self._wirings: dict[Any, fx.Graph] = {}
         self._kinds: dict[Any, LayerKind] = {}
-        self.entered: dict[type, frozenset[str]] = {}
+        self.inlined: dict[type, frozenset[str]] = {}
         self.split: dict[type, frozenset[str]] = {}
         self._branches: dict[int, Body] = {}
         self.inputs = example_inputs(self.model, self.layers, self.example)
@@ -99,34 +92,34 @@ class ModelTracer:
         return self._fingerprints[layer]
 
     def wiring(self, layer: nn.Module) -> fx.Graph:
-        entered = self.entered.get(type(layer), frozenset())
-        key = (self.fingerprint(layer), tuple(self.absent[layer]), entered)
+        inlined = self.inlined.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), tuple(self.absent[layer]), inlined)
         if key not in self._wirings:
             try:
-                self._wirings[key] = trace_wiring(layer, self.absent[layer], entered)
+                self._wirings[key] = trace_wiring(layer, self.absent[layer], inlined)
             except RewriterError:  # some layers ask what they shall return
                 off = switched_off(self.model, self.layers, self.inputs, layer)
-                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, entered)
+                self._wirings[key] = trace_wiring(layer, {**off, **self.absent[layer]}, inlined)
         return self._wirings[key]
 
-    def enter(self, index: int, name: str) -> bool:
+    def inline_child(self, index: int, name: str) -> bool:
         """From now on, trace the child `name` of layer `index`, and of others of its class, as part of the layer.
 
         False when that cannot be done: it has no children of its own, its forward depends on values, or computes more
         than sums of what its children compute.
         """
         layer = self.layers[index]
-        entered = self.entered.get(type(layer), frozenset())
+        inlined = self.inlined.get(type(layer), frozenset())
         child = layer.get_submodule(name)
-        if name in entered or not any(True for _ in child.children()) or as_leaf(child) is not None:
+        if name in inlined or not any(True for _ in child.children()) or as_leaf(child) is not None:
             return False
         try:
-            wiring = trace_wiring(layer, self.absent[layer], entered | {name})
+            wiring = trace_wiring(layer, self.absent[layer], inlined | {name})
         except RewriterError:
             return False
         if not only_calls_and_sums(wiring):
             return False
-        self.entered[type(layer)] = entered | {name}
+        self.inlined[type(layer)] = inlined | {name}
         return True
 
     def split_sum(self, index: int, name: str) -> bool:
@@ -199,10 +192,10 @@ class ModelTracer:
             for module, parameters, buffers in tensors:
                 module._parameters, module._buffers = parameters, buffers
 
-    def outside(self) -> Outside:
+    def surroundings(self) -> SurroundingGraph:
         """Export the model around its layers; afterwards `self.calls` holds meta arguments of every layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
-        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_lifted(m)}
+        lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_called(m)}
         lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
         example, model = self.inputs, self.model
 
@@ -221,7 +214,7 @@ class ModelTracer:
         lifted = {n: m for n, m in lifted.items() if n in map(base_name, calls)}
         meta_calls = dict(self.calls)
         modules = {
-            name: self.bodies.trace(base_name(name), lifted[base_name(name)], call) for name, call in calls.items()
+            name: self.body_tracer.trace(base_name(name), lifted[base_name(name)], call) for name, call in calls.items()
         }
         for name, module in modules.items():
             if base_name(name) != name and next(parameters_of(module), None):
@@ -229,7 +222,7 @@ class ModelTracer:
                     f"{base_name(name)} is called in different ways and has parameters: not supported yet"
                 )
         try:
-            with lifted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
+            with intercepted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
                 exported = functional(export_graph(Logits(), list(example.values()), self.example))
         except RewriterError:
             raise
@@ -245,7 +238,7 @@ class ModelTracer:
             node._rename(str(node.target))
         self._find_static(graph, used)
         self._call_tables(graph, used, modules)
-        return Outside(graph, modules, {n: v for n, v in used.items() if v is not None})
+        return SurroundingGraph(graph, modules, {n: v for n, v in used.items() if v is not None})
 
     def _call_tables(
         self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None], modules: dict[str, Module]
@@ -262,10 +255,10 @@ class ModelTracer:
             value = inner.get_attr(leaf)
             value.meta["val"] = node.meta["val"]
             inner.output(value)
-            stored = {leaf: self.bodies.stored[name]} if name in self.bodies.stored else {}
+            stored = {leaf: self.body_tracer.stored[name]} if name in self.body_tracer.stored else {}
             parameter = bool(stored) or name in dict(self.model.named_parameters())
             shape = {leaf: tuple(map(int, node.meta["val"].shape))} if parameter else {}
-            buffers = {} if parameter else {leaf: self.bodies.buffers[name]}
+            buffers = {} if parameter else {leaf: self.body_tracer.buffers[name]}
             kind = type(self.model.get_submodule(owner)).__name__
             modules[owner] = Body(kind, inner, shape, buffers, {}, kept=(), stored=stored)
             with graph.inserting_before(node):
@@ -276,7 +269,7 @@ class ModelTracer:
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
         """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
-        buffers = {n: self.bodies.buffers.get(n) if value is None else value for n, value in used.items()}
+        buffers = {n: self.body_tracer.buffers.get(n) if value is None else value for n, value in used.items()}
         static = StaticGraph(graph, {n: v for n, v in buffers.items() if v is not None}, {}, self.example.length)
         for node in graph.nodes:
             if node.op == "call_module" and str(node.target).startswith("layer "):
@@ -285,7 +278,7 @@ class ModelTracer:
                 pairs = list(zip(args_of(node)[1:], tensors, strict=True))
                 for n, t in pairs:
                     sizes = enumerate(n.meta["val"].shape)
-                    self.bodies.dimensions[id(t)] = [d for d, size in sizes if isinstance(size, torch.SymInt)]
+                    self.body_tracer.dimensions[id(t)] = [d for d, size in sizes if isinstance(size, torch.SymInt)]
                 self.static[layer] = {id(t): (n.name, s) for n, t in pairs if (s := static.of(n)) is not None}
 
     def kind(self, index: int) -> LayerKind:
@@ -293,18 +286,18 @@ class ModelTracer:
         layer = self.layers[index]
         known = tuple(name for name, _ in self.static[layer].values())
         constants = self._constants(f"{self.path}.{index}", layer)
-        entered = self.entered.get(type(layer), frozenset())
-        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known, entered)
+        inlined = self.inlined.get(type(layer), frozenset())
+        key = (self.fingerprint(layer), self._static(self.calls[layer]), constants, known, inlined)
         if key not in self._kinds:
             self._kinds[key] = self._trace_kind(index)
         return self._kinds[key]
 
     def _constants(self, path: str, module: nn.Module) -> tuple[str, ...]:
         """A hash of every buffer of a module that is a constant of its trace: its values may differ by layer."""
-        names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.bodies.stored]
+        names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.body_tracer.stored]
         return tuple(
             hashlib.sha256(
-                self.bodies.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
+                self.body_tracer.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
             ).hexdigest()
             for n in names
         )
@@ -378,7 +371,7 @@ class ModelTracer:
             return static[id(tensor)][1] if id(tensor) in static else None
 
         try:
-            body = self.bodies.trace(path, module, call, known, wanted)
+            body = self.body_tracer.trace(path, module, call, known, wanted)
         except RewriterError as error:
             return opaque_child(path, module, call, self.example, reason_of(error))
         if isinstance(body, Body) and (operator := mixing_operator(body)):

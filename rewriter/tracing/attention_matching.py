@@ -1,16 +1,12 @@
 """Attention written out by hand, found again in a body: softmax(scale · q kᵀ + mask + bias) v becomes `ops.attention`.
 
-About 25 types of transformers compute their scores with matmuls of their own. What they differ in - where the scale is
-applied, `baddbmm`, heads folded into the batch, casts, masks that are added, filled in or multiplied with - does not
-change the meaning, so the scores are read as a sum: one product q kᵀ, and terms. A term that depends on lengths and
-constants alone is evaluated, and what it hides becomes a MaskSpec; everything else is a position bias.
-
-Attention that is not recognised stays as it is: plain glue, exact for whole sequences.
+About 25 types of transformers compute their scores with their own matmuls. `attention_scores` reads the scores;
+here the values are found and heads are brought into the IR's layout. Attention that is not recognised stays as it is:
+plain glue, exact for full sequences.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,58 +16,12 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
+from rewriter.analysis.op_semantics import aten, function_of, kind_of
 from rewriter.ir import args_of, drop_dead_nodes
-from rewriter.ops import MaskSpec
-from rewriter.tracing.masks import HIDDEN, Static, StaticGraph, intersection, seen_by
+from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
+from rewriter.tracing.masks import StaticGraph
 
-aten = torch.ops.aten
-
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
-_MATMUL = (aten.matmul.default, aten.bmm.default)
-_FLOORS = (aten.maximum.default, aten.max.other, aten.clamp.default, aten.clamp_min.default)
 _END = 1 << 62  # of a slice that has none
-_SAME = (ops.type_as_model, aten.to.dtype, aten.contiguous.default, aten.clone.default)
-# operators between the product of queries and keys and the softmax
-_ON_SCORES = frozenset(
-    {
-        aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
-        aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther,
-        aten.where.ScalarSelf, aten.tanh.default, *_FLOORS,
-    }
-)  # fmt: skip
-_VIEWS = frozenset(
-    {
-        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-        aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.contiguous.default,
-    }
-)  # fmt: skip
-
-
-class _Unknown(Exception):
-    """These scores are none that this module reads."""
-
-
-@dataclasses.dataclass
-class _Term:
-    """`factor` · `node` of the scores; `folded` says that heads are folded into its batch dimension."""
-
-    node: fx.Node
-    factor: float
-    folded: bool
-
-
-@dataclasses.dataclass
-class _Scores:
-    """Scores taken apart. `fills` are (condition, the truth value that hides), `zeroed` are 0/1 factors."""
-
-    product: fx.Node | None = None
-    operands: tuple[fx.Node, fx.Node] | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    folded: bool = False
-    terms: list[_Term] = dataclasses.field(default_factory=list)
-    fills: list[tuple[fx.Node, bool]] = dataclasses.field(default_factory=list)
-    zeroed: list[fx.Node] = dataclasses.field(default_factory=list)
 
 
 def recognise(graph: fx.Graph, static: StaticGraph) -> None:
@@ -80,11 +30,11 @@ def recognise(graph: fx.Graph, static: StaticGraph) -> None:
     for node in list(graph.nodes):
         if node.target is ops.attention:
             _separate(node, static)
-        elif node.target in _SOFTMAX:
+        elif function_of(node) == "softmax":
             try:
                 _replace(node, static)
                 replaced = True
-            except _Unknown:
+            except UnknownScores:
                 continue
     drop_dead_nodes(graph)
     if replaced:
@@ -110,9 +60,9 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
     mask = node.kwargs.get("bias")
     if not isinstance(mask, fx.Node):
         return
-    scores = _Scores()
-    _sum(mask, 1.0, False, scores, static)
-    rule, biases = _rule(scores, static)
+    scores = Scores(static)
+    scores.add_terms(mask, 1.0, False)
+    rule, biases = scores.rule()
     options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
         bias = _bias(node.graph, biases, int(node.meta["val"].shape[1]))
@@ -125,27 +75,21 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
 def _replace(softmax: fx.Node, static: StaticGraph) -> None:
     value = softmax.meta["val"]
     if args_of(softmax)[1] not in (-1, value.dim() - 1) or value.dim() not in (3, 4):
-        raise _Unknown
+        raise UnknownScores
     product, v = _weighted(softmax)
-    scores = _Scores()
-    _take_apart(args_of(softmax)[0], 1.0, value.dim() == 3, scores, static)
-    if scores.operands is None or scores.product is None:
-        raise _Unknown
-    rule, biases = _rule(scores, static)
+    scores = Scores(static)
+    scores.read(args_of(softmax)[0], 1.0, value.dim() == 3)
+    if scores.operands is None:
+        raise UnknownScores
+    rule, biases = scores.rule()
     graph = product.graph
     with graph.inserting_before(product):
-        q = _heads_apart(scores.operands[0])
+        q, k, v = _heads_first(graph, *scores.operands, v)
         heads = int(q.meta["val"].shape[1])
-        k = _transposed(graph, scores.operands[1])
-        k, v = _heads_apart(k), _heads_apart(v)
-        if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
-            raise _Unknown
-        k, v = _distinct(graph, k, v, heads)
-        bias = _bias(graph, biases, heads)
         options: dict[str, Any] = {"slot": 0, "mask": rule, "scale": scores.scale}
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
-        if bias is not None:
+        if (bias := _bias(graph, biases, heads)) is not None:
             options["bias"] = bias
         out = graph.call_function(ops.attention, (q, k, v, _context(graph)), options)
         batch, length = q.meta["val"].shape[0], q.meta["val"].shape[2]
@@ -157,243 +101,36 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
     product.replace_all_uses_with(result)
 
 
+def _heads_first(graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """q, k and v as [B, H, length, size] from the operands of the two products, key/value heads once each."""
+    q = _heads_apart(q)
+    k, v = _heads_apart(_transposed(graph, k)), _heads_apart(v)
+    if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
+        raise UnknownScores
+    return (q, *_distinct(graph, k, v, int(q.meta["val"].shape[1])))
+
+
 def _weighted(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
     """(the product of the weights with the values, the values)."""
     node = softmax
     for _ in range(8):
-        users = [u for u in node.users if u.op == "call_function" and u.target is not aten.sym_size.int]
-        products = [u for u in users if u.target in _MATMUL and args_of(u)[0] is node]
+        users = [u for u in node.users if u.op == "call_function" and kind_of(u) != "size"]
+        products = [u for u in users if is_matmul(u) and args_of(u)[0] is node]
         if len(products) == 1:
-            value = products[0].meta["val"]
-            if value.dim() not in (3, 4):
-                raise _Unknown
+            if products[0].meta["val"].dim() not in (3, 4):
+                raise UnknownScores
             return products[0], args_of(products[0])[1]
-        onward = [u for u in users if u.target in _SAME or (u.target in _VIEWS and _folds(node, u)) or _is_copy(u)]
+        onward = [u for u in users if is_same(u) or (is_view(u) and folds(node, u))]
         if len(onward) != 1 or args_of(onward[0])[0] is not node:
-            raise _Unknown
+            raise UnknownScores
         node = onward[0]
-    raise _Unknown
+    raise UnknownScores
 
 
-def _is_copy(node: fx.Node) -> bool:
-    """An expand to the shape that is there already."""
-    source = args_of(node)[0]
-    return node.target is aten.expand.default and _shape(source) == _shape(node)
+# --- biases --------------------------------------------------------------------------------------------------------
 
 
-def _shape(node: fx.Node) -> tuple[str, ...]:
-    return tuple(map(str, node.meta["val"].shape))
-
-
-def _folds(before: fx.Node, after: fx.Node) -> bool:
-    """Whether a view only folds heads into the batch, takes them apart again, or changes nothing."""
-    a, b = _shape(before), _shape(after)
-    return a == b or ({len(a), len(b)} == {3, 4} and a[-2:] == b[-2:])
-
-
-def _take_apart(node: Any, factor: float, folded: bool, scores: _Scores, static: StaticGraph) -> None:
-    """Add what `factor` · `node` is made of to `scores`. `node` holds the product q kᵀ."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or scores.product is not None:
-        raise _Unknown
-    target, args = node.target, args_of(node)
-    if target in _SAME or _is_copy(node):
-        _take_apart(args[0], factor, folded, scores, static)
-    elif target in _VIEWS:
-        if not _folds(args[0], node):
-            raise _Unknown
-        _take_apart(args[0], factor, args[0].meta["val"].dim() == 3, scores, static)
-    elif target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
-        if (number := _number(args[1], static)) is not None:
-            scaled = factor / number if target in (aten.div.Tensor, aten.div.Scalar) else factor * number
-            if target is aten.mul.Tensor and (capped := _capped(args[0], number, static)) is not None:
-                if scores.softcap is not None or factor != 1.0:
-                    raise _Unknown
-                before = (len(scores.terms), len(scores.fills))
-                _take_apart(capped, 1.0, folded, scores, static)
-                if before[0] != len(scores.terms) or before[1] != len(scores.fills):
-                    raise _Unknown  # a cap around a mask is no cap of scores
-                scores.softcap = number
-                return
-            _take_apart(args[0], scaled, folded, scores, static)
-        elif target is aten.mul.Tensor:
-            content, other = _content(args[0], args[1])
-            if static.of(other) is None:
-                raise _Unknown
-            scores.zeroed.append(other)
-            _take_apart(content, factor, folded, scores, static)
-        else:
-            raise _Unknown
-    elif target in (aten.add.Tensor, aten.sub.Tensor):
-        alpha = _option(node, "alpha")
-        sign = -alpha if target is aten.sub.Tensor else alpha
-        content, other = _content(args[0], args[1])
-        own, others = (1.0, sign) if content is args[0] else (sign, 1.0)
-        _sum(other, factor * others, folded, scores, static)
-        _take_apart(content, factor * own, folded, scores, static)
-    elif target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-        _fill(args[1], True, args[2], factor, scores, static)
-        _take_apart(args[0], factor, folded, scores, static)
-    elif target in _FLOORS:  # a floor under what is hidden
-        floor = _number(args[1], static)
-        if floor is None or floor > HIDDEN:
-            raise _Unknown
-        _take_apart(args[0], factor, folded, scores, static)
-    elif target in (aten.where.ScalarOther, aten.where.ScalarSelf):
-        first = target is aten.where.ScalarOther
-        _fill(args[0], not first, args[2 if first else 1], factor, scores, static)
-        _take_apart(args[1 if first else 2], factor, folded, scores, static)
-    elif target is aten.where.self:
-        content, other = _content(args[1], args[2])
-        _fill(args[0], content is args[2], other, factor, scores, static)
-        _take_apart(content, factor, folded, scores, static)
-    elif target is aten.baddbmm.default:
-        beta, alpha = _option(node, "beta"), _option(node, "alpha")
-        if beta and not _is_zero(args[0], static):
-            scores.terms.append(_Term(args[0], factor * beta, folded))
-        scores.product, scores.operands, scores.scale, scores.folded = node, args[1:3], factor * alpha, True
-    elif target in _MATMUL:
-        scores.product, scores.operands, scores.scale = node, args[:2], factor
-        scores.folded = node.meta["val"].dim() == 3
-    else:
-        raise _Unknown
-
-
-def _option(node: fx.Node, name: str) -> float:
-    """A factor among the keywords of an operator, 1 by default."""
-    value: Any = node.kwargs.get(name, 1)
-    return float(value)
-
-
-def _content(a: Any, b: Any) -> tuple[fx.Node, fx.Node]:
-    """(the operand that holds the product of queries and keys, the other one)."""
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-        raise _Unknown
-    holds = [_holds_product(a), _holds_product(b)]
-    if holds[0] == holds[1]:
-        raise _Unknown
-    return (a, b) if holds[0] else (b, a)
-
-
-def _holds_product(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return False
-    if node.target in (*_MATMUL, aten.baddbmm.default):
-        return True
-    through = node.target in _SAME or node.target in _VIEWS or _is_copy(node)
-    if through or node.target in _ON_SCORES:
-        return any(_holds_product(n) for n in node.all_input_nodes)
-    return False
-
-
-def _number(x: Any, static: StaticGraph) -> float | None:
-    """A Python number, or a static tensor of one element, as a number."""
-    if isinstance(x, (int, float)):
-        return float(x)
-    found = static.of(x) if isinstance(x, fx.Node) else None
-    if found is None or x.meta["val"].dim() != 0 or found.masks:
-        return None
-    values = {float(found.evaluate(length, None)) for length in (5, 7)}
-    return values.pop() if len(values) == 1 else None
-
-
-def _is_zero(node: fx.Node, static: StaticGraph) -> bool:
-    found = static.of(node)
-    return found is not None and not found.masks and not found.evaluate(5, None).any()
-
-
-def _capped(node: Any, cap: float, static: StaticGraph) -> fx.Node | None:
-    """x, where `node` is tanh(x / cap)."""
-    while isinstance(node, fx.Node) and node.target in _SAME:
-        node = args_of(node)[0]
-    if not isinstance(node, fx.Node) or node.target is not aten.tanh.default:
-        return None
-    inner = args_of(node)[0]
-    while isinstance(inner, fx.Node) and inner.target in _SAME:
-        inner = args_of(inner)[0]
-    if inner.target not in (aten.div.Tensor, aten.div.Scalar) or _number(args_of(inner)[1], static) != cap:
-        raise _Unknown
-    source = args_of(inner)[0]
-    return source if isinstance(source, fx.Node) else None
-
-
-def _fill(condition: Any, hides: bool, value: Any, factor: float, scores: _Scores, static: StaticGraph) -> None:
-    number = _number(value, static)
-    if number is None or factor * number > HIDDEN or scores.softcap is not None:
-        raise _Unknown
-    scores.fills.append((condition, hides))
-
-
-def _sum(node: fx.Node, factor: float, folded: bool, scores: _Scores, static: StaticGraph) -> None:
-    """The summands of an operand that holds no product of queries and keys."""
-    plain = node.op == "call_function" and node.target is aten.add.Tensor and not node.kwargs
-    if plain and all(isinstance(n, fx.Node) and _shape(n) == _shape(node) for n in args_of(node)):
-        for summand in args_of(node):
-            _sum(summand, factor, folded, scores, static)
-        return
-    scores.terms.append(_Term(node, factor, folded))
-
-
-# --- masks and biases ----------------------------------------------------------------------------------------------
-
-
-def _rule(scores: _Scores, static: StaticGraph) -> tuple[MaskSpec, list[_Term]]:
-    """(what may be seen, the terms that are biases)."""
-    rule: MaskSpec | None = MaskSpec("bidirectional")
-    biases: list[_Term] = []
-    for condition, hides in scores.fills:
-        found = static.of(condition)
-        shown = None if found is None else seen_by(_hidden_by_fill(found, hides), found)
-        if shown is None or rule is None:
-            raise _Unknown  # what is filled in cannot be told from what is seen
-        rule = intersection(rule, shown)
-    for term in scores.terms:
-        found = static.of(term.node)
-        shown = None if found is None else seen_by(_hidden_by_term(found, term.factor), found)
-        both = None if shown is None or rule is None else intersection(rule, shown)
-        if found is None or both is None:
-            biases.append(term)  # with all it hides: -1e38 added hides as well as a rule does
-            continue
-        rule = both
-        if not _only_hides(found, term.factor):
-            biases.append(term)
-    if rule is None:
-        raise _Unknown
-    for factor in scores.zeroed:
-        found = static.of(factor)
-        shown = None if found is None else seen_by(_hidden_by_zero(found), found)
-        if shown is None or intersection(rule, shown) != rule:
-            raise _Unknown
-    return rule, biases
-
-
-def _hidden_by_fill(value: Static, hides: bool) -> Any:
-    return lambda length, stand_in: value.evaluate(length, stand_in).bool() == hides
-
-
-def _hidden_by_term(value: Static, factor: float) -> Any:
-    return lambda length, stand_in: value.evaluate(length, stand_in) * factor <= HIDDEN
-
-
-def _hidden_by_zero(value: Static) -> Any:
-    def hidden(length: int, stand_in: MaskSpec | None) -> torch.Tensor:
-        found = value.evaluate(length, stand_in)
-        if not ((found == 0) | (found == 1)).all():
-            raise _Unknown
-        return found == 0
-
-    return hidden
-
-
-def _only_hides(value: Static, factor: float) -> bool:
-    """Whether a term is 0 wherever it does not hide."""
-    for length in (1, 21):
-        found = value.evaluate(length, None) * factor
-        if ((found != 0) & (found > HIDDEN)).any():
-            return False
-    return True
-
-
-def _bias(graph: fx.Graph, terms: Sequence[_Term], heads: int) -> fx.Node | None:
+def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> fx.Node | None:
     """The sum of the terms, each [1 or B, 1 or H, 1 or S, T]."""
     total: fx.Node | None = None
     for term in terms:
@@ -422,10 +159,10 @@ def _bias(graph: fx.Graph, terms: Sequence[_Term], heads: int) -> fx.Node | None
 
 def _unfolded(node: fx.Node, heads: int | None = None) -> fx.Node | None:
     """The value [B, H, …] that `node` [B · H, …] is a view of."""
-    shape, source = _shape(node), node
-    while source.op == "call_function" and source.target in _VIEWS:
+    shape, source = shape_of(node), node
+    while is_view(source):
         source = args_of(source)[0]
-        found = _shape(source)
+        found = shape_of(source)
         if len(found) == 4 and found[2:] == shape[1:] and heads in (None, source.meta["val"].shape[1]):
             return source
     return None
@@ -437,7 +174,7 @@ def _heads_apart(node: fx.Node) -> fx.Node:
         return node
     found = _unfolded(node)
     if found is None:
-        raise _Unknown
+        raise UnknownScores
     return found
 
 
@@ -478,7 +215,7 @@ def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
         if spread.target in (aten.expand.default, aten.repeat_interleave.self_int):
             source = args_of(spread)[0]
             shape = reduced_shape(source.meta["val"])
-            rows = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)  # rotations mix what lies along the last
+            rows = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)  # rotations mix the last dimension
             labels.set(source, rows.expand(shape).clone())
     try:
         for each in graph.nodes:
@@ -502,14 +239,11 @@ def _fold_views(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-        if node.op != "call_function" or node.target not in _VIEWS or node.target is aten.contiguous.default:
+        if kind_of(node) != "view":
             continue
         source = node
-        while source.op == "call_function" and source.target in _VIEWS:
+        while is_view(source):
             source = args_of(source)[0]
-            if _shape(source) == _shape(node) and source.meta["val"].dtype == node.meta["val"].dtype:
+            if shape_of(source) == shape_of(node) and source.meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(source)
                 break
-
-
-__all__ = ["recognise"]

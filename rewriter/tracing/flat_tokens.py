@@ -9,13 +9,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import kind_of
 from rewriter.ir import Body, Leaf, Module, drop_dead_nodes
 
-aten = torch.ops.aten
 _RESHAPES = ("reshape", "view")
 
 
@@ -80,7 +79,5 @@ def _treats_tokens_alike(node: fx.Node, modules: Mapping[str, Module]) -> bool:
     if isinstance(module, Leaf):
         return module.kind in ("Linear", "Conv1D", "LayerNorm", "Dropout")
     return isinstance(module, Body) and all(
-        isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
-        for n in module.graph.nodes
-        if n.op in ("call_function", "call_module")
+        kind_of(n) == "pointwise" for n in module.graph.nodes if n.op in ("call_function", "call_module")
     )

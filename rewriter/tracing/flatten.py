@@ -12,11 +12,11 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.assemble import Child, ModelTracer, Outside
-from rewriter.tracing.export import tensors_of
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.probe import bind
+from rewriter.tracing.recorded_calls import tensors_of
 from rewriter.tracing.residual_input import residual_input
 from rewriter.tracing.wiring import cast_to_dtype_of, is_cast
 
@@ -29,13 +29,13 @@ class _Context:
     value: Any
 
 
-def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, Module]]:
+def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, dict[str, Module]]:
     """(wiring of the whole model, modules by full path). The wiring takes input_ids, position_ids and ctx."""
     graph = fx.Graph()
     modules: dict[str, Module] = {}
     env: dict[fx.Node, Any] = {}
     ctx: fx.Node | None = None
-    for node in outside.graph.nodes:
+    for node in around.graph.nodes:
         if node.op == "placeholder":
             env[node] = graph.placeholder(str(node.target))
             continue
@@ -47,7 +47,7 @@ def flatten(tracer: ModelTracer, outside: Outside) -> tuple[fx.Graph, dict[str, 
             continue
         args = fx.map_arg(node.args, env.__getitem__)
         if node.op == "call_module":
-            module = modules[str(node.target)] = outside.modules[str(node.target)]
+            module = modules[str(node.target)] = around.modules[str(node.target)]
             if isinstance(module, Body):
                 args = tuple(args[i] for i in module.kept)
         kwargs = fx.map_arg(node.kwargs, env.__getitem__)

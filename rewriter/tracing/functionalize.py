@@ -14,18 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from rewriter.analysis.op_semantics import argument, aten, kind_of, operator_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of
-
-aten = torch.ops.aten
-
-_EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
-# what reads of a tensor only its size, dtype and device
-_READS_NO_VALUES = (
-    aten.sym_size.int, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
-)  # fmt: skip
 
 
 def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -66,10 +57,21 @@ def _without_writes(graph: fx.Graph) -> None:
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
     for node in graph.nodes:
-        if node.target in _EMPTY and any(user.target not in _READS_NO_VALUES for user in node.users):
+        if _is_empty(node) and not all(map(_reads_no_values, node.users)):
             raise RewriterError(
                 "it fills a tensor part by part in a way that this version cannot follow, or reads what it never wrote"
             )
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether a node makes a tensor whose values are undefined."""
+    row = operator_of(node)
+    return row is not None and row.creates and not row.is_filled
+
+
+def _reads_no_values(node: fx.Node) -> bool:
+    """Whether a node reads of its first argument only the size, dtype and device."""
+    return kind_of(node) in ("size", "creation_like") or node.target is aten.fill.Tensor
 
 
 def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -109,7 +111,7 @@ class _Assembly:
 
     @property
     def complete(self) -> bool:
-        return self.base.target not in _EMPTY or all(value is not None for _, _, value in self.runs)
+        return not _is_empty(self.base) or all(value is not None for _, _, value in self.runs)
 
     def part(self, at: fx.Node, begin: int, end: int) -> list[tuple[int, int, fx.Node | None]]:
         """The runs between two places, cut where they reach further."""
@@ -138,7 +140,7 @@ class _Assembly:
     def read(self, node: fx.Node) -> fx.Node | None:
         """What a slice of the tensor reads, when all of it was written."""
         bounds = _bounds(node, 2, self.runs[-1][1])
-        if (args_of(node)[1] if len(node.args) > 1 else 0) % node.meta["val"].dim() != self.dim or bounds is None:
+        if argument(node, "dim") % node.meta["val"].dim() != self.dim or bounds is None:
             return None
         pieces = [value for _, _, value in self.part(node, *bounds)]
         return None if None in pieces else _joined(node, [p for p in pieces if p is not None], self.dim)

@@ -2,7 +2,7 @@
 
 transformers' mask functions are lifted: instead of a tensor filled with numbers they record `rewriter_trace::mask`,
 whose MaskSpec was found by evaluating the mask function on sampled positions. A model may hand that tensor on, slice
-it, invert it, or build masks of its own from buffers and `torch.triu`. All of these are *static*: they depend on
+it, invert it, or build its own masks from buffers and `torch.triu`. All of these are *static*: they depend on
 lengths and constants alone. `StaticGraph` evaluates them on small lengths, and `seen_by` finds the rule they follow.
 """
 
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import kind_of, operator_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import args_of
 from rewriter.ops import MaskSpec
@@ -154,22 +155,6 @@ def _without_padding(function: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where in the arguments a number stands."""
-
-    place: int
-
-
-_FILLED: Mapping[Any, float | _Place] = types.MappingProxyType(
-    {
-        torch.ops.aten.new_zeros.default: 0.0, torch.ops.aten.zeros_like.default: 0.0,
-        torch.ops.aten.new_ones.default: 1.0, torch.ops.aten.ones_like.default: 1.0,
-        torch.ops.aten.new_full.default: _Place(2), torch.ops.aten.full_like.default: _Place(1),
-    }
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Static:
     """A tensor that depends on lengths and constants alone.
 
@@ -209,11 +194,13 @@ class StaticGraph:
             return None if value is None else Static(lambda length, stand_in: value, largest=max((0, *value.shape)))
         if node.op != "call_function" or node.target is ops.attention:
             return None
-        if node.target is torch.ops.aten.sym_size.int:
+        if kind_of(node) == "size":
             return Static(lambda length, stand_in: self._size(node.meta["val"], length))
-        place = _FILLED.get(node.target)
-        if place is not None and not (isinstance(place, _Place) and isinstance(args_of(node)[place.place], fx.Node)):
-            return Static(lambda length, stand_in: self._filled(node, length))
+        row = operator_of(node)
+        if row is not None and row.kind == "creation_like" and row.is_filled:
+            number = row.fill if row.fill_at is None else args_of(node)[row.fill_at]
+            if not isinstance(number, fx.Node):
+                return Static(lambda length, stand_in: self._filled(node, number, length))
         sources = {n: self.of(n) for n in _sources(node)}
         if any(s is None for s in sources.values()):
             return None
@@ -237,19 +224,15 @@ class StaticGraph:
 
         return Static(functools.cache(evaluate), masks, largest)
 
-    def _filled(self, node: fx.Node, length: int) -> torch.Tensor:
+    def _filled(self, node: fx.Node, number: Any, length: int) -> torch.Tensor:
         """A tensor of one number, of which another one may only lend the size."""
-        number = _FILLED[node.target]
-        value = args_of(node)[number.place] if isinstance(number, _Place) else number
         sizes = [self._size(s, length) if isinstance(s, torch.SymInt) else s for s in node.meta["val"].shape]
         kind = torch.float32 if node.meta["val"].is_floating_point() else node.meta["val"].dtype
-        return torch.full(sizes, value, dtype=kind)
+        return torch.full(sizes, number, dtype=kind)
 
     def _size(self, size: Any, length: int) -> int:
         """A dynamic size for one row of `length` tokens."""
-        expression = (
-            size.node.expr
-        )  # of torch.SymInt: the sympy expression of a size, for which there is no public name
+        expression = size.node.expr  # the sympy expression of a torch.SymInt, for which there is no public name
         values = {symbol: length if str(symbol) in self._lengths else 1 for symbol in expression.free_symbols}
         return int(expression.subs(values))
 

@@ -29,7 +29,7 @@ TRACE_DTYPE = torch.bfloat16
 class Skeleton:
     """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers.
 
-    `stored` are the buffers whose values lie in checkpoints, each with the dtype it keeps (None: the model's).
+    `stored` are the buffers whose values are in checkpoints, each with the dtype it keeps (None: the model's).
     """
 
     model: PreTrainedModel

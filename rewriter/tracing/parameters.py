@@ -88,7 +88,7 @@ def _transforms(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
     """(renamings, converters) that transformers applies when it loads this model.
 
     This and `_rename` are the only users of transformers' loading internals: they are needed because a checkpoint's
-    names on disk are not the runtime names (Mixtral's experts lie one by one and run fused).
+    names on disk are not the runtime names (Mixtral's experts are stored one by one and run fused).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming

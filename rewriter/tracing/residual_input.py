@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import fx
 
+from rewriter.analysis.residual import is_add
 from rewriter.ir import Body, args_of, copy_graph
-
-_ADD = torch.ops.aten.add.Tensor
 
 
 def residual_input(body: Body) -> int | None:
     """Which input of `body` its first result is the sum of and something else; None when there is none."""
     total = _first_result(body.graph)
-    if total.target is not _ADD or len(total.args) != 2 or total.kwargs or len(total.users) != 1:
+    if not is_add(total) or len(total.users) != 1:
         return None
     inputs = [n for n in body.graph.nodes if n.op == "placeholder" and n.target != "ctx"]
     operands = [n for n in args_of(total) if isinstance(n, fx.Node)]

@@ -38,11 +38,11 @@ def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
     return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
-def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], entered: Collection[str] = ()) -> fx.Graph:
+def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:
     """One fx graph of `layer.forward`: placeholders are its parameters, `call_module` nodes its children.
 
     `absent` are the arguments that the model leaves at a constant whatever happens (None): they are passed as such.
-    `entered` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
+    `inlined` are the paths of children whose own forward is traced as part of the layer, since they add to the stream.
     A node named by SPLAT stands for the layer's `**kwargs`. Raises RewriterError when the control flow depends on
     values.
     """
@@ -60,7 +60,7 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], entered: Collectio
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if tracer.path_of_module(module) in entered:
+        if tracer.path_of_module(module) in inlined:
             return type(module).forward(module, *args, **kwargs)
         return tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
 

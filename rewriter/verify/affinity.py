@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rewriter.analysis.permutable_units import Interchangeable, interchangeable
+from rewriter.analysis.permutable_units import PermutableUnits, permutable_units
 from rewriter.analysis.projections import is_row_split
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Program, walk_modules
@@ -117,7 +117,7 @@ def affinity(
 
 
 def reordered(
-    weights: Mapping[str, torch.Tensor], block: Interchangeable, order: Sequence[int]
+    weights: Mapping[str, torch.Tensor], block: PermutableUnits, order: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """The full tensors of `block`, by runtime name, with unit order[i] at place i."""
     result = {}
@@ -131,7 +131,7 @@ def reordered(
 class _Exit:
     """The projection that a block's units leave by, and the columns of its inputs, those of unit 0 first."""
 
-    block: Interchangeable
+    block: PermutableUnits
     path: str
     dim: int
     columns: torch.Tensor
@@ -145,7 +145,7 @@ def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
     modules = dict(walk_modules(program.modules))
     found: dict[str, _Exit] = {}
     left: list[str] = []
-    for block in interchangeable(program):
+    for block in permutable_units(program):
         if block.reason is not None:
             continue  # the pass says so itself
         exits = []

@@ -1,0 +1,265 @@
+"""An exported graph in the vocabulary of the IR.
+
+Parameters and buffers become `get_attr`; intercepted operators become attention, experts and `call_module`; casts to
+the trace dtype become `type_as_model`; export's assertions and no-op slices go.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from rewriter import ops
+from rewriter.analysis.op_semantics import argument, aten, kind_of, named_arguments
+from rewriter.common.errors import RewriterError
+from rewriter.ir import args_of, drop_dead_nodes
+from rewriter.tracing.meta_model import TRACE_DTYPE
+
+_traced = torch.ops.rewriter_trace
+
+
+def clean(exported: torch.export.ExportedProgram, prefix: str) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:
+    """(the exported graph in the IR's vocabulary, the tensors that it reads by name without `prefix`).
+
+    A name maps to the value of a constant that was made in the forward itself, and to None for all others. Raises
+    RewriterError where a value in the model's dtype is made and nothing before it has that dtype.
+    """
+    return _Cleaner(exported, prefix).run()
+
+
+class _Cleaner:
+    """`env` maps nodes of the exported graph to those of the new one (a tuple of them for several results)."""
+
+    def __init__(self, exported: torch.export.ExportedProgram, prefix: str) -> None:
+        self.exported, self.prefix = exported, prefix
+        signature = exported.graph_signature
+        self.names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        self.constants = signature.inputs_to_lifted_tensor_constants
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}
+        self.used: dict[str, torch.Tensor | None] = {}
+        self.sizes: dict[str, fx.Node] = {}
+        self.slot = itertools.count()
+        self.placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+        self.inputs = [n for n in self.placeholders if n.name not in self.names and n.name not in self.constants]
+        self.ctx: fx.Node | None = None
+        self.model_dtype: list[fx.Node] = []
+
+    def run(self) -> tuple[fx.Graph, dict[str, torch.Tensor | None]]:
+        for i, node in enumerate(self.inputs):
+            self.env[node] = self.graph.placeholder(f"x{i}")
+            self.env[node].meta["val"] = node.meta["val"]
+        if any(n.target is _traced.attention.default for n in self.exported.graph.nodes):
+            self.ctx = self.graph.placeholder("ctx")
+        kept = self._read_tensors()
+        known = [n for n in (*self.inputs, *self.placeholders) if n in self.env and n not in kept]
+        self.model_dtype = [self.env[n] for n in known if _is_model_dtype(n)]
+        for node in kept:  # buffers are kept in the dtype that they are made in
+            self.env[node] = self._emit(node, ops.type_as_model, (self.env[node], self._like(node)))
+        for node in self.exported.graph.nodes:
+            if node not in self.env:
+                self._convert(node)
+        drop_dead_nodes(self.graph)
+        live = {n.target for n in self.graph.nodes if n.op == "get_attr"}
+        return self.graph, {name: value for name, value in self.used.items() if name in live}
+
+    # --- tensors and sizes
+
+    def _read_tensors(self) -> list[fx.Node]:
+        """Make the `get_attr` of parameters, buffers and constants. Returns the buffers in the model's dtype that no
+        checkpoint holds."""
+        kept = []
+        for node in self.placeholders:
+            if node.name in self.names and node.users:
+                self.env[node] = self._read(self.names[node.name].removeprefix(self.prefix), None, node)
+                not_saved = self.names[node.name] in self.exported.graph_signature.non_persistent_buffers
+                kept += [node] if not_saved and _is_model_dtype(node) else []
+            elif node.name in self.constants and node.users:
+                value = self.exported.constants[self.constants[node.name]]
+                if value.is_meta:
+                    raise RewriterError(
+                        "a tensor is made from Python values in a way that loses them on the meta device"
+                    )
+                self.env[node] = self._read(f"constant_{len(self.used)}", value, node)
+        return kept
+
+    def _read(self, name: str, value: torch.Tensor | None, node: fx.Node) -> fx.Node:
+        self.used[name] = value
+        new = self.graph.get_attr(name)
+        new.meta["val"] = node.meta["val"]
+        return new
+
+    def _emit(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs or {})
+        new.meta["val"] = node.meta.get("val")
+        return new
+
+    def _size_of(self, size: Any, owner: fx.Node) -> fx.Node:
+        """A dynamic size of `owner`: one node per symbol, of the first input that has it, so that code reads alike."""
+        key = str(size)
+        if key not in self.sizes:
+            owners = ((n, d) for n in (*self.inputs, owner) for d, s in enumerate(n.meta["val"].shape) if str(s) == key)
+            source, dim = next(owners)
+            self.sizes[key] = self.graph.call_function(aten.sym_size.int, (self.env[source], dim))
+            self.sizes[key].meta["val"] = size
+        return self.sizes[key]
+
+    def _like(self, node: fx.Node) -> fx.Node:
+        """A value in the model's dtype: an input or parameter, or else what a call returned before `node`."""
+        if node.target is _traced.mask.default:
+            sizes = [str(s) for s in (node.meta["val"].shape[0], node.meta["val"].shape[2])]
+            typed = filter(_is_model_dtype, self.graph.nodes)
+            found = [n for n in typed if [*map(str, n.meta["val"].shape[:2])] == sizes]
+        else:
+            found = self.model_dtype or [n for n in self.graph.nodes if n.op == "call_module" and _is_model_dtype(n)]
+        if found:
+            return found[0]
+        if (early := self._ready_call()) is None:
+            raise RewriterError(
+                f"{node.target} makes a value in the model's dtype, but no value before it has that dtype"
+            )
+        self._convert(early)
+        result: fx.Node | tuple[fx.Node, ...] = self.env[early]
+        return result[0] if isinstance(result, tuple) else result
+
+    def _ready_call(self) -> fx.Node | None:
+        """The first call of an intercepted module that returns the model's dtype and whose inputs are all there
+        (embeddings)."""
+        calls = (n for n in self.exported.graph.nodes if n.target is _traced.call.default and n not in self.env)
+        typed = (n for n in calls if n.meta["val"][0].dtype == TRACE_DTYPE)
+        return next((n for n in typed if all(source in self.env for source in n.all_input_nodes)), None)
+
+    # --- operators
+
+    def _convert(self, node: fx.Node) -> None:
+        if node.op == "output":
+            self.graph.output(fx.map_arg(args_of(node)[0], self.env.__getitem__))
+        elif node.op == "call_function" and node.target not in _ASSERTIONS:
+            args: Any = fx.map_arg(node.args, self.env.__getitem__)
+            if (converter := _converters().get(node.target)) is not None:
+                self.env[node] = converter(self, node, args)
+            elif node.target is aten.view.default and _is_attended(args_of(node)[0]):
+                # the source's attention returns memory in the order of its dimensions, the IR's need not
+                self.env[node] = self._emit(node, aten.reshape.default, args)
+            elif _is_no_op(node):
+                self.env[node] = args[0]
+            elif (dtype := _cast_dtype(node)) is None:
+                self.env[node] = self._other(node, args)
+            elif dtype == TRACE_DTYPE:
+                self.env[node] = self._emit(node, ops.type_as_model, (args[0], self._like(node)))
+            else:
+                self.env[node] = self._emit(node, aten.to.dtype, (args[0], dtype))
+
+    def _size(self, node: fx.Node, args: Any) -> fx.Node:
+        return self._size_of(node.meta["val"], args_of(node)[0])
+
+    def _like_another(self, node: fx.Node, args: Any) -> fx.Node:
+        """A shape that another tensor lends: its sizes as arguments, since those of the heads are split over ranks."""
+        shape = [s if isinstance(s, int) else self._size_of(s, args_of(node)[1]) for s in node.meta["val"].shape]
+        target = aten.expand.default if node.target is aten.expand_as.default else aten.reshape.default
+        return self._emit(node, target, (args[0], shape))
+
+    def _attention(self, node: fx.Node, args: Any) -> fx.Node:
+        q, k, v, sinks, bias, spec = args
+        extra = {key: value for key, value in (("sinks", sinks), ("bias", bias)) if value is not None}
+        keywords = {"slot": next(self.slot), "mask": ops.MaskSpec("bidirectional"), **json.loads(spec), **extra}
+        out = self._emit(node, ops.attention, (q, k, v, self.ctx), keywords)
+        out.meta["val"] = node.meta["val"].transpose(1, 2)
+        return self._emit(node, aten.transpose.int, (out, 1, 2))
+
+    def _mask(self, node: fx.Node, args: Any) -> fx.Node:
+        spec = ops.MaskSpec(args[1], args[2])
+        return self._emit(node, ops.additive_mask, (self._like(node),), {"mask": spec})
+
+    def _experts(self, node: fx.Node, args: Any) -> fx.Node:
+        *tensors, options = args
+        while tensors[-1] is None:
+            tensors.pop()
+        return self._emit(node, ops.experts, tuple(tensors), json.loads(options))
+
+    def _call(self, node: fx.Node, args: Any) -> Any:
+        new = self.graph.call_module(args[1], tuple(args[0]))
+        one = len(node.meta["val"]) == 1
+        new.meta["val"] = node.meta["val"][0] if one else node.meta["val"]
+        return (new,) if one else new
+
+    def _item(self, node: fx.Node, args: Any) -> Any:
+        return args[0][args[1]] if isinstance(args[0], tuple) else self._emit(node, node.target, args)
+
+    def _other(self, node: fx.Node, args: Any) -> fx.Node:
+        kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, self.env.__getitem__))
+        kwargs.pop("pin_memory", None)
+        target: Any = node.target
+        if target is aten.view.default:  # whether that is possible depends on strides, which the IR leaves open
+            target = aten.reshape.default
+        if kwargs.pop("device", None) is not None and self.model_dtype:
+            kwargs["device"] = "like"  # resolved to the device of the body's first input
+        if not any(isinstance(x, torch.dtype) and x == TRACE_DTYPE for x in (*args, *kwargs.values())):
+            return self._emit(node, target, args, kwargs)
+        # the model's dtype as a constant (`softmax(x, dtype=x.dtype)`): the operator follows its input instead
+        args = tuple(None if a == TRACE_DTYPE else a for a in args)
+        kwargs = {k: v for k, v in kwargs.items() if v != TRACE_DTYPE}
+        if not isinstance(first := args_of(node)[0], fx.Node):  # a tensor made in the model's dtype
+            made = self._emit(node, target, args, {**kwargs, "dtype": torch.float32})
+            return self._emit(node, ops.type_as_model, (made, self._like(node)))
+        if not _is_model_dtype(first):
+            args = (self._emit(first, ops.type_as_model, (args[0], self._like(node))), *args[1:])
+        return self._emit(node, target, args, kwargs)
+
+
+_ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
+
+
+@functools.cache
+def _converters() -> dict[Any, Callable[[_Cleaner, fx.Node, Any], Any]]:
+    """What converts an operator. The operators of `rewriter_trace` are defined by the files that record them."""
+    return {
+        aten.sym_size.int: _Cleaner._size,
+        aten.view_as.default: _Cleaner._like_another,
+        aten.reshape_as.default: _Cleaner._like_another,
+        aten.expand_as.default: _Cleaner._like_another,
+        _traced.attention.default: _Cleaner._attention,
+        _traced.mask.default: _Cleaner._mask,
+        _traced.experts.default: _Cleaner._experts,
+        _traced.call.default: _Cleaner._call,
+        operator.getitem: _Cleaner._item,
+    }
+
+
+def _is_attended(node: fx.Node) -> bool:
+    """Whether an exported value is what attention returned, but for casts."""
+    while _is_no_op(node) or _cast_dtype(node) is not None:
+        node = args_of(node)[0]
+    return node.target is _traced.attention.default
+
+
+def _is_model_dtype(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == TRACE_DTYPE
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    if kind_of(node) == "alias":
+        return True
+    if node.target is aten.dropout.default:
+        return args_of(node)[1] == 0.0 or args_of(node)[2] is False
+    if node.target is aten.slice.Tensor:
+        start, end, step = (argument(node, name) for name in ("start", "end", "step"))
+        return start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= 1 << 62))
+    if kind_of(node) == "cast" and "dtype" in named_arguments(node.target, node.args, node.kwargs):
+        wanted, value = _cast_dtype(node), args_of(node)[0].meta.get("val")
+        # a cast of a float32 value to float32 is the identity for every dtype of a model; one from the model's is not
+        return wanted is None or (value is not None and value.dtype == wanted)
+    return False
+
+
+def _cast_dtype(node: fx.Node) -> Any:
+    """The dtype that a cast asks for; None when it asks for none."""
+    return argument(node, "dtype") if kind_of(node) == "cast" else None
