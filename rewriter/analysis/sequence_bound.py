@@ -16,8 +16,8 @@ kept, as Ulysses keeps them, and δ and log-sum-exps travel free.
 
 Where the bound is heuristic: it takes work as equal on all devices, so it bounds their mean, received and sent alike,
 and it does not let a device compute a projection again instead of receiving it. Under a causal mask half the pairs are
-scored, so that in the limit 1 / √2 of the words suffice; but only tiles that lie whole below the diagonal could do with
-them. Tiles of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full
+scored, so that in the limit 1 / √2 of the words suffice; but only tiles entirely below the diagonal could do with them.
+Tiles of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full
 attention.
 """
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rewriter.analysis.sequence_bytes import AttentionShape
+from rewriter.analysis.attention_shape import AttentionShape
 
 
 @dataclass(frozen=True)

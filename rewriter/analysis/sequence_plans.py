@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from rewriter.analysis.attention_shape import AttentionShape, Axis
+from rewriter.analysis.distributed_attention import ALGORITHMS, WireBytes, impossible, slowest, wire_bytes
 from rewriter.analysis.sequence_bound import Bound, lower_bound
-from rewriter.analysis.sequence_bytes import AttentionShape, Axis, WireBytes, impossible, slowest, wire_bytes
 from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
+from rewriter.ops.sequence_plan import KINDS, Grid
 
-Grid = tuple[int, int, int]
 Shapes = AttentionShape | Sequence[AttentionShape]
 
 # Predicted times that differ by less cannot be told apart; of such plans the one that sends least is better.
@@ -130,18 +131,17 @@ def allowed(
     if ranks < 1:
         raise RewriterError(f"--sp {ranks}: expected 1 or more ranks")
     wanted = None if isinstance(grid, str) else _grid(grid, ranks, shape)
-    pool = list(candidates(ranks))
-    if kind == "attention2d" and wanted == (ranks, 1, 1) and ranks > 1:
-        pool.append(SequencePlan("attention2d", wanted))
-    fixed = [p for p in pool if kind in ("auto", p.kind) and wanted in (None, p.grid)]
+    asked = {name: None if kind == "auto" else wanted for name in ALGORITHMS if kind in ("auto", name)}
+    pool = (plan for name, grid in asked.items() for plan in ALGORITHMS[name].plans(ranks, grid))
+    fixed = [p for p in pool if wanted in (None, p.grid)]
     if not fixed:
-        only = [1, ranks, 1] if kind == "ring" else [ranks, 1, 1]
+        only = list(KINDS[next(iter(asked))].grid(ranks) or ())
         raise RewriterError(
             f"sequence_parallel: grid {list(wanted or only)} is no {kind}. On {ranks} ranks its grid is {only}"
         )
     fitting = [p for p in fixed if overlap in ("auto", p.overlap)]
     if not fitting:
-        what = "a ring always overlaps" if kind == "ring" else f"{fixed[0]} has nothing to overlap"
+        what = ALGORITHMS[fixed[0].kind].why_not_overlap(fixed[0])
         raise RewriterError(f"sequence_parallel: overlap {str(overlap).lower()}: {what}. Leave overlap: auto")
     reasons = {plan: why_not(plan, shape) for plan in fitting}
     able = [plan for plan, reason in reasons.items() if reason is None]
@@ -153,16 +153,8 @@ def allowed(
 
 def candidates(ranks: int) -> Iterator[SequencePlan]:
     """Every plan for `ranks` ranks, whether or not heads divide."""
-    if ranks == 1:
-        yield SequencePlan("attention2d", (1, 1, 1))
-        return
-    yield SequencePlan("ring", (1, ranks, 1), overlap=True)
-    yield SequencePlan("ulysses", (ranks, 1, 1))
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for heads in sizes[:-1]:
-        for rows in (size for size in sizes if ranks // heads % size == 0):
-            for overlap in (False, True):
-                yield SequencePlan("attention2d", (heads, rows, ranks // heads // rows), overlap)
+    for algorithm in ALGORITHMS.values():
+        yield from algorithm.plans(ranks)
 
 
 def why_not(plan: SequencePlan, shape: Shapes) -> str | None:

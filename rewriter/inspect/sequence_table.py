@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rewriter.analysis.sequence_bytes import AttentionShape
+    from rewriter.analysis.attention_shape import AttentionShape
     from rewriter.analysis.sequence_plans import PlanCost
     from rewriter.ir import Program
     from rewriter.ops import SequencePlan
@@ -79,7 +79,7 @@ def _plan(plan: SequencePlan) -> dict[str, Any]:
 
 
 def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
-    from rewriter.analysis.sequence_bytes import travels
+    from rewriter.analysis.distributed_attention import ALGORITHMS
 
     return {
         **_plan(cost.plan),
@@ -93,7 +93,8 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
         "seconds_backward": cost.times.backward,
         "seconds_compute": cost.times.compute,
         "times_lower_bound": cost.distance,
-        "note": travels(cost.plan) + ("" if cost.fits else "; does not fit the device's memory"),
+        "note": ALGORITHMS[cost.plan.kind].travels(cost.plan)
+        + ("" if cost.fits else "; does not fit the device's memory"),
     }
 
 

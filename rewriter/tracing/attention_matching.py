@@ -22,7 +22,7 @@ from rewriter import ops
 from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
 from rewriter.ir import args_of, drop_dead_nodes
 from rewriter.ops import MaskSpec
-from rewriter.tracing.masks import HIDDEN, Static, StaticGraph, intersection, seen_by
+from rewriter.tracing.masks import HIDDEN, Static, StaticGraph, seen_by
 
 aten = torch.ops.aten
 
@@ -345,11 +345,11 @@ def _rule(scores: _Scores, static: StaticGraph) -> tuple[MaskSpec, list[_Term]]:
         shown = None if found is None else seen_by(_hidden_by_fill(found, hides), found)
         if shown is None or rule is None:
             raise _Unknown  # what is filled in cannot be told from what is seen
-        rule = intersection(rule, shown)
+        rule = rule.intersection(shown)
     for term in scores.terms:
         found = static.of(term.node)
         shown = None if found is None else seen_by(_hidden_by_term(found, term.factor), found)
-        both = None if shown is None or rule is None else intersection(rule, shown)
+        both = None if shown is None or rule is None else rule.intersection(shown)
         if found is None or both is None:
             biases.append(term)  # with all it hides: -1e38 added hides as well as a rule does
             continue
@@ -361,7 +361,7 @@ def _rule(scores: _Scores, static: StaticGraph) -> tuple[MaskSpec, list[_Term]]:
     for factor in scores.zeroed:
         found = static.of(factor)
         shown = None if found is None else seen_by(_hidden_by_zero(found), found)
-        if shown is None or intersection(rule, shown) != rule:
+        if shown is None or rule.intersection(shown) != rule:
             raise _Unknown
     return rule, biases
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import axis, register, sequence_attention
+from rewriter.ops.sequence_plan import KINDS
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import sequence_attention
 
 
 def attention2d(
@@ -35,7 +35,7 @@ def attention2d(
     """Attention2D (arXiv 2503.15758): softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] of own tokens.
 
     q, k and v are those of the S tokens that this rank holds: of P ranks, rank p (its place in the mesh, the last
-    dimension fastest) holds the tokens t ≡ p (mod P), as `layout.take_tokens(x, dim, "cyclic", p, P)` takes them;
+    dimension fastest) holds the tokens t ≡ p (mod P), as `token_layout.take_tokens(x, dim, "cyclic", p, P)` takes them;
     sequences are padded at the right to a multiple of P. Query head h reads key/value head h // (H / K). Any floating
     dtype; scores, softmax and sums over tiles and ranks are fp32 (fp64 for fp64), what travels is of q's dtype.
 
@@ -60,9 +60,9 @@ def attention2d(
     Raises RewriterError, before anything is sent, for heads that do not divide by the grid's, tensors that do not fit
     each other or `length`, a window without causal, and a format that does not exist.
     """
-    key = _key("attention2d", mesh, overlap, quantized)
-    mask = _mask("attention2d", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    key, mask = _key("attention2d", mesh, overlap, quantized), _mask("attention2d", causal, window)
+    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
+    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
 
 
 def ring_attention(
@@ -83,12 +83,12 @@ def ring_attention(
     """Ring attention (arXiv 2310.01889) in the balanced zigzag layout; o [B, H, S, E] of own tokens.
 
     Keys and values go round the P ranks of a mesh of one dimension, while each attends over those that it has. Rank p
-    holds chunks p and 2P − 1 − p of 2P equal ones, as `layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
+    holds chunks p and 2P − 1 − p of 2P equal ones, as `token_layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
     sequences are padded at the right to a multiple of 2P. Arguments, gradients and errors are those of `attention2d`.
     """
-    key = _key("ring", mesh, quantized=quantized)
-    mask = _mask("ring_attention", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    key, mask = _key("ring", mesh, quantized=quantized), _mask("ring_attention", causal, window)
+    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
+    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
 
 
 def ulysses_attention(
@@ -112,42 +112,36 @@ def ulysses_attention(
     heads are then repeated on the wire. The mesh has one dimension; layout, arguments, gradients and errors are those
     of `attention2d`.
     """
-    key = _key("ulysses", mesh, quantized=quantized)
-    mask = _mask("ulysses_attention", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    key, mask = _key("ulysses", mesh, quantized=quantized), _mask("ulysses_attention", causal, window)
+    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
+    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
 
 
 @torch.compiler.assume_constant_result
 def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False, quantized: str | None = None) -> str:
     """The registered key; when compiling, found once while tracing."""
-    grid = _grid(mesh)
-    if kind == "ulysses" and grid.heads == grid.columns == 1:  # a mesh of one dimension without a name is a column
-        grid = dataclasses.replace(
-            grid,
-            heads=grid.rows,
-            head_index=grid.row,
-            by_heads=grid.in_column,
-            rows=1,
-            row=0,
-            plane=(dist.get_rank(),),
-            in_column=None,
-        )
+    found = _attention_mesh(mesh)
+    sizes = found.heads, found.rows, found.columns
+    by_heads = found.ranks, 1, 1
+    if sizes == (1, found.ranks, 1) and KINDS[kind].grid(found.ranks) == by_heads:  # one dimension without a name
+        found, sizes = found.of_heads(), by_heads
     try:
-        plan = SequencePlan(kind, (grid.heads, grid.rows, grid.columns), overlap, quantized)
+        plan = SequencePlan(kind, sizes, overlap, quantized)
     except ValueError as error:
         raise RewriterError(f"{kind}: {error}") from None
-    return register(plan, grid)
+    return register(plan, found)
 
 
-_grids: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
+_meshes: dict[int, tuple[weakref.ref[DeviceMesh], AttentionMesh]] = {}
 
 
-def _grid(mesh: DeviceMesh) -> Grid:
-    """`Grid.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every layer."""
+def _attention_mesh(mesh: DeviceMesh) -> AttentionMesh:
+    """`AttentionMesh.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every
+    layer."""
     place = id(mesh)  # not the mesh, which equals one that was made of other process groups
-    if place not in _grids:
-        _grids[place] = weakref.ref(mesh, lambda _: _grids.pop(place, None)), Grid.of(mesh)
-    return _grids[place][1]
+    if place not in _meshes:
+        _meshes[place] = weakref.ref(mesh, lambda _: _meshes.pop(place, None)), AttentionMesh.of(mesh)
+    return _meshes[place][1]
 
 
 def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:
@@ -158,29 +152,3 @@ def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:
     if window < 1:
         raise RewriterError(f"{name}: window={window}; expected at least 1, the query's own position")
     return MaskSpec("window", window)
-
-
-def _attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    key: str,
-    mask: MaskSpec,
-    scale: float | None,
-    length: int | None,
-    first_valid: Tensor | None,
-    segment_ids: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    return sequence_attention(
-        q_BHSD,
-        k_BKSD,
-        v_BKSE,
-        key,
-        mask=mask,
-        scale=q_BHSD.shape[-1] ** -0.5 if scale is None else scale,
-        length=axis(key).plan.ranks * q_BHSD.shape[2] if length is None else length,
-        first_valid=first_valid,
-        segment_ids=segment_ids,
-        sinks=sinks,
-    )
