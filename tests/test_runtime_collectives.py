@@ -14,10 +14,10 @@ from rewriter.runtime import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     Conv1D,
-    LaneConv1D,
-    LaneLayerNorm,
-    LaneLinear,
     Pending,
+    PerRankConv1D,
+    PerRankLayerNorm,
+    PerRankLinear,
     RowParallelConv1D,
     RowParallelLinear,
     RuntimeModel,
@@ -220,9 +220,9 @@ def test_conv1d_and_the_vocabulary_split_over_ranks(size):
 
 
 LANE_LAYERS = {
-    "linear": (LaneLinear, nn.Linear, (6, 4)),
-    "conv1d": (LaneConv1D, Conv1D, (6, 4)),
-    "norm": (LaneLayerNorm, nn.LayerNorm, (6,)),
+    "linear": (PerRankLinear, nn.Linear, (6, 4)),
+    "conv1d": (PerRankConv1D, Conv1D, (6, 4)),
+    "norm": (PerRankLayerNorm, nn.LayerNorm, (6,)),
 }
 
 

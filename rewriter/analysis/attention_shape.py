@@ -60,7 +60,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Message:
+class AttentionMessage:
     """One exchange of a rank with `peers` other ranks of `axis`: `nbytes` received together, and as many sent.
 
     "row": the ranks of a row of the grid, which gather queries; "column": those of a column, which gather keys and

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rewriter.analysis.attention_shape import AttentionShape, Axis, Message, kv_bytes
+from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape, Axis, kv_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.ops import SequenceKind, SequencePlan
 from rewriter.ops.sequence_plan import Grid
@@ -31,7 +31,7 @@ class DistributedAttention(ABC):
         """What ranks send each other, in words."""
 
     @abstractmethod
-    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[Message]:
+    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[AttentionMessage]:
         """Those of a rank in one layer, in order, forward, then backward. `moving`: see `moves`."""
 
     @abstractmethod
@@ -64,13 +64,13 @@ class Ring(DistributedAttention):
     def why_not_overlap(self, plan: SequencePlan) -> str:
         return "a ring always overlaps"
 
-    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[Message]:
+    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[AttentionMessage]:
         steps, kv = plan.ranks - 1, kv_bytes(plan, shape, tokens)
         elements = shape.batch * plan.local_tokens(tokens) * shape.kv_heads * (shape.head_dim + shape.value_dim)
         return [
-            Message("kv", "column", steps, steps * kv, False),
-            Message("kv", "column", steps, steps * kv, True),
-            Message("dkv", "column", steps, steps * elements * shape.accumulation_bytes, True, True),
+            AttentionMessage("kv", "column", steps, steps * kv, False),
+            AttentionMessage("kv", "column", steps, steps * kv, True),
+            AttentionMessage("dkv", "column", steps, steps * elements * shape.accumulation_bytes, True, True),
         ]
 
     def kernel_calls(self, plan: SequencePlan, shape: AttentionShape) -> int:
@@ -104,7 +104,7 @@ class Attention2D(DistributedAttention):
             sent.append(f"kv in columns of {rows}")
         return ", ".join(sent)
 
-    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[Message]:
+    def messages(self, plan: SequencePlan, shape: AttentionShape, tokens: int, moving: bool) -> list[AttentionMessage]:
         heads, rows, columns = plan.grid
         size, head, value = shape.dtype_bytes, shape.head_dim, shape.value_dim
         local, kv = shape.batch * plan.local_tokens(tokens), kv_bytes(plan, shape, tokens)
@@ -118,19 +118,19 @@ class Attention2D(DistributedAttention):
             return nbytes // heads * (heads - 1)  # full heads, so it divides
 
         return [
-            Message("qkv by heads", "heads", heads - 1, exchanged(q + kv), False),
-            Message("kv transposed", "plane", swap, swap * kv, False),
-            Message("q in the row", "row", columns - 1, (columns - 1) * q, False),
-            Message("kv in the column", "column", rows - 1, (rows - 1) * kv, False),
-            Message("o in the row", "row", columns - 1, (columns - 1) * (o + lse), False, True),
-            Message("o by heads", "heads", heads - 1, exchanged(o), False, True),
-            Message("do by heads", "heads", heads - 1, exchanged(o), True),
-            Message("q, o, do in the row", "row", columns - 1, (columns - 1) * (q + 2 * o + lse), True),
-            Message("kv in the column", "column", rows - 1, (rows - 1) * kv, True),
-            Message("dq in the row", "row", columns - 1, (columns - 1) * q, True, True),
-            Message("dkv in the column", "column", rows - 1, (rows - 1) * dkv, True, True),
-            Message("dkv transposed", "plane", swap, swap * dkv, True, True),
-            Message("dqkv by heads", "heads", heads - 1, exchanged(q + dkv), True, True),
+            AttentionMessage("qkv by heads", "heads", heads - 1, exchanged(q + kv), False),
+            AttentionMessage("kv transposed", "plane", swap, swap * kv, False),
+            AttentionMessage("q in the row", "row", columns - 1, (columns - 1) * q, False),
+            AttentionMessage("kv in the column", "column", rows - 1, (rows - 1) * kv, False),
+            AttentionMessage("o in the row", "row", columns - 1, (columns - 1) * (o + lse), False, True),
+            AttentionMessage("o by heads", "heads", heads - 1, exchanged(o), False, True),
+            AttentionMessage("do by heads", "heads", heads - 1, exchanged(o), True),
+            AttentionMessage("q, o, do in the row", "row", columns - 1, (columns - 1) * (q + 2 * o + lse), True),
+            AttentionMessage("kv in the column", "column", rows - 1, (rows - 1) * kv, True),
+            AttentionMessage("dq in the row", "row", columns - 1, (columns - 1) * q, True, True),
+            AttentionMessage("dkv in the column", "column", rows - 1, (rows - 1) * dkv, True, True),
+            AttentionMessage("dkv transposed", "plane", swap, swap * dkv, True, True),
+            AttentionMessage("dqkv by heads", "heads", heads - 1, exchanged(q + dkv), True, True),
         ]
 
     def kernel_calls(self, plan: SequencePlan, shape: AttentionShape) -> int:
@@ -200,7 +200,7 @@ def slowest(plan: SequencePlan) -> int:
     return next((rank for rank in range(plan.grid[1] * plan.grid[2]) if moves(plan, rank)), 0)
 
 
-def messages(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) -> tuple[Message, ...]:
+def messages(plan: SequencePlan, shape: AttentionShape, tokens: int, rank: int) -> tuple[AttentionMessage, ...]:
     """Every message of `rank` in one layer, in order, for sequences of `tokens`: forward, then backward.
 
     Raises RewriterError for a plan that is impossible.

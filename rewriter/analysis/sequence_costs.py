@@ -17,7 +17,7 @@ from rewriter.ops import SequencePlan
 
 
 @dataclass(frozen=True)
-class Memory:
+class AttentionMemory:
     """Bytes of one layer's attention on one rank.
 
     `saved`: what forward keeps for backward (Alg. 1 line 7): q, k, v and o of the rank's own tokens, as they are after
@@ -31,7 +31,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class AttentionSeconds:
     """Of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
 
     forward: float
@@ -43,7 +43,7 @@ class Seconds:
         return self.forward + self.backward
 
 
-def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
+def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionMemory:
     """What one layer's attention holds, every rank alike.
 
     Without overlap, forward peaks with q, k and v gathered and the partial outputs made of them, backward with q, o,
@@ -74,7 +74,7 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     if quantizes(plan, shape, tokens):
         keys += (1 if passing else down) * kv * size
     merged = across * (o + lse) * sum_size if block_wise else gathered(o * size + lse * sum_size, across)
-    return Memory(
+    return AttentionMemory(
         saved=(q + o) * size + sent + lse * sum_size,
         forward=exchanged + gathered(q * size, across) + merged + keys,
         backward=exchanged
@@ -110,7 +110,7 @@ def seconds(
     device: Device,
     through: Mapping[Axis, Channel],
     training: bool = True,
-) -> Seconds:
+) -> AttentionSeconds:
     """Time of one layer's attention on the slowest rank; without `training`, no backward."""
     pairs = shape.visible_pairs(tokens) * shape.q_heads * shape.batch / plan.ranks
     head, value = shape.head_dim, shape.value_dim
@@ -120,8 +120,8 @@ def seconds(
     backward = pairs * (6 * head + 4 * value) / device.flops + calls
     first = _pass(plan, shape, tokens, through, forward, backward=False)
     if not training:
-        return Seconds(first, 0.0, forward)
-    return Seconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
+        return AttentionSeconds(first, 0.0, forward)
+    return AttentionSeconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
 
 
 def _pass(

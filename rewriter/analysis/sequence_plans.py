@@ -10,7 +10,7 @@ from typing import Literal
 from rewriter.analysis.attention_shape import AttentionShape, Axis
 from rewriter.analysis.distributed_attention import ALGORITHMS, WireBytes, impossible, slowest, wire_bytes
 from rewriter.analysis.sequence_bound import Bound, lower_bound
-from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
+from rewriter.analysis.sequence_costs import AttentionSeconds, channels, memory, seconds
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
@@ -55,7 +55,7 @@ class PlanCost:
     wire: WireBytes
     saved: int
     live: int
-    times: Seconds
+    times: AttentionSeconds
     bound: Bound
     fits: bool
 
@@ -184,7 +184,7 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> Pla
         for index, part in enumerate((bound.forward, bound.backward * training)):
             least[index] += one.layers * part
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
-    return PlanCost(plan, WireBytes(forward, backward), saved, live, Seconds(*times), Bound(*least), fits)
+    return PlanCost(plan, WireBytes(forward, backward), saved, live, AttentionSeconds(*times), Bound(*least), fits)
 
 
 def ranked(costs: Sequence[PlanCost]) -> list[PlanCost]:

@@ -167,7 +167,7 @@ def leaf_constructor(leaf: Leaf) -> str:
         if leaf.kind not in ("Linear", "Conv1D", "LayerNorm"):
             raise RewriterError(f"no constructor for a module of kind {leaf.kind} whose input differs by rank")
         plain = leaf_constructor(replace(leaf, options={k: v for k, v in o.items() if k != "entered"}))
-        return f"Lane{plain.removeprefix('nn.').removesuffix(')')}, group=tp)"
+        return f"PerRank{plain.removeprefix('nn.').removesuffix(')')}, group=tp)"
     if leaf.kind.endswith("Linear") or leaf.kind.endswith("Conv1D"):
         sizes = (o["in_features"], o["out_features"]) if leaf.kind.endswith("Linear") else (o["nx"], o["nf"])
         extra = f", bias={'bias' in leaf.parameters}"

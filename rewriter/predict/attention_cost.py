@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rewriter.analysis.attention_shape import AttentionShape, Message
+from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape
 from rewriter.analysis.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel
 
@@ -110,7 +110,7 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
     return _overlapped(sent, plan, tp, tile, calls)
 
 
-def _overlapped(sent: list[Message], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
+def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
     """Blocks of keys (and, in a grid, of queries) travel one by one, each behind the tiles of the block before."""
     outside = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and not m.results]
     home = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and m.results]
@@ -130,7 +130,7 @@ def _overlapped(sent: list[Message], plan: SequencePlan, tp: int, tile: Kernel, 
     return [*items, *[tile] * left, *results, *home]
 
 
-def _exchange(message: Message, plan: SequencePlan, tp: int) -> Exchange:
+def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchange:
     """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
     ranks = _ranks(message, plan, tp)
     total = message.nbytes * (message.peers + 1) // message.peers
@@ -141,7 +141,7 @@ def _exchange(message: Message, plan: SequencePlan, tp: int) -> Exchange:
     return Exchange("all_gather", "sp", total, ranks, message.name)
 
 
-def _ranks(message: Message, plan: SequencePlan, tp: int) -> tuple[int, ...]:
+def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:
     """The first rank's group."""
     size, distance = axis_ranks(plan, tp)[message.axis]
     return tuple(range(0, size * distance, distance))

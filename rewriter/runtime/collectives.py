@@ -36,33 +36,7 @@ from rewriter.runtime.collective_log import observe
 from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
-
-__all__ = [
-    "Pending",
-    "Shared",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_start",
-    "all_reduce_wait",
-    "copy_to_group",
-    "once",
-    "own_shard",
-    "quantized_all_gather",
-    "quantized_all_reduce",
-    "quantized_all_reduce_start",
-    "quantized_all_to_all",
-    "quantized_reduce_scatter",
-    "repeat_shard",
-    "share",
-    "shared_gradient",
-]
+from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
 
 # --- all-reduce ---
 

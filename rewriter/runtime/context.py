@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.sequence_axis import Shards
-from rewriter.runtime.sequence_cache import SequenceCache
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context
 from rewriter.runtime.replicas import Replicas
 from rewriter.runtime.sequence_axis import SequenceAxis
-from rewriter.runtime.sequence_cache import SequenceCache
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collectives import Shared, copy_to_group, once, share, shared_gradient
+from rewriter.runtime.collectives import Shared, once, share, shared_gradient
+from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.process_groups import group_rank
 
 
@@ -112,7 +113,7 @@ class RowParallelConv1D(Conv1D):
         return F.linear(x, self.weight.t(), self.bias_of_rank(self.bias, self.group))
 
 
-class LaneLinear(nn.Linear):
+class PerRankLinear(nn.Linear):
     """A whole linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
@@ -125,7 +126,7 @@ class LaneLinear(nn.Linear):
         return F.linear(input, copy_to_group(self.weight, self.group), _entered(self.bias, self.group))
 
 
-class LaneConv1D(Conv1D):
+class PerRankConv1D(Conv1D):
     """A whole `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
@@ -138,7 +139,7 @@ class LaneConv1D(Conv1D):
         return F.linear(x, copy_to_group(self.weight, self.group).t(), _entered(self.bias, self.group))
 
 
-class LaneLayerNorm(nn.LayerNorm):
+class PerRankLayerNorm(nn.LayerNorm):
     """A layer norm with equal weights on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(self, normalized_shape: int, eps: float = 1e-5, group: ProcessGroup | None = None) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.process_groups import Ranks
+from rewriter.runtime.process_groups import RankSet
 
 
 @dataclass(slots=True, eq=False)
@@ -26,14 +26,14 @@ class Pending:
     value: Tensor
     work: Any = None  # None once it has been waited for, or when there is nothing to wait for
     name: str = ""
-    group: Ranks | None = None
+    group: RankSet | None = None
 
 
-def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, Ranks | None]]:
+def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, RankSet | None]]:
     return [pending.value], (pending.work, pending.name, pending.group)
 
 
-def _unflatten(values: Any, context: tuple[Any, str, Ranks | None]) -> Pending:
+def _unflatten(values: Any, context: tuple[Any, str, RankSet | None]) -> Pending:
     (value,) = values
     return Pending(value, *context)
 

@@ -21,8 +21,7 @@ from rewriter.runtime.attention import heads
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.algorithms import AttentionAxis, axis
 from rewriter.runtime.attention.attention_call import AttentionCall
-from rewriter.runtime.attention.autocast import in_autocast_dtype
-from rewriter.runtime.attention.local import check_kernels
+from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
 from rewriter.runtime.attention.tiles import accumulation_dtype

@@ -35,7 +35,7 @@ from rewriter.runtime.quantized.launch import (
     check,
     reduce_scatter_start,
 )
-from rewriter.runtime.quantized.schedules import hops_of
+from rewriter.runtime.quantized.schedules import step_formats
 from rewriter.runtime.quantized.topology import by_key, topology_key, topology_of
 
 
@@ -146,7 +146,7 @@ def _check(x: Tensor, key: str, format: str, what: str) -> int:
     """Number of ranks. Raises RewriterError for dtypes and formats, while tracing too."""
     topology = by_key(key)
     check(x, what)
-    hops_of(format, topology, what)
+    step_formats(format, topology, what)
     return topology.ranks
 
 
