@@ -76,6 +76,18 @@ class AttentionMessage:
     results: bool = False
 
 
+@dataclass(frozen=True)
+class WireBytes:
+    """Bytes that one rank receives, and sends as many, for one layer."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
 def quantizes(plan: SequencePlan, shape: AttentionShape, tokens: int) -> bool:
     """Whether keys and values of sequences of `tokens` travel quantized: whether a rank has as many bytes of them."""
     exact = shape.kv_heads * (shape.head_dim + shape.value_dim) * shape.dtype_bytes

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape, Axis, kv_bytes
+from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape, Axis, WireBytes, kv_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.ops import SequenceKind, SequencePlan
 from rewriter.ops.sequence_plan import Grid
@@ -155,18 +154,6 @@ ALGORITHMS: Mapping[SequenceKind, DistributedAttention] = {
     "ulysses": Ulysses(),
     "attention2d": Attention2D(),
 }
-
-
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes that one rank receives, and sends as many, for one layer."""
-
-    forward: int
-    backward: int
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward
 
 
 def impossible(plan: SequencePlan, shape: AttentionShape) -> str | None:

@@ -24,24 +24,11 @@ attention.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from rewriter.analysis.attention_shape import AttentionShape
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Bytes per rank and layer."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
+from rewriter.analysis.attention_shape import AttentionShape, WireBytes
 
 
-def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> Bound:
+def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> WireBytes:
     """Bytes that a rank of `ranks` must receive at least, in the mean, for sequences of `tokens`.
 
     `causal` halves the pairs, whatever `shape.causal` says.
@@ -50,7 +37,7 @@ def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = F
     size, scale = shape.dtype_bytes, shape.batch * tokens
     forward = _least(shape, ranks, causal, both * size, both * shape.kv_bytes)
     backward = _least(shape, ranks, causal, both * size, both * size)
-    return Bound(scale * forward, scale * backward)
+    return WireBytes(scale * forward, scale * backward)
 
 
 def _least(shape: AttentionShape, ranks: int, causal: bool, query: float, key: float) -> float:

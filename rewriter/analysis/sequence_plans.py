@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rewriter.analysis.attention_shape import AttentionShape, Axis
-from rewriter.analysis.distributed_attention import ALGORITHMS, WireBytes, impossible, slowest, wire_bytes
-from rewriter.analysis.sequence_bound import Bound, lower_bound
+from rewriter.analysis.attention_shape import AttentionShape, Axis, WireBytes
+from rewriter.analysis.distributed_attention import ALGORITHMS, impossible, slowest, wire_bytes
+from rewriter.analysis.sequence_bound import lower_bound
 from rewriter.analysis.sequence_costs import AttentionSeconds, channels, memory, seconds
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
@@ -56,7 +56,7 @@ class PlanCost:
     saved: int
     live: int
     times: AttentionSeconds
-    bound: Bound
+    bound: WireBytes
     fits: bool
 
     @property
@@ -166,14 +166,13 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> Pla
     """What one plan costs. Raises RewriterError if it is impossible."""
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
     rank, tokens, training = slowest(plan), setting.tokens, setting.training
-    forward = backward = saved = live = 0
+    forward: float = 0
+    backward: float = 0
+    saved = live = 0
     times, least = [0.0, 0.0, 0.0], [0.0, 0.0]
     for one in _several(shape):
-        wire, held, bound = (
-            wire_bytes(plan, one, tokens, rank),
-            memory(plan, one, tokens),
-            lower_bound(one, tokens, plan.ranks),
-        )
+        wire, held = wire_bytes(plan, one, tokens, rank), memory(plan, one, tokens)
+        bound = lower_bound(one, tokens, plan.ranks)
         took = seconds(plan, one, tokens, setting.fabric.device, through, training)
         forward += one.layers * wire.forward
         backward += one.layers * wire.backward * training
@@ -184,7 +183,7 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> Pla
         for index, part in enumerate((bound.forward, bound.backward * training)):
             least[index] += one.layers * part
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
-    return PlanCost(plan, WireBytes(forward, backward), saved, live, AttentionSeconds(*times), Bound(*least), fits)
+    return PlanCost(plan, WireBytes(forward, backward), saved, live, AttentionSeconds(*times), WireBytes(*least), fits)
 
 
 def ranked(costs: Sequence[PlanCost]) -> list[PlanCost]:

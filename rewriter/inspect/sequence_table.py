@@ -100,6 +100,7 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
     from rewriter.analysis.sequence_plans import MARGIN
+    from rewriter.ops.sequence_plan import KINDS
 
     notes = []
     windowed = [s for s in shapes if s.window is not None]
@@ -115,7 +116,7 @@ def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied:
     own = next((c for c in costs if c.plan == applied), None)
     if own is not None and own.times.total > costs[0].times.total * (1 + MARGIN):
         best = costs[0].plan
-        grid = "" if best.kind != "attention2d" else f" and grid {list(best.grid)}"
+        grid = "" if KINDS[best.kind].grid(best.ranks) else f" and grid {list(best.grid)}"
         notes.append(f"The recipe's plan is {own.plan}. Faster at this length: kind {best.kind}{grid}.")
     if all(not c.fits for c in costs):
         notes.append("No plan fits the device's memory. Recompute layers in backward, or give more ranks.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,21 +17,39 @@ from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import sequence_attention
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of the functions below.
+
+    causal: a query sees no later key. `window`: nor one that is `window` or more positions before it.
+    scale: factor of the scores; 1 / √D if not given.
+    length: tokens of the full sequence without padding; P · S if not given. Padding gives 0 and no gradient.
+    first_valid: int64 [B]: the first positions of a row are padding too; see `length`. The same on all ranks.
+    segment_ids: int64 [B, length]: packed sequences, none of which sees another. The same on all ranks.
+    sinks: [H], equal on all ranks: logits that take probability and return nothing. Their gradient on a rank is its
+        part: sum it over ranks, as that of any parameter that they all hold.
+    quantized: a format as `rewriter.kernels.parse_format` reads it, "int8" or "int4-hadamard@64": keys and values
+        travel in it, and all ranks compute with the dequantized ones. Its block should divide D and E: each head's
+        vector is filled up to whole blocks.
+    """
+
+    causal: bool
+    scale: float | None
+    length: int | None
+    window: int | None
+    first_valid: Tensor | None
+    segment_ids: Tensor | None
+    sinks: Tensor | None
+    quantized: str | None
+
+
 def attention2d(
     q_BHSD: Tensor,
     k_BKSD: Tensor,
     v_BKSE: Tensor,
     mesh: DeviceMesh,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
     overlap: bool = False,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Attention2D (arXiv 2503.15758): softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] of own tokens.
 
@@ -42,17 +61,8 @@ def attention2d(
     mesh: dimensions "heads", "columns", "rows", of which any may be missing and others may stand around them;
         `rewriter.runtime.sequence_mesh` makes it. The exchange by heads comes first, then queries are gathered within a
         row, keys and values within a column. A mesh of one dimension is a column: keys and values are gathered alone.
-    causal: a query sees no later key. `window`: nor one that is `window` or more positions before it.
-    scale: factor of the scores; 1 / √D if not given.
-    length: tokens of the whole sequence without padding; P · S if not given. Padding gives 0 and no gradient.
     overlap: compute block by block while the next blocks are on their way (Alg. 4 to 11): as many bytes, less waiting.
-    first_valid: int64 [B]: the first positions of a row are padding too; see `length`. The same on all ranks.
-    segment_ids: int64 [B, length]: packed sequences, none of which sees another. The same on all ranks.
-    sinks: [H], equal on all ranks: logits that take probability and return nothing. Their gradient on a rank is its
-        part: sum it over ranks, as that of any parameter that they all hold.
-    quantized: a format as `rewriter.kernels.parse_format` reads it, "int8" or "int4-hadamard@64": keys and values
-        travel in it, and all ranks compute with the dequantized ones. Its block should divide D and E: each head's
-        vector is filled up to whole blocks.
+    options: `AttentionOptions`.
 
     Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
     nothing gathered, and sends and receives on all ranks: all must call it.
@@ -60,25 +70,11 @@ def attention2d(
     Raises RewriterError, before anything is sent, for heads that do not divide by the grid's, tensors that do not fit
     each other or `length`, a window without causal, and a format that does not exist.
     """
-    key, mask = _key("attention2d", mesh, overlap, quantized), _mask("attention2d", causal, window)
-    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
-    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
+    return _attend("attention2d", "attention2d", q_BHSD, k_BKSD, v_BKSE, mesh, overlap, **options)
 
 
 def ring_attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mesh: DeviceMesh, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """Ring attention (arXiv 2310.01889) in the balanced zigzag layout; o [B, H, S, E] of own tokens.
 
@@ -86,25 +82,11 @@ def ring_attention(
     holds chunks p and 2P − 1 − p of 2P equal ones, as `token_layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
     sequences are padded at the right to a multiple of 2P. Arguments, gradients and errors are those of `attention2d`.
     """
-    key, mask = _key("ring", mesh, quantized=quantized), _mask("ring_attention", causal, window)
-    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
-    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
+    return _attend("ring", "ring_attention", q_BHSD, k_BKSD, v_BKSE, mesh, **options)
 
 
 def ulysses_attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mesh: DeviceMesh, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """DeepSpeed Ulysses (arXiv 2309.14509): each of P ranks attends over all tokens with H / P heads; o [B, H, S, E].
 
@@ -112,13 +94,29 @@ def ulysses_attention(
     heads are then repeated on the wire. The mesh has one dimension; layout, arguments, gradients and errors are those
     of `attention2d`.
     """
-    key, mask = _key("ulysses", mesh, quantized=quantized), _mask("ulysses_attention", causal, window)
-    rest = {"first_valid": first_valid, "segment_ids": segment_ids, "sinks": sinks}
-    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
+    return _attend("ulysses", "ulysses_attention", q_BHSD, k_BKSD, v_BKSE, mesh, **options)
+
+
+def _attend(
+    kind: SequenceKind,
+    name: str,
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    mesh: DeviceMesh,
+    overlap: bool = False,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    quantized: str | None = None,
+    **rest: Any,
+) -> Tensor:
+    key, mask = _key(kind, mesh, overlap, quantized), _mask(name, causal, window)
+    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, **rest)
 
 
 @torch.compiler.assume_constant_result
-def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False, quantized: str | None = None) -> str:
+def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool, quantized: str | None) -> str:
     """The registered key; when compiling, found once while tracing."""
     found = _attention_mesh(mesh)
     sizes = found.heads, found.rows, found.columns
