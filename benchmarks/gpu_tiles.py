@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from gpu_report import Row, Scale, Table, short
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
 from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.partial_merge import Merger
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

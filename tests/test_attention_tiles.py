@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import accumulation_dtype, merge
 from rewriter.ops import MaskSpec
 from rewriter.ops.token_layout import LAYOUTS, TokenRun, padded
 from rewriter.runtime.attention import local, tiles
-from rewriter.runtime.attention.partial_merge import Merger, merge, merge_in_turn
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
+from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")

@@ -1,4 +1,4 @@
-"""Kinds of distributed attention have all their facets, layouts are what they are called, and masks answer as they show."""
+"""Kinds of distributed attention have all facets, layouts are what they are called, masks answer as they show."""
 
 from __future__ import annotations
 

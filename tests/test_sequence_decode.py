@@ -140,7 +140,7 @@ def test_a_cache_is_not_used_where_it_cannot_be_right():
         cache.store_prompt(0, x, x, shards)
     with pytest.raises(RewriterError, match="require a gradient"):
         cache.append(0, x.requires_grad_(), x, torch.tensor(3))
-    with pytest.raises(RewriterError, match="a whole sequence without a sequence axis"):
+    with pytest.raises(RewriterError, match="a full sequence without a sequence axis"):
         attention(x, x, x, Context(cache), slot=0, mask=MASKS[0], scale=1.0)
     with pytest.raises(
         RewriterError, match="slot 0 has a softcap, but attention over tokens of several ranks has none"

@@ -1,4 +1,4 @@
-"""The least that ranks can exchange for one layer's attention, whatever the algorithm: what plans are compared with.
+"""The least that ranks can exchange for one layer's attention, with any algorithm: what plans are compared with.
 
 A device that scores S pairs of one key/value head, seen by u (query head, token) pairs and v tokens, has S ≤ u · v: a
 set is no larger than the product of its projections. It needs the q of all u and the k and v of all v, and for each
@@ -31,7 +31,7 @@ from rewriter.analysis.attention_shape import AttentionShape, WireBytes
 def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> WireBytes:
     """Bytes that a rank of `ranks` must receive at least, in the mean, for sequences of `tokens`.
 
-    `causal` halves the pairs, whatever `shape.causal` says.
+    `causal` halves the pairs, not `shape.causal`.
     """
     both = shape.head_dim + shape.value_dim  # q and o, k and v, do and dq, dk and dv
     size, scale = shape.dtype_bytes, shape.batch * tokens

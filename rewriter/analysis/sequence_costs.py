@@ -89,7 +89,7 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionM
 def channels(
     plan: SequencePlan, fabric: Fabric, links: Mapping[Axis, Link] | None = None, tensor_parallel: int = 1
 ) -> dict[Axis, Channel]:
-    """What each axis of the grid talks through. `links` gives an axis one link of its own instead of the fabric's; the
+    """What each axis of the grid talks through. `links` gives an axis its own link instead of the fabric's; the
     transposition takes the slower of its row's and its column's."""
     given = dict(links or {})
     of_plane = [given[axis] for axis in ("row", "column") if axis in given]

@@ -118,15 +118,3 @@ def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
 def _sizes(node: fx.Node) -> Mapping[int, int]:
     value: torch.Tensor = node.meta["val"]
     return {1: int(value.shape[1]), 3: int(value.shape[3])}
-
-
-__all__ = [
-    "AXIS",
-    "attention_shapes",
-    "attentions",
-    "bytes_per_token",
-    "context_length",
-    "local_heads",
-    "planning",
-    "sequence_plan",
-]

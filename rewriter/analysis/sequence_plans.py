@@ -18,7 +18,7 @@ from rewriter.ops.sequence_plan import KINDS, Grid
 
 Shapes = AttentionShape | Sequence[AttentionShape]
 
-# Predicted times that differ by less cannot be told apart; of such plans the one that sends least is better.
+# Predicted times that differ by less cannot be distinguished; of such plans the one that sends least is better.
 MARGIN = 0.05
 TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's evaluation
 
@@ -27,7 +27,7 @@ TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's
 class Setting:
     """What plans are compared for.
 
-    `links` gives axes of the grid a link of their own instead of the fabric's. `tensor_parallel` ranks stand beside
+    `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
     each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
     `training`, forward alone counts. `quantized` and `min_bytes` are those of every plan.
     """

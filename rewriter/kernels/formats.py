@@ -1,4 +1,4 @@
-"""Block formats of quantized messages: their names, their levels and where bytes lie.
+"""Block formats of quantized messages: their names, their levels and where bytes are.
 
 A row of n elements is cut into blocks of `block` consecutive ones, the last padded with zeros. A block is a code of
 `bits` bits per element and a scale; an element is its code's level, an integer, times the scale.

@@ -2,7 +2,7 @@
 ranks.
 
 In backward the sum is started as soon as a rank's part of the gradient is there, and waited for as late as possible:
-whatever else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
+what else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
 (Ladder Residual, arXiv 2501.06589, Alg. 1, read backwards): training hides its all-reduces as inference does. Where
 nothing else is ready, as in the standard wiring, the wait follows at once.
 """

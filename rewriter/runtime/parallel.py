@@ -1,4 +1,4 @@
-"""Layers of which a rank holds a part. Their names for parameters are those of the whole layers.
+"""Layers of which a rank holds a part. Their names for parameters are those of the full layers.
 
 Sizes are local. The linear ones are `nn.Linear`, so tools that look for `nn.Linear` (LoRA, quantisation) find them.
 None of them communicates in forward: sums are printed where the schedule puts them.
@@ -21,7 +21,7 @@ class ColumnParallelLinear(nn.Linear):
     """A linear layer split by outputs: weight [out_features (local), in_features], bias [out_features (local)].
 
     Takes a replicated x [..., in_features] and returns this rank's outputs [..., out_features (local)]. `shared` says
-    which rows of the whole layer these are, where ranks hold some of them more than once.
+    which rows of the full layer these are, where ranks hold some of them more than once.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, shared: Shared | None = None) -> None:
@@ -114,7 +114,7 @@ class RowParallelConv1D(Conv1D):
 
 
 class PerRankLinear(nn.Linear):
-    """A whole linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
+    """A full linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
@@ -127,7 +127,7 @@ class PerRankLinear(nn.Linear):
 
 
 class PerRankConv1D(Conv1D):
-    """A whole `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
+    """A full `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
@@ -159,7 +159,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """Rows `first_index … first_index + num_embeddings - 1` of a token embedding: weight [num_embeddings (local),
     dim].
 
-    Takes ids [...] (int64, of the whole vocabulary) and returns a partial [..., dim]: zeros where another rank holds
+    Takes ids [...] (int64, of the full vocabulary) and returns a partial [..., dim]: zeros where another rank holds
     the row. The caller sums it over `group`. Without `first_index` ranks hold equal consecutive parts.
     """
 

@@ -38,7 +38,7 @@ def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:
     if x.shape[1] != shards.length:
         raise RewriterError(
             f"shard_tokens: shape {list(x.shape)} has {x.shape[1]} tokens, expected the {shards.length} of input_ids. "
-            "Every rank passes whole sequences"
+            "Every rank passes full sequences"
         )
     return _own_tokens(x, shards, fill)
 
@@ -84,7 +84,7 @@ class _FromOwners(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         raise RewriterError(
-            "logits_to_keep: no gradient where tokens are dealt over ranks, since each computes the same last logits, "
+            "logits_to_keep: no gradient where tokens are sharded, since each rank computes the same last logits, "
             "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
         )
 

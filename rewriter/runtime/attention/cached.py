@@ -94,7 +94,7 @@ def _over_ranks(
         return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
     if cache is None or ctx.position is None:
         raise RewriterError(
-            "SequenceCache: a whole sequence without a sequence axis. Use it with the model that it was made for, or a "
+            "SequenceCache: a full sequence without a sequence axis. Use it with the model that it was made for, or a "
             "StaticCache"
         )
     k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import merge
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.local import in_autocast_dtype, kernel_forward
-from rewriter.runtime.attention.partial_merge import merge
 from rewriter.runtime.exchange import gather_start
 
 _groups: dict[str, ProcessGroup | None] = {}

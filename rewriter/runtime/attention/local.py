@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.attention.partial_merge import accumulation_dtype
+from rewriter.kernels import accumulation_dtype
 
 aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 All of them run the same program and start the same shifts in the same order, so that messages of one pair are received
 in the order in which they are sent: neither gloo, which matches messages of a pair by their order, nor NCCL, which runs
-those of one group in their order, can mix them up, whatever the ranks' delays.
+those of one group in their order, can mix them up, for any delays of ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import vector_bytes
+from rewriter.kernels import accumulation_dtype, vector_bytes
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import heads
 from rewriter.runtime.attention import sinks as sink_logits
@@ -24,7 +24,6 @@ from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
-from rewriter.runtime.attention.tiles import accumulation_dtype
 from rewriter.runtime.attention.visibility import Visibility
 from rewriter.runtime.interruption import messages_under_way
 
@@ -65,7 +64,7 @@ def check(
         raise RewriterError(f"{name}: first_valid {list(first_valid.shape)}; expected one position a row, [{batch}]")
     if segments is not None and segments.shape != (batch, length):
         raise RewriterError(
-            f"{name}: segment_ids {list(segments.shape)}; expected those of the whole sequence, [{batch}, {length}], "
+            f"{name}: segment_ids {list(segments.shape)}; expected those of the full sequence, [{batch}, {length}], "
             "on every rank"
         )
     if sinks is not None and sinks.shape != (q.shape[1],):

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
-from rewriter.runtime.attention.partial_merge import accumulation_dtype, add_part, merged
+from rewriter.runtime.attention.partial_merge import add_part, merged
 from rewriter.runtime.attention.visibility import Visibility
-
-__all__ = ["Gradients", "accumulation_dtype", "tile_backward", "tile_forward"]
 
 _MASK_ELEMENTS = 1 << 22  # of one block's mask
 _LEAST_BLOCK = 128  # queries: smaller blocks make kernels slow
@@ -100,7 +99,7 @@ def tile_backward(
     """Add this tile's part of the gradients to `into`.
 
     o and lse are those over *all* keys, not of this tile: then the gradients of tiles add up (the paper's section 3.1).
-    Rows with lse = −inf, which no key on any rank is visible to, get no gradient, whatever `do` is there.
+    Rows with lse = −inf, which no key on any rank is visible to, get no gradient, for any `do`.
     """
     if seen.none(queries, keys):
         return

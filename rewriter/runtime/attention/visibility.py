@@ -1,5 +1,5 @@
 """Which keys a query sees when both are runs of positions of one global sequence: the mask, padding at either end, and
-packed sequences. Masks are made tile by tile, never for the whole sequence."""
+packed sequences. Masks are made tile by tile, never for the full sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Visibility:
         if self.segments is not None and (self.segments.dim() != 2 or self.segments.shape[1] != self.length):
             raise RewriterError(
                 f"segment ids of shape {list(self.segments.shape)}: expected [B, {self.length}], one per token of the "
-                "whole sequence, on every rank"
+                "full sequence, on every rank"
             )
 
     @property

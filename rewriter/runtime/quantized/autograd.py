@@ -104,8 +104,8 @@ def quantized_all_to_all(
     """Part r of `x` along `split_dim`, whose size divides by the ranks, goes to rank r; the parts that arrive follow
     each other along `concat_dim` in rank order. The own part is not quantized."""
     _check_dims(x, "quantized_all_to_all", name, split_dim, concat_dim)
-    dealt: Tensor = _all_to_all(x, topology_key(mesh_or_group), str(format), split_dim, concat_dim, name)
-    return dealt
+    exchanged: Tensor = _all_to_all(x, topology_key(mesh_or_group), str(format), split_dim, concat_dim, name)
+    return exchanged
 
 
 def _check_dims(x: Tensor, function: str, name: str, *dims: int) -> None:
@@ -126,8 +126,8 @@ def quantized_all_reduce_start(
     """Begin `quantized_all_reduce`; `all_reduce_wait` gives the sum.
 
     Unlike the exact `all_reduce_start` it does not sum in place: x is kept, and must not be written, until the sum has
-    been waited for. All messages of the collective go out meanwhile: on CUDA from a stream of its own, on CPU from a
-    thread of its own, which quantizes and sums there, and which uses process groups of its own. All ranks start their
+    been waited for. All messages of the collective go out meanwhile: on CUDA from its own stream, on CPU from its own
+    thread, which quantizes and sums there and uses its own process groups. All ranks start their
     collectives in the same order. Not for compiled graphs: start and wait stand between them.
     """
     topology = topology_of(mesh_or_group)
