@@ -123,7 +123,7 @@ class PerRankLinear(nn.Linear):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, copy_to_group(self.weight, self.group), _entered(self.bias, self.group))
+        return F.linear(input, copy_to_group(self.weight, self.group), _copied(self.bias, self.group))
 
 
 class PerRankConv1D(Conv1D):
@@ -136,7 +136,7 @@ class PerRankConv1D(Conv1D):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, copy_to_group(self.weight, self.group).t(), _entered(self.bias, self.group))
+        return F.linear(x, copy_to_group(self.weight, self.group).t(), _copied(self.bias, self.group))
 
 
 class PerRankLayerNorm(nn.LayerNorm):
@@ -147,11 +147,11 @@ class PerRankLayerNorm(nn.LayerNorm):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = copy_to_group(self.weight, self.group), _entered(self.bias, self.group)
+        weight, bias = copy_to_group(self.weight, self.group), _copied(self.bias, self.group)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def _entered(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
+def _copied(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
     return None if x is None else copy_to_group(x, group)
 
 

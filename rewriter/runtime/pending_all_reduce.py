@@ -41,7 +41,7 @@ def _unflatten(values: Any, context: tuple[Any, str, RankSet | None]) -> Pending
 pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
 
 
-class _StraightThrough(Function):
+class _ArrivedSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
         return total.view_as(total)
@@ -65,6 +65,6 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
             observe("wait", pending.name, pending.value, pending.group)
             arrived = pending.work.wait()
         if isinstance(pending.work, Transfer):  # others sum in the memory of `value`
-            pending.value = _StraightThrough.apply(pending.value, arrived)
+            pending.value = _ArrivedSum.apply(pending.value, arrived)
         pending.work = None
     return pending.value

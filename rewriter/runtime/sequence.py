@@ -72,7 +72,7 @@ def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
     return full
 
 
-class _FromOwners(torch.autograd.Function):
+class _LastTokens(torch.autograd.Function):
     """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]."""
 
     @staticmethod
@@ -104,7 +104,7 @@ def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
     owner = where // count
     # every rank sends n rows, of which only its own are read
     rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))
-    last: Tensor = _FromOwners.apply(rows, owner, axis)
+    last: Tensor = _LastTokens.apply(rows, owner, axis)
     return last
 
 
