@@ -657,7 +657,7 @@ def ended_in_a_fork():
     process = os.fork()
     if not process:
         signal.alarm(20)
-        job = schedule_worker._Job([slow()])
+        job = schedule_worker._QueuedSchedules([slow()])
         schedule_worker._queue().put(job)
         atexit._run_exitfuncs()
         os._exit(not job.finished.is_set())
