@@ -39,7 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.ops import SequencePlan
 

@@ -35,8 +35,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import sequence_mesh
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import register, sequence_attention
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import sequence_attention
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def plans(ranks: int, query_heads: int) -> list[SequencePlan]:
 
 def measure(plan: SequencePlan, shape: Shape) -> Memory:
     """On every rank of a process group of `plan.ranks`: what this one needs."""
-    key = register(plan, Grid.of(sequence_mesh("cpu", plan.grid)))
+    key = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
     tokens = -(-shape.tokens // plan.multiple) * plan.multiple // plan.ranks
     q, k, v = (
         torch.randn(1, heads, tokens, shape.head_dim).to(shape.dtype).requires_grad_()

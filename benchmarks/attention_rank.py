@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.ops import SequencePlan
+from rewriter.ops.token_layout import take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
-from rewriter.runtime.attention.token_runs import take_tokens
 from rewriter.runtime.exchange import Transfer, all_to_all_start
 
 DIRECTIONS = ("sent", "received")

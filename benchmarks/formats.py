@@ -17,7 +17,7 @@ from rewriter.kernels import (
     dequantize_reduce,
     dequantize_reduce_quantize,
     parse_format,
-    parse_hops,
+    parse_formats,
     quantize,
 )
 
@@ -68,7 +68,7 @@ def mean_over_ranks(x_PN: Tensor, format: str, *, dither: bool) -> Tensor:
 
 def mean_in_two_hops(x_YXN: Tensor, formats: str, *, dither: bool) -> Tensor:
     """The mean over nodes and their ranks, [N]: summed in a node, sent on in the second format, summed again."""
-    first, second = parse_hops(formats)
+    first, second = parse_formats(formats)
     n = x_YXN.shape[-1]
     seed = 0 if dither else None
     sent = []

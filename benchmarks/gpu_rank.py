@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime import exchange, sequence_mesh
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import register, sequence_attention
-from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import sequence_attention
 
 
 def plans(ranks: int) -> list[SequencePlan]:
@@ -57,7 +58,7 @@ def _rank(rank: int, plan: SequencePlan, inputs: list[Tensor], device: str, own_
     )
     try:
         # of gloo's groups the mesh is the CPU's, wherever the tensors lie
-        key = register(plan, Grid.of(sequence_mesh("cuda" if own_gpus else "cpu", plan.grid)))
+        key = register(plan, AttentionMesh.of(sequence_mesh("cuda" if own_gpus else "cpu", plan.grid)))
         own = [take_tokens(x, 2, plan.layout, rank, plan.ranks).to(where) for x in inputs]
         q, k, v = (x.requires_grad_() for x in own[:3])
         o = sequence_attention(

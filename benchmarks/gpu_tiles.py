@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from gpu_report import Row, Scale, Table, short
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
+from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.partial_merge import Merger
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.token_runs import Run
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
@@ -59,7 +60,7 @@ def inputs(case: Case, device: torch.device, batch: int = 2) -> list[Tensor]:
 
 
 def everything(seen: Visibility, device: torch.device) -> Tensor:
-    whole = Run(0, 1, seen.length)
+    whole = TokenRun(0, 1, seen.length)
     return seen.seen(whole, whole, device)
 
 
@@ -106,8 +107,8 @@ def from_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, case: Case, scale: f
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v)))
     o = torch.zeros_like(do)
     for i in range(rows):
-        own, merger = Run(i, rows, total // rows), Merger()
-        tiles = [(slice(j, None, columns), Run(j, columns, total // columns)) for j in range(columns)]
+        own, merger = TokenRun(i, rows, total // rows), Merger()
+        tiles = [(slice(j, None, columns), TokenRun(j, columns, total // columns)) for j in range(columns)]
         at = slice(i, None, rows)
         for t, keys in tiles:
             part = tile_forward(q[:, :, at], k[:, :, t], v[:, :, t], own, keys, case.seen, scale)
@@ -164,12 +165,14 @@ def splitting(scale: Scale) -> Table:
     length, heads, size = scale.pick((12288, (16, 4), 128), (48, (4, 2), 16))
     base: list[float] = []
     for rows, columns in ((2, 2), (2, 3), (3, 2), (4, 2), (1, 4)):
-        queries, keys = Run(1 % rows, rows, length // rows), Run(0, columns, length // columns)
+        queries, keys = TokenRun(1 % rows, rows, length // rows), TokenRun(0, columns, length // columns)
         table.attempt(f"{rows} × {columns}", functools.partial(split_row, scale, queries, keys, heads, size, base))
     return table
 
 
-def split_row(scale: Scale, queries: Run, keys: Run, heads: tuple[int, int], size: int, base: list[float]) -> Row:
+def split_row(
+    scale: Scale, queries: TokenRun, keys: TokenRun, heads: tuple[int, int], size: int, base: list[float]
+) -> Row:
     """Times of one tile; `base` holds those of the first."""
     length, factor = queries.count * queries.step, size**-0.5
     seen, visible = Visibility(CAUSAL, length), count_visible(queries, keys) * heads[0]
@@ -189,7 +192,7 @@ def split_row(scale: Scale, queries: Run, keys: Run, heads: tuple[int, int], siz
     return (f"{queries.count} × {keys.count}", *cells), ""
 
 
-def count_visible(queries: Run, keys: Run) -> int:
+def count_visible(queries: TokenRun, keys: TokenRun) -> int:
     """How many scores of the tile are visible under a causal mask."""
     before = (queries.positions() - keys.start).div(keys.step, rounding_mode="floor") + 1
     return int(before.clamp(0, keys.count).sum())

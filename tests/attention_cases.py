@@ -20,10 +20,11 @@ from ranks import run_ranks
 from torch import Tensor
 
 from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime import record_events, sequence_mesh
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import register, sequence_attention
-from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import sequence_attention
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 DIVIDES, PADDED = 288, 281  # tokens: a multiple of every plan's below, and a prime
@@ -246,7 +247,7 @@ def on_rank(group: Any, cases: Sequence[Case], prepare: Callable[[], None] | Non
 def _one(case: Case, keys: dict[SequencePlan, str], rank: int) -> dict[str, Any]:
     plan = case.plan
     if plan not in keys:
-        keys[plan] = register(plan, Grid.of(sequence_mesh("cpu", plan.grid)))
+        keys[plan] = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
     x = case.inputs()
     sinks = x.pop("sinks", None)
     # padding is not zero: neither its values nor the gradient that comes back to it may matter

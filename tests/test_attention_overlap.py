@@ -22,14 +22,15 @@ from attention_cases import single_device as one_device
 from ranks import run_ranks
 from torch import Tensor
 
-from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ops.token_layout import runs
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, ring_exchange
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.attention_call import Call
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.token_runs import zigzag
+from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.visibility import Visibility
 
 ALGORITHMS = (ring_module, attention2d_overlap)
@@ -170,7 +171,7 @@ def test_the_tiles_of_a_ring_are_what_the_mask_shows(spec: MaskSpec, length: int
             found = torch.zeros(count, count, dtype=torch.bool)
             for tile in tiles(place, source, ranks, count, spec, length):
                 found[tile.rows, tile.columns] = tile.seen.seen(tile.queries, tile.keys)[0, 0]
-            mine, theirs = (zigzag(rank, ranks, ranks * count) for rank in (place, source))
+            mine, theirs = (runs("zigzag", rank, ranks, ranks * count) for rank in (place, source))
             blocks = [[whole.seen(queries, keys)[0, 0] for keys in theirs] for queries in mine]
             assert torch.equal(found, torch.cat([torch.cat(row, 1) for row in blocks]))
 
@@ -183,8 +184,8 @@ def test_a_window_skips_the_tiles_beyond_it() -> None:
 
 
 def tiles(place: int, source: int, ranks: int, count: int, spec: MaskSpec, length: int) -> Any:
-    grid = Grid(1, ranks, 1, 0, place, 0, tuple(range(ranks)), None, None, None)
-    return ring_module._tiles(Call(grid, Visibility(spec, length), 1.0), source, count)
+    grid = AttentionMesh(1, ranks, 1, 0, place, 0, tuple(range(ranks)), None, None, None)
+    return ring_module._tiles(AttentionCall(grid, Visibility(spec, length), 1.0), source, count)
 
 
 # --- overlap: what is on its way whenever a tile is computed ---
@@ -214,9 +215,9 @@ IN_FLIGHT = {
 
 def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tuple[dict[str, list[int]], ...]]:
     """For each plan, forward and backward: how many messages of each name are under way at each tile, on this rank."""
-    shift = ring_exchange.Line.shift
+    shift = ring_exchange.RingExchange.shift
 
-    def watched(self: ring_exchange.Line, message: Tensor, places: int, name: str) -> Any:
+    def watched(self: ring_exchange.RingExchange, message: Tensor, places: int, name: str) -> Any:
         transfer, kind = shift(self, message, places, name), name.split(".")[1]
         mark(f"start {kind}")
         wait = transfer.wait
@@ -235,10 +236,10 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
         for name in ("tile_forward", "tile_backward"):
             setattr(module, name, _after(lambda: mark("tile"), getattr(module, name)))
     found = []
-    with patch.object(ring_exchange.Line, "shift", watched):
+    with patch.object(ring_exchange.RingExchange, "shift", watched):
         for plan in plans:
             module = ring_module if plan.kind == "ring" else attention2d_overlap
-            call = Call(Grid.of(sequence_mesh("cpu", plan.grid)), Visibility(CAUSAL, 32), 0.5)
+            call = AttentionCall(AttentionMesh.of(sequence_mesh("cpu", plan.grid)), Visibility(CAUSAL, 32), 0.5)
             q, k, v, do = torch.randn(4, 1, 2, 8, 4)
             with record_events() as forward:
                 o, lse, k, v = module.forward(q, k, v, call)
@@ -289,8 +290,8 @@ def benchmark() -> ModuleType:
 
 def memory(group: Any, plans: list[SequencePlan], heads: tuple[int, int], gather: bool = False) -> list[Any]:
     if gather:  # a seeded fault: all blocks are kept until the last has arrived
-        blocks = ring_exchange.Line.blocks
-        ring_exchange.Line.blocks = lambda *arguments: iter(list(blocks(*arguments)))
+        blocks = ring_exchange.RingExchange.blocks
+        ring_exchange.RingExchange.blocks = lambda *arguments: iter(list(blocks(*arguments)))
     shape = benchmark().Shape(TOKENS * group.size(), *heads, 32)
     # With oneDNN, kernels on CPUs with AMX pack keys and values into scratch buffers, which are not the plan's.
     with torch.backends.mkldnn.flags(enabled=False):

@@ -26,7 +26,7 @@ from rewriter.tracing import trace
 from rewriter.tracing.example import Example
 from rewriter.tracing.export import BodyTracer
 from rewriter.tracing.interception import Recorded
-from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, intersection, seen_by
+from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.verify.simulate import simulate
 
@@ -237,10 +237,10 @@ def test_what_only_looks_like_attention_stays_as_it_is(spell: Callable[..., torc
 def test_rules_intersect() -> None:
     causal, both = MaskSpec("causal"), MaskSpec("bidirectional")
     window, wider, chunk = MaskSpec("window", 4), MaskSpec("window", 9), MaskSpec("chunk", 4)
-    assert intersection(causal, both) == intersection(both, causal) == causal
-    assert intersection(causal, window) == intersection(window, wider) == window
-    assert intersection(chunk, causal) == chunk
-    assert intersection(chunk, window) is None
+    assert causal.intersection(both) == both.intersection(causal) == causal
+    assert causal.intersection(window) == window.intersection(wider) == window
+    assert chunk.intersection(causal) == chunk
+    assert chunk.intersection(window) is None
 
 
 def test_a_window_too_long_to_show_is_not_taken_for_causal() -> None:

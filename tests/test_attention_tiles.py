@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import accumulation_dtype, merge
 from rewriter.ops import MaskSpec
+from rewriter.ops.token_layout import LAYOUTS, TokenRun, padded
 from rewriter.runtime.attention import local, tiles
-from rewriter.runtime.attention.partial_merge import Merger, merge, merge_in_turn
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.token_runs import Run, padded, zigzag
+from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
@@ -71,7 +72,9 @@ def expected(c: Case) -> tuple[Tensor, ...]:
     return o.detach(), lse.detach(), *(x.grad for x in (q, k, v))  # type: ignore[return-value]
 
 
-def computed(c: Case, query_runs: list[Run], key_runs: list[Run], seen: Visibility, dtype: torch.dtype) -> list[Tensor]:
+def computed(
+    c: Case, query_runs: list[TokenRun], key_runs: list[TokenRun], seen: Visibility, dtype: torch.dtype
+) -> list[Tensor]:
     """(o, lse, dq, dk, dv) of the same from tiles: every run of queries against every run of keys."""
     length = seen.length
     end = 1 + max(run.last for run in query_runs + key_runs)
@@ -102,8 +105,8 @@ def computed(c: Case, query_runs: list[Run], key_runs: list[Run], seen: Visibili
     return [x[:, :, :length] for x in (o, lse, into.dq, into.dk, into.dv)]
 
 
-def runs(step: int, length: int, multiple: int) -> list[Run]:
-    return [Run(first, step, padded(length, multiple) // step) for first in range(step)]
+def runs(step: int, length: int, multiple: int) -> list[TokenRun]:
+    return [TokenRun(first, step, padded(length, multiple) // step) for first in range(step)]
 
 
 def errors(found: list[Tensor], wanted: tuple[Tensor, ...]) -> list[float]:
@@ -205,7 +208,7 @@ def test_chunks_of_a_zigzag_ring(seen: str) -> None:
     length = 61
     spec = CAUSAL if seen == "causal" else MaskSpec("window", 13)
     mask = causal(length).triu(1 - (spec.size or length))
-    held = [run for rank in range(4) for run in zigzag(rank, 4, length)]
+    held = [run for rank in range(4) for run in LAYOUTS["zigzag"].runs(rank, 4, length)]
     c = case(length, mask)
     assert max(errors(computed(c, held, held, Visibility(spec, length), torch.float64), expected(c))) < 1e-14
 
@@ -214,7 +217,7 @@ def test_chunks_of_a_zigzag_ring(seen: str) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(6, 6), (6, 11), (11, 6), (1, 1)])
 def test_staircases_at_any_offset(start: int, rows: int, columns: int) -> None:
     """Blocks of runs, as an overlapped schedule computes them, may lie anywhere below or above the diagonal."""
-    queries, keys = Run(20 + 2 * start, 2, rows), Run(21, 2, columns)
+    queries, keys = TokenRun(20 + 2 * start, 2, rows), TokenRun(21, 2, columns)
     length = 1 + max(queries.last, keys.last)
     c = case(length, causal(length))
     mask = (keys.positions()[None] <= queries.positions()[:, None])[None, None]
@@ -238,7 +241,7 @@ def test_kernel_calls_on_a_grid_are_as_few_as_they_can_be() -> None:
     """L² / (r · c) of them, each a square or a rectangle without a mask (research: 1 where r = c, 6 on 2 × 3)."""
     for (r, c), calls in {(2, 2): 1, (4, 4): 1, (4, 2): 2, (2, 3): 6, (3, 2): 6, (6, 4): 6, (1, 4): 4}.items():
         for i, j in itertools.product(range(r), range(c)):
-            pieces = list(tiles._pieces(Run(i, r, 96 // r), Run(j, c, 96 // c), Visibility(CAUSAL, 96), 1))
+            pieces = list(tiles._pieces(TokenRun(i, r, 96 // r), TokenRun(j, c, 96 // c), Visibility(CAUSAL, 96), 1))
             assert len(pieces) == calls
             assert all(p.causal and not p.masked for p in pieces)
 
@@ -257,11 +260,11 @@ def test_layers_with_a_window_leave_out_what_lies_outside(monkeypatch: pytest.Mo
     length, size = 4096, 256
     q = torch.randn(1, 1, length, 4)
     seen = Visibility(MaskSpec("window", size), length)
-    assert tile_forward(q, q, q, Run(0, 1, length), Run(0, 1, length), seen, 1.0) is not None
+    assert tile_forward(q, q, q, TokenRun(0, 1, length), TokenRun(0, 1, length), seen, 1.0) is not None
     assert length * size < scores <= 2 * length * size
-    assert seen.none(Run(2048, 1, 512), Run(0, 1, 1793))
-    assert not seen.none(Run(2048, 1, 512), Run(0, 1, 1794))
-    assert tile_forward(q[:, :, :512], q, q, Run(2048, 1, 512), Run(0, 1, 1793), seen, 1.0) is None
+    assert seen.none(TokenRun(2048, 1, 512), TokenRun(0, 1, 1793))
+    assert not seen.none(TokenRun(2048, 1, 512), TokenRun(0, 1, 1794))
+    assert tile_forward(q[:, :, :512], q, q, TokenRun(2048, 1, 512), TokenRun(0, 1, 1793), seen, 1.0) is None
 
 
 def test_rows_whose_first_keys_are_all_hidden() -> None:
@@ -304,7 +307,7 @@ def test_merging_is_exact_where_exponentials_overflow(merging: Callable[..., tup
 
 def test_gradients_are_added_to_what_is_there() -> None:
     c = case(12, causal(12))
-    seen, run = Visibility(CAUSAL, 12), Run(0, 1, 12)
+    seen, run = Visibility(CAUSAL, 12), TokenRun(0, 1, 12)
     o, lse, *gradients = expected(c)
     into = Gradients(*(torch.ones_like(x) for x in (c.q, c.k, c.v)))
     tile_backward(c.do, c.q, c.k, c.v, o, lse, run, run, seen, c.scale, into)
@@ -329,7 +332,7 @@ def test_bf16_over_a_grid_is_as_exact_as_one_kernel_call(spec: MaskSpec) -> None
     c = case(length, causal(length) if spec is CAUSAL else everything(length), sizes=(64, 64))
     c = Case(*(x.bfloat16().double() for x in (c.q, c.k, c.v, c.do)), c.mask, c.scale)
     wanted = expected(c)
-    whole, parts = [Run(0, 1, length)], runs(4, length, 4)
+    whole, parts = [TokenRun(0, 1, length)], runs(4, length, 4)
     single, tiled = (
         errors(computed(c, held, held, Visibility(spec, length), torch.bfloat16), wanted) for held in (whole, parts)
     )

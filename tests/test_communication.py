@@ -15,7 +15,7 @@ from ranks import run_ranks
 from test_emitted_runtime import build, import_source, load
 
 from rewriter.analysis.communication import by_place, collectives, summary
-from rewriter.analysis.sequence_bytes import local_tokens, wire_bytes
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.inspect.inspection import inspect
@@ -161,7 +161,7 @@ def compare_over_tokens(family: str, recipe: str) -> None:
     vocabulary, logits = (c.bytes_per_token for c in found if c.kind == "all-gather")
     plan, shapes = sequence_plan(program), attention_shapes(program)
     assert plan is not None
-    own = BATCH * local_tokens(plan, LENGTH)
+    own = BATCH * plan.local_tokens(LENGTH)
     for rank, results in enumerate(over_tokens(family)):
         events = results[recipe]
         started = [size for kind, _, size, _ in events if kind == "start"]

@@ -15,7 +15,8 @@ import zoo
 from rich.console import Console
 from transformers import LlamaConfig
 
-from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.inspect.inspection import inspect
 from rewriter.ops import SequencePlan

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from rewriter import api
-from rewriter.analysis.sequence_bytes import messages, slowest
+from rewriter.analysis.distributed_attention import messages, slowest
 from rewriter.analysis.sequence_layout import attention_shapes, sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Call, Delay, load_fabric

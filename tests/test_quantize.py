@@ -16,7 +16,7 @@ from rewriter.kernels import (
     dequantize_reduce_quantize,
     dequantize_rows,
     parse_format,
-    parse_hops,
+    parse_formats,
     quantize,
     quantize_rows,
 )
@@ -268,7 +268,7 @@ def test_what_is_kept_between_calls_serves_all_of_them() -> None:
         (lambda: parse_format("int4@-128"), "@-128"),
         (lambda: parse_format("int2-hadamard@2048"), "2048.*1024"),
         (lambda: Format(7), "int7"),
-        (lambda: parse_hops("int8/int3"), "int3"),
+        (lambda: parse_formats("int8/int3"), "int3"),
         (lambda: quantize(torch.ones(3, dtype=torch.float64), "int8"), "float64"),
         (lambda: quantize(torch.ones(3, dtype=torch.int32), "int8"), "int32"),
         (lambda: dequantize(torch.zeros(144, dtype=torch.uint8), "int8", (129,), torch.float32), "272 bytes for 129"),
@@ -283,6 +283,6 @@ def test_what_cannot_be_is_refused_by_name(call, named: str) -> None:  # type: i
 
 
 def test_hops() -> None:
-    assert parse_hops("int8/int4-hadamard@64") == (Format(8), Format(4, True, 64))
-    assert parse_hops("int6") == (Format(6), Format(6))
-    assert parse_hops(Format(6)) == (Format(6), Format(6))
+    assert parse_formats("int8/int4-hadamard@64") == (Format(8), Format(4, True, 64))
+    assert parse_formats("int6") == (Format(6), Format(6))
+    assert parse_formats(Format(6)) == (Format(6), Format(6))

@@ -33,13 +33,6 @@ from rewriter.runtime import (
     process_groups,
     record_events,
 )
-from rewriter.runtime.collectives import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.quantized import (
     all_gather_start,
@@ -48,6 +41,13 @@ from rewriter.runtime.quantized import (
     schedule_worker,
     schedules,
     topology,
+)
+from rewriter.runtime.quantized.autograd import (
+    quantized_all_gather,
+    quantized_all_reduce,
+    quantized_all_reduce_start,
+    quantized_all_to_all,
+    quantized_reduce_scatter,
 )
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
@@ -360,9 +360,9 @@ def scattered(xs: list[Tensor], nodes: int, local: int, formats: str, seed: int 
     programs = []
     for rank, x in enumerate(xs):
         where = grid_place(nodes, local, rank, box)
-        seeds = schedules.Seeds(seed, 0, where)
+        seeds = schedules.MessageSeeds(seed, 0, where)
         programs.append(
-            schedules.reduce_scatter(x, out[rank], 1.0, where, schedules.hops_of(formats, where, ""), seeds, "")
+            schedules.reduce_scatter(x, out[rank], 1.0, where, schedules.step_formats(formats, where, ""), seeds, "")
         )
     running = [(program, next(program)) for program in programs]
     while running:
@@ -415,7 +415,7 @@ def test_no_two_messages_share_a_seed():
         for rank in range(4):
             where = grid_place(2, 2, rank, {})
             for chunk in range(1 + seed % 4):
-                seeds = schedules.Seeds(seed, chunk, where)
+                seeds = schedules.MessageSeeds(seed, chunk, where)
                 inside, between = seeds.intra + where.intra.rank, seeds.inter + where.inter.rank
                 gathered = seeds.gather + where.intra.rank * 2 + where.inter.rank
                 used += [inside, between, gathered]
@@ -657,7 +657,7 @@ def ended_in_a_fork():
     process = os.fork()
     if not process:
         signal.alarm(20)
-        job = schedule_worker._Job([slow()])
+        job = schedule_worker._QueuedSchedules([slow()])
         schedule_worker._queue().put(job)
         atexit._run_exitfuncs()
         os._exit(not job.finished.is_set())

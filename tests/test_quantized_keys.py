@@ -24,7 +24,8 @@ from attention_cases import (
 from attention_cases import reference as exact_reference
 from torch import Tensor
 
-from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, wire_bytes
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.analysis.sequence_costs import memory
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import (
@@ -39,9 +40,9 @@ from rewriter.kernels import (
 )
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.quantized_kv import Quantized
-from rewriter.runtime.attention.sequence_op import register
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.quantized_kv import QuantizedKV
 
 # --- vectors ---
 
@@ -167,7 +168,7 @@ def test_int8_halves_what_a_ring_of_bf16_keys_sends_forward():
     shape = AttentionShape(32, 8, 128, 128)
     plain, quantized = (wire_bytes(plan, shape, 4096, 0) for plan in (ring(4), on(ring(4), "int8")))
     assert quantized.forward * 256 == plain.forward * 130
-    vectors = 3 * local_tokens(ring(4), 4096) * 8 * 2
+    vectors = 3 * ring(4).local_tokens(4096) * 8 * 2
     assert plain.backward - quantized.backward == vectors * (256 - 130)
 
 
@@ -176,7 +177,7 @@ def test_int8_halves_what_a_ring_of_bf16_keys_sends_forward():
 
 def remember_exact(when):
     """Where a block of keys is the rank's own, compute with the exact ones: always, or in backward alone."""
-    closed, opened, backward = Quantized.closed, Quantized.opened, ring_module.backward
+    closed, opened, backward = QuantizedKV.closed, QuantizedKV.opened, ring_module.backward
     own, inside = [], []
 
     def closing(self, k, v):
@@ -196,12 +197,12 @@ def remember_exact(when):
         finally:
             inside.clear()
 
-    Quantized.closed, Quantized.opened, ring_module.backward = closing, opening, going_back
+    QuantizedKV.closed, QuantizedKV.opened, ring_module.backward = closing, opening, going_back
 
 
 def requantize_in_backward():
     """The keys that backward gathers are quantized once more, in a coarser format."""
-    opened, coarse, inside = Quantized.opened, parse_format("int6@16"), []
+    opened, coarse, inside = QuantizedKV.opened, parse_format("int6@16"), []
     backward = ring_module.backward
 
     def opening(self, k, v):
@@ -215,7 +216,7 @@ def requantize_in_backward():
         inside.append(True)
         return backward(*arguments)
 
-    Quantized.opened, ring_module.backward = opening, going_back
+    QuantizedKV.opened, ring_module.backward = opening, going_back
 
 
 FAULTS = {
@@ -233,6 +234,6 @@ def test_the_comparison_sees(fault):
 
 
 def test_an_unknown_format_is_refused_by_name():
-    alone = Grid(1, 4, 1, 0, 0, 0, (0, 1, 2, 3), None, None, None)
+    alone = AttentionMesh(1, 4, 1, 0, 0, 0, (0, 1, 2, 3), None, None, None)
     with pytest.raises(RewriterError, match=r"ring 1×4×1, keys and values int5: format 'int5': expected one of int8"):
         register(on(ring(4), "int5"), alone)

@@ -31,14 +31,16 @@ from attention_cases import attention2d as grid
 from ranks import run_ranks
 from torch._dynamo.utils import counters
 
-from rewriter.analysis.sequence_bytes import AttentionShape, impossible
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import impossible
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime import exchange, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d, mesh_functions, ring_attention, tiles, ulysses_attention
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import check_heads, register, sequence_attention
-from rewriter.runtime.attention.token_runs import join_tokens, take_tokens
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import check_heads, sequence_attention
 
 
 def too_far(outcomes: Any) -> dict[str, dict[str, str]]:
@@ -224,7 +226,7 @@ def checked(group):
     plans = (grid(1, 2, 2), grid(2, 2, 1), grid(1, 1, 4), grid(1, 2, 2, overlap=True), ring(4))
     quantized = (dataclasses.replace(plan, quantized="int4@16") for plan in (*plans[:2], ring(4)))
     for plan in (*plans, *quantized):
-        key = register(plan, Grid.of(sequence_mesh("cpu", plan.grid)))
+        key = register(plan, AttentionMesh.of(sequence_mesh("cpu", plan.grid)))
         torch.manual_seed(group.rank())
         q, k, v, sinks = (
             torch.randn(*shape, requires_grad=True) for shape in ((2, 4, 6, 8), *[(2, 2, 6, 8)] * 2, (4,))
@@ -251,7 +253,7 @@ def test_compiles_to_one_graph(backend):
 def lonely(plan: SequencePlan) -> str:
     """A key whose axis has no groups: sending anything would fail by another name."""
     heads, rows, columns = plan.grid
-    return register(plan, Grid(heads, rows, columns, 0, 0, 0, tuple(range(rows * columns)), None, None, None))
+    return register(plan, AttentionMesh(heads, rows, columns, 0, 0, 0, tuple(range(rows * columns)), None, None, None))
 
 
 def attend(plan, q=(1, 9, 4, 8), k=(1, 3, 4, 8), v=(1, 3, 4, 8), dtypes=(torch.float32,) * 3, **options):
@@ -286,7 +288,7 @@ def test_what_cannot_be_is_refused_by_name_before_anything_is_sent(options, mess
 
 
 def test_a_plan_of_another_grid_than_the_mesh_and_an_unknown_key_are_refused():
-    alone = Grid(1, 1, 1, 0, 0, 0, (0,), None, None, None)
+    alone = AttentionMesh(1, 1, 1, 0, 0, 0, (0,), None, None, None)
     with pytest.raises(RewriterError, match=r"the mesh is a grid of \[1, 1, 1\]"):
         register(grid(1, 2, 2), alone)
     x = torch.zeros(1, 1, 1, 1)
@@ -309,17 +311,17 @@ def test_the_planner_plans_what_runs(heads):
 def test_a_message_holds_tensors_of_any_strides_rounded_and_in_order() -> None:
     """Also where a tensor begins at a byte at which its elements could not be read in place."""
     o, lse = torch.randn(1, 3, 10, 5), torch.randn(1, 3, 10)
-    dealt = [o[:, :, 1::2], lse[:, :, 1::2], o.transpose(2, 3)]  # 75 elements of 2 bytes, then of 4
+    sharded = [o[:, :, 1::2], lse[:, :, 1::2], o.transpose(2, 3)]  # 75 elements of 2 bytes, then of 4
     dtypes = [torch.bfloat16, torch.float32, torch.float32]
-    rounded = [x.to(dtype).contiguous() for x, dtype in zip(dealt, dtypes, strict=True)]
-    message = exchange.pack(dealt, dtypes)
+    rounded = [x.to(dtype).contiguous() for x, dtype in zip(sharded, dtypes, strict=True)]
+    message = exchange.pack(sharded, dtypes)
     assert torch.equal(message, torch.cat([x.view(-1).view(torch.uint8) for x in rounded]))
     found = exchange.unpack(message, rounded)
     assert all(torch.equal(x, y) for x, y in zip(found, rounded, strict=True))
     assert exchange.pack([lse]).data_ptr() == lse.data_ptr()
     assert exchange.pack([lse], [torch.float64]).data_ptr() != lse.data_ptr()
     row = torch.empty(2, message.numel() + 1, dtype=torch.uint8)[1]  # of a gather's buffer, at an odd byte
-    assert exchange.pack(dealt, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
+    assert exchange.pack(sharded, dtypes, out=row[1:]).data_ptr() == row[1:].data_ptr()
     assert torch.equal(row[1:], message)
 
 
@@ -359,8 +361,8 @@ def test_kernels_read_at_multiples_of_16_bytes():
 
 def looked_up(group):
     """Whether three calls on a mesh and one on a mesh that equals it make a grid each; how many are kept afterwards."""
-    made, of = [], Grid.of
-    with unittest.mock.patch.object(Grid, "of", lambda mesh: made.append(id(mesh)) or of(mesh)):
+    made, of = [], AttentionMesh.of
+    with unittest.mock.patch.object(AttentionMesh, "of", lambda mesh: made.append(id(mesh)) or of(mesh)):
         meshes = [torch.distributed.init_device_mesh("cpu", (2,)) for _ in range(2)]
         x = torch.zeros(1, 2, 4, 8)
         for mesh in (meshes[0], meshes[0], meshes[1], meshes[0]):
@@ -368,7 +370,7 @@ def looked_up(group):
     once_each = made == [id(mesh) for mesh in meshes]
     del mesh, meshes
     gc.collect()
-    return once_each, len(mesh_functions._grids)
+    return once_each, len(mesh_functions._meshes)
 
 
 def test_a_mesh_is_looked_up_once_and_by_what_it_is():

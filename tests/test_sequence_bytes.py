@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from attention_cases import PLANS, chosen
 
-from rewriter.analysis.sequence_bytes import AttentionShape, wire_bytes
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.analysis.sequence_costs import memory
 
 

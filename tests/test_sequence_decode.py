@@ -12,8 +12,8 @@ from ranks import run_ranks
 from rewriter import RewriterError
 from rewriter.ops import SequencePlan
 from rewriter.runtime import Context, MaskSpec, SequenceAxis, SequenceCache, SlotSpec, StaticCache, attention
+from rewriter.runtime.cache import NEVER
 from rewriter.runtime.sequence_axis import Shards
-from rewriter.runtime.sequence_cache import NEVER
 
 PLANS = {
     "attention2d": SequencePlan("attention2d", (1, 2, 2)),
@@ -140,7 +140,7 @@ def test_a_cache_is_not_used_where_it_cannot_be_right():
         cache.store_prompt(0, x, x, shards)
     with pytest.raises(RewriterError, match="require a gradient"):
         cache.append(0, x.requires_grad_(), x, torch.tensor(3))
-    with pytest.raises(RewriterError, match="a whole sequence without a sequence axis"):
+    with pytest.raises(RewriterError, match="a full sequence without a sequence axis"):
         attention(x, x, x, Context(cache), slot=0, mask=MASKS[0], scale=1.0)
     with pytest.raises(
         RewriterError, match="slot 0 has a softcap, but attention over tokens of several ranks has none"

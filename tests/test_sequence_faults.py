@@ -9,8 +9,9 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
+from rewriter.ops import token_layout
 from rewriter.runtime.attention import attention2d as attention2d_module
-from rewriter.runtime.attention import heads, partial_merge, tiles, token_runs
+from rewriter.runtime.attention import heads, partial_merge, tiles
 
 
 def merge_in_bf16():
@@ -54,7 +55,7 @@ def forget_strictness():
 
 
 def see_padding():
-    token_runs.Run.below = lambda run, length: run
+    token_layout.TokenRun.below = lambda run, length: run
 
 
 def take_one_copys_gradient():

@@ -10,9 +10,10 @@ import random
 
 import pytest
 
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import ALGORITHMS, impossible, messages, moves, wire_bytes
 from rewriter.analysis.sequence_bound import lower_bound
-from rewriter.analysis.sequence_bytes import AttentionShape, impossible, local_tokens, messages, moves, wire_bytes
-from rewriter.analysis.sequence_costs import kernel_calls, memory, visible_pairs
+from rewriter.analysis.sequence_costs import memory
 from rewriter.analysis.sequence_plans import Setting, choose, cost, plans
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device, Fabric, Link, load_fabric
@@ -120,7 +121,7 @@ def test_bytes_by_hand() -> None:
     """9:3 heads of 8 and 4 in bf16, two sequences of 13 tokens, on 2 × 3: 18 tokens, 3 per rank."""
     shape = AttentionShape(9, 3, 8, 4, batch=2)
     plan = SequencePlan("attention2d", (1, 2, 3))
-    assert local_tokens(plan, 13) == 3
+    assert plan.local_tokens(13) == 3
     q, o, kv, lse = 2 * 3 * 9 * 8 * 2, 2 * 3 * 9 * 4 * 2, 2 * 3 * 3 * 12 * 2, 2 * 3 * 9 * 4
     stays, turns = wire_bytes(plan, shape, 13, 0), wire_bytes(plan, shape, 13, 1)
     assert stays.forward == 2 * q + kv + 2 * (o + lse)
@@ -309,11 +310,11 @@ def test_memory_is_in_the_order_that_was_measured() -> None:
 
 def test_masks_spare_arithmetic() -> None:
     shape = AttentionShape(1, 1, 8, 8)
-    assert visible_pairs(shape, 10) == 55
-    assert visible_pairs(dataclasses.replace(shape, causal=False), 10) == 100
+    assert shape.visible_pairs(10) == 55
+    assert dataclasses.replace(shape, causal=False).visible_pairs(10) == 100
     for window in (1, 3, 10, 20):
         rows = [min(window, position + 1) for position in range(10)]
-        assert visible_pairs(dataclasses.replace(shape, window=window), 10) == sum(rows)
+        assert dataclasses.replace(shape, window=window).visible_pairs(10) == sum(rows)
     for plan in (SequencePlan("ring", (1, 4, 1)), SequencePlan("attention2d", (1, 2, 2))):
         windowed = dataclasses.replace(shape, window=3)
         assert wire_bytes(plan, windowed, 16, 1) == wire_bytes(plan, shape, 16, 1)
@@ -321,7 +322,8 @@ def test_masks_spare_arithmetic() -> None:
 
 @pytest.mark.parametrize(("grid", "calls"), [((1, 2, 2), 1), ((1, 8, 2), 4), ((1, 3, 2), 6), ((2, 1, 1), 1)])
 def test_kernel_calls_split_tiles_at_the_least_common_multiple(grid: tuple[int, int, int], calls: int) -> None:
-    assert kernel_calls(SequencePlan("attention2d", grid), AttentionShape(2, 2, 8, 8)) == calls
+    plan = SequencePlan("attention2d", grid)
+    assert ALGORITHMS[plan.kind].kernel_calls(plan, AttentionShape(2, 2, 8, 8)) == calls
 
 
 def test_time_is_messages_and_arithmetic_one_after_the_other_or_side_by_side() -> None:

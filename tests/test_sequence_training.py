@@ -1,4 +1,4 @@
-"""Training where tokens are dealt over ranks: every parameter's gradient is that of one device, and so is the loss,
+"""Training where tokens are sharded over ranks: every parameter's gradient is that of one device, and so is the loss,
 step after step. Faults that otherwise stay silent fail the same comparison."""
 
 from __future__ import annotations

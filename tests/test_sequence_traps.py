@@ -311,7 +311,7 @@ def test_gradients_of_gradients_are_refused():
 
 def test_a_cache_of_all_keys_is_refused_where_a_rank_has_its_own():
     for *_, refused in of_two():
-        assert refused["cache"].startswith("StaticCache: it holds all keys on each rank, but tokens are dealt over 2")
+        assert refused["cache"].startswith("StaticCache: it holds all keys on each rank, but tokens are sharded over 2")
 
 
 def test_dropout_of_attention_is_known_to_the_runtime_module():

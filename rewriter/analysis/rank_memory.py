@@ -72,7 +72,7 @@ def _cache(module: Module) -> tuple[int, int]:
         elif node.target is ops.attention:
             elements = sum(_head_size(node, operand) for operand in (1, 2)) * _kv_heads(node)
             total += elements
-            bounded += elements * (node.kwargs["mask"].kind in ("window", "chunk"))
+            bounded += elements * (node.kwargs["mask"].reach is not None)
     return total, bounded
 
 

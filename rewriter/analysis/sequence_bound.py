@@ -1,4 +1,4 @@
-"""The least that ranks can exchange for one layer's attention, whatever the algorithm: what plans are compared with.
+"""The least that ranks can exchange for one layer's attention, with any algorithm: what plans are compared with.
 
 A device that scores S pairs of one key/value head, seen by u (query head, token) pairs and v tokens, has S ≤ u · v: a
 set is no larger than the product of its projections. It needs the q of all u and the k and v of all v, and for each
@@ -16,41 +16,28 @@ kept, as Ulysses keeps them, and δ and log-sum-exps travel free.
 
 Where the bound is heuristic: it takes work as equal on all devices, so it bounds their mean, received and sent alike,
 and it does not let a device compute a projection again instead of receiving it. Under a causal mask half the pairs are
-scored, so that in the limit 1 / √2 of the words suffice; but only tiles that lie whole below the diagonal could do with
-them. Tiles of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full
+scored, so that in the limit 1 / √2 of the words suffice; but only tiles entirely below the diagonal could do with them.
+Tiles of cyclic or zigzag tokens are half masked, so no plan here can come nearer than the bound of full
 attention.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from rewriter.analysis.sequence_bytes import AttentionShape
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Bytes per rank and layer."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
+from rewriter.analysis.attention_shape import AttentionShape, WireBytes
 
 
-def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> Bound:
+def lower_bound(shape: AttentionShape, tokens: int, ranks: int, causal: bool = False) -> WireBytes:
     """Bytes that a rank of `ranks` must receive at least, in the mean, for sequences of `tokens`.
 
-    `causal` halves the pairs, whatever `shape.causal` says.
+    `causal` halves the pairs, not `shape.causal`.
     """
     both = shape.head_dim + shape.value_dim  # q and o, k and v, do and dq, dk and dv
     size, scale = shape.dtype_bytes, shape.batch * tokens
     forward = _least(shape, ranks, causal, both * size, both * shape.kv_bytes)
     backward = _least(shape, ranks, causal, both * size, both * size)
-    return Bound(scale * forward, scale * backward)
+    return WireBytes(scale * forward, scale * backward)
 
 
 def _least(shape: AttentionShape, ranks: int, causal: bool, query: float, key: float) -> float:

@@ -1,31 +1,23 @@
 """What a plan for sequence-sharded attention holds on a rank and how long it takes: estimates from its messages.
 
-Symbols as in `sequence_bytes`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
+Symbols as in `attention_shape`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
 model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and zigzag
 tokens make nearly true. Where messages run behind computation the longer of both counts, block by block.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rewriter.analysis.sequence_bytes import (
-    AttentionShape,
-    Axis,
-    kv_bytes,
-    local_tokens,
-    messages,
-    quantizes,
-    slowest,
-)
+from rewriter.analysis.attention_shape import AttentionShape, Axis, kv_bytes, quantizes
+from rewriter.analysis.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
 from rewriter.fabric import Channel, Device, Fabric, Link
 from rewriter.ops import SequencePlan
 
 
 @dataclass(frozen=True)
-class Memory:
+class AttentionMemory:
     """Bytes of one layer's attention on one rank.
 
     `saved`: what forward keeps for backward (Alg. 1 line 7): q, k, v and o of the rank's own tokens, as they are after
@@ -39,7 +31,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class AttentionSeconds:
     """Of one layer. `compute` is a part of `forward` and `backward` together; the rest waits for messages."""
 
     forward: float
@@ -51,7 +43,7 @@ class Seconds:
         return self.forward + self.backward
 
 
-def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
+def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> AttentionMemory:
     """What one layer's attention holds, every rank alike.
 
     Without overlap, forward peaks with q, k and v gathered and the partial outputs made of them, backward with q, o,
@@ -64,14 +56,14 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     """
     heads, rows, columns = plan.grid
     size, sum_size = shape.dtype_bytes, shape.accumulation_bytes
-    local = shape.batch * local_tokens(plan, tokens)
+    local = shape.batch * plan.local_tokens(tokens)
     q, o, lse = (local * shape.q_heads * width for width in (shape.head_dim, shape.value_dim, 1))
     kv_head = local * (shape.head_dim + shape.value_dim)
     kv = max(shape.kv_heads, heads) * kv_head
     sent = kv_bytes(plan, shape, tokens) if quantizes(plan, shape, tokens) else kv * size
-    block_wise = plan.overlap or plan.kind == "ring"
+    block_wise = ALGORITHMS[plan.kind].overlaps(plan)
     across = min(2, columns) if block_wise else columns
-    passing = plan.kind == "ring" or (plan.overlap and columns == 1)
+    passing = block_wise and columns == 1
     down = min(2, rows) if passing else rows
     exchanged = (q + shape.kv_heads * kv_head) * size if heads > 1 else 0
 
@@ -82,7 +74,7 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     if quantizes(plan, shape, tokens):
         keys += (1 if passing else down) * kv * size
     merged = across * (o + lse) * sum_size if block_wise else gathered(o * size + lse * sum_size, across)
-    return Memory(
+    return AttentionMemory(
         saved=(q + o) * size + sent + lse * sum_size,
         forward=exchanged + gathered(q * size, across) + merged + keys,
         backward=exchanged
@@ -94,55 +86,20 @@ def memory(plan: SequencePlan, shape: AttentionShape, tokens: int) -> Memory:
     )
 
 
-def visible_pairs(shape: AttentionShape, tokens: int) -> int:
-    """Pairs of a query and a key that it sees, of one head and sequence. A chunk counts as a window of its size."""
-    if not shape.causal:
-        return tokens * tokens
-    reach = min(shape.window or tokens, tokens)
-    return reach * (reach + 1) // 2 + (tokens - reach) * reach
-
-
-def kernel_calls(plan: SequencePlan, shape: AttentionShape) -> int:
-    """Calls of a tile kernel in one pass of one layer.
-
-    Queries ≡ i (mod r) against keys ≡ j (mod c) are split at L = lcm(r, c), so that each part is plain or strictly
-    causal: (L / r) · (L / c) calls. Overlapped, r · c pairs of blocks. A ring has two runs of queries and of keys, of
-    which two pairs see something per step, three at its own.
-    """
-    _, rows, columns = plan.grid
-    if plan.kind == "ring":
-        return 2 * rows + 1 if shape.causal else 4 * rows
-    if plan.overlap:
-        return rows * columns
-    return math.lcm(rows, columns) ** 2 // (rows * columns) if shape.causal else 1
-
-
 def channels(
     plan: SequencePlan, fabric: Fabric, links: Mapping[Axis, Link] | None = None, tensor_parallel: int = 1
 ) -> dict[Axis, Channel]:
-    """What each axis of the grid talks through.
-
-    Tensor-parallel ranks are neighbours, then those of a column, of a row, and those that exchange heads, as in
-    `rewriter.runtime.attention.mesh`. `links` gives an axis one link of its own instead of the fabric's; the
-    transposition takes the slower of its plane.
-    """
-    heads, rows, columns = plan.grid
+    """What each axis of the grid talks through. `links` gives an axis its own link instead of the fabric's; the
+    transposition takes the slower of its row's and its column's."""
     given = dict(links or {})
     of_plane = [given[axis] for axis in ("row", "column") if axis in given]
     if of_plane:
         given.setdefault("plane", min(of_plane, key=lambda link: link.bandwidth))
-    places: dict[Axis, tuple[int, int]] = {
-        "column": (rows, 1),
-        "row": (columns, rows),
-        "plane": (rows * columns, 1),
-        "heads": (heads, rows * columns),
-    }
-    world = plan.ranks * tensor_parallel
     return {
         axis: Channel(ranks, ranks, given[axis], given[axis])
         if axis in given
-        else fabric.channel(ranks, stride * tensor_parallel, world)
-        for axis, (ranks, stride) in places.items()
+        else fabric.channel(ranks, distance, plan.ranks * tensor_parallel)
+        for axis, (ranks, distance) in axis_ranks(plan, tensor_parallel).items()
     }
 
 
@@ -153,18 +110,18 @@ def seconds(
     device: Device,
     through: Mapping[Axis, Channel],
     training: bool = True,
-) -> Seconds:
+) -> AttentionSeconds:
     """Time of one layer's attention on the slowest rank; without `training`, no backward."""
-    pairs = visible_pairs(shape, tokens) * shape.q_heads * shape.batch / plan.ranks
+    pairs = shape.visible_pairs(tokens) * shape.q_heads * shape.batch / plan.ranks
     head, value = shape.head_dim, shape.value_dim
-    calls = kernel_calls(plan, shape) * device.call
+    calls = ALGORITHMS[plan.kind].kernel_calls(plan, shape) * device.call
     # forward: q kᵀ, p v; backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q
     forward = pairs * (2 * head + 2 * value) / device.flops + calls
     backward = pairs * (6 * head + 4 * value) / device.flops + calls
     first = _pass(plan, shape, tokens, through, forward, backward=False)
     if not training:
-        return Seconds(first, 0.0, forward)
-    return Seconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
+        return AttentionSeconds(first, 0.0, forward)
+    return AttentionSeconds(first, _pass(plan, shape, tokens, through, backward, backward=True), forward + backward)
 
 
 def _pass(
@@ -179,7 +136,7 @@ def _pass(
     outside = sum(through["heads"].exchange(m.nbytes) for m in sent if m.axis == "heads")
     outside += sum(through["plane"].hop(m.nbytes) for m in sent if m.axis == "plane")
     inner = [m for m in sent if m.axis in ("row", "column")]
-    if not plan.overlap and plan.kind != "ring":
+    if not ALGORITHMS[plan.kind].overlaps(plan):
         sides = (through[m.axis].exchange if m.results else through[m.axis].gather for m in inner)
         return outside + compute + sum(take(m.nbytes) for take, m in zip(sides, inner, strict=True))
     block = {(m.axis, m.results): through[m.axis].hop(m.nbytes / m.peers) for m in inner}

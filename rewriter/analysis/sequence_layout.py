@@ -1,4 +1,4 @@
-"""How a program's tokens lie on ranks, and the attention that has to find the keys of the others."""
+"""How a program's tokens are sharded, and the attention that has to find the keys of the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.communication import model_dtype_bytes
-from rewriter.analysis.sequence_bytes import AttentionShape, local_tokens, messages, slowest
+from rewriter.analysis.distributed_attention import messages, slowest
 from rewriter.analysis.sequence_plans import TOKENS, Setting
 from rewriter.fabric import load_fabric
 from rewriter.ir import Body, Module, Program, args_of
@@ -66,8 +67,8 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
             kv_heads = marks(node).local_kv_heads or kv_heads
         elif q_heads % ranks == 0:
             q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
-        causal = mask.kind != "bidirectional"
-        counts[AttentionShape(q_heads, kv_heads, q[3], v[3], dtype_bytes=size, causal=causal, window=mask.size)] += 1
+        shape = AttentionShape(q_heads, kv_heads, q[3], v[3], 1, 1, size, causal=mask.causal, window=mask.reach)
+        counts[shape] += 1
     return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
 
 
@@ -99,7 +100,7 @@ def bytes_per_token(program: Program) -> dict[str, dict[str, int]]:
     if plan is None:
         return {}
     plan = replace(plan, min_bytes=0)
-    local = local_tokens(plan, plan.multiple)
+    local = plan.local_tokens(plan.multiple)
     found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for shape in attention_shapes(program):
         for message in messages(plan, shape, plan.multiple, slowest(plan)):
@@ -117,15 +118,3 @@ def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
 def _sizes(node: fx.Node) -> Mapping[int, int]:
     value: torch.Tensor = node.meta["val"]
     return {1: int(value.shape[1]), 3: int(value.shape[3])}
-
-
-__all__ = [
-    "AXIS",
-    "attention_shapes",
-    "attentions",
-    "bytes_per_token",
-    "context_length",
-    "local_heads",
-    "planning",
-    "sequence_plan",
-]

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rewriter.analysis.sequence_bound import Bound, lower_bound
-from rewriter.analysis.sequence_bytes import AttentionShape, Axis, WireBytes, impossible, slowest, wire_bytes
-from rewriter.analysis.sequence_costs import Seconds, channels, memory, seconds
+from rewriter.analysis.attention_shape import AttentionShape, Axis, WireBytes
+from rewriter.analysis.distributed_attention import ALGORITHMS, impossible, slowest, wire_bytes
+from rewriter.analysis.sequence_bound import lower_bound
+from rewriter.analysis.sequence_costs import AttentionSeconds, channels, memory, seconds
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
+from rewriter.ops.sequence_plan import KINDS, Grid
 
-Grid = tuple[int, int, int]
 Shapes = AttentionShape | Sequence[AttentionShape]
 
-# Predicted times that differ by less cannot be told apart; of such plans the one that sends least is better.
+# Predicted times that differ by less cannot be distinguished; of such plans the one that sends least is better.
 MARGIN = 0.05
 TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's evaluation
 
@@ -26,7 +27,7 @@ TOKENS = 131_072  # for a caller who knows no length: the longest of the paper's
 class Setting:
     """What plans are compared for.
 
-    `links` gives axes of the grid a link of their own instead of the fabric's. `tensor_parallel` ranks stand beside
+    `links` gives axes of the grid their own link instead of the fabric's. `tensor_parallel` ranks stand beside
     each other in the fabric. Plans that hold more than `memory_limit` bytes for attention come last. Without
     `training`, forward alone counts. `quantized` and `min_bytes` are those of every plan.
     """
@@ -54,8 +55,8 @@ class PlanCost:
     wire: WireBytes
     saved: int
     live: int
-    times: Seconds
-    bound: Bound
+    times: AttentionSeconds
+    bound: WireBytes
     fits: bool
 
     @property
@@ -130,18 +131,17 @@ def allowed(
     if ranks < 1:
         raise RewriterError(f"--sp {ranks}: expected 1 or more ranks")
     wanted = None if isinstance(grid, str) else _grid(grid, ranks, shape)
-    pool = list(candidates(ranks))
-    if kind == "attention2d" and wanted == (ranks, 1, 1) and ranks > 1:
-        pool.append(SequencePlan("attention2d", wanted))
-    fixed = [p for p in pool if kind in ("auto", p.kind) and wanted in (None, p.grid)]
+    asked = {name: None if kind == "auto" else wanted for name in ALGORITHMS if kind in ("auto", name)}
+    pool = (plan for name, grid in asked.items() for plan in ALGORITHMS[name].plans(ranks, grid))
+    fixed = [p for p in pool if wanted in (None, p.grid)]
     if not fixed:
-        only = [1, ranks, 1] if kind == "ring" else [ranks, 1, 1]
+        only = list(KINDS[next(iter(asked))].grid(ranks) or ())
         raise RewriterError(
             f"sequence_parallel: grid {list(wanted or only)} is no {kind}. On {ranks} ranks its grid is {only}"
         )
     fitting = [p for p in fixed if overlap in ("auto", p.overlap)]
     if not fitting:
-        what = "a ring always overlaps" if kind == "ring" else f"{fixed[0]} has nothing to overlap"
+        what = ALGORITHMS[fixed[0].kind].why_not_overlap(fixed[0])
         raise RewriterError(f"sequence_parallel: overlap {str(overlap).lower()}: {what}. Leave overlap: auto")
     reasons = {plan: why_not(plan, shape) for plan in fitting}
     able = [plan for plan, reason in reasons.items() if reason is None]
@@ -153,16 +153,8 @@ def allowed(
 
 def candidates(ranks: int) -> Iterator[SequencePlan]:
     """Every plan for `ranks` ranks, whether or not heads divide."""
-    if ranks == 1:
-        yield SequencePlan("attention2d", (1, 1, 1))
-        return
-    yield SequencePlan("ring", (1, ranks, 1), overlap=True)
-    yield SequencePlan("ulysses", (ranks, 1, 1))
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for heads in sizes[:-1]:
-        for rows in (size for size in sizes if ranks // heads % size == 0):
-            for overlap in (False, True):
-                yield SequencePlan("attention2d", (heads, rows, ranks // heads // rows), overlap)
+    for algorithm in ALGORITHMS.values():
+        yield from algorithm.plans(ranks)
 
 
 def why_not(plan: SequencePlan, shape: Shapes) -> str | None:
@@ -174,14 +166,13 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> Pla
     """What one plan costs. Raises RewriterError if it is impossible."""
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
     rank, tokens, training = slowest(plan), setting.tokens, setting.training
-    forward = backward = saved = live = 0
+    forward: float = 0
+    backward: float = 0
+    saved = live = 0
     times, least = [0.0, 0.0, 0.0], [0.0, 0.0]
     for one in _several(shape):
-        wire, held, bound = (
-            wire_bytes(plan, one, tokens, rank),
-            memory(plan, one, tokens),
-            lower_bound(one, tokens, plan.ranks),
-        )
+        wire, held = wire_bytes(plan, one, tokens, rank), memory(plan, one, tokens)
+        bound = lower_bound(one, tokens, plan.ranks)
         took = seconds(plan, one, tokens, setting.fabric.device, through, training)
         forward += one.layers * wire.forward
         backward += one.layers * wire.backward * training
@@ -192,7 +183,7 @@ def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> Pla
         for index, part in enumerate((bound.forward, bound.backward * training)):
             least[index] += one.layers * part
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
-    return PlanCost(plan, WireBytes(forward, backward), saved, live, Seconds(*times), Bound(*least), fits)
+    return PlanCost(plan, WireBytes(forward, backward), saved, live, AttentionSeconds(*times), WireBytes(*least), fits)
 
 
 def ranked(costs: Sequence[PlanCost]) -> list[PlanCost]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from rewriter.analysis.sequence_bytes import travels
+from rewriter.analysis.distributed_attention import ALGORITHMS
 from rewriter.emit.manifest import AdaptationEntry, Manifest, PerRank, QuantizedEntry, mesh_name, ranks_of
 from rewriter.ops import SequencePlan
 from rewriter.passes.selection import spans
@@ -107,7 +107,7 @@ def _tokens(manifest: Manifest, ranks: int) -> list[str]:
     return [
         "",
         f"Each of {used.ranks} ranks holds part of the tokens of a sequence, and attention {reads} all of them,",
-        f"as {exact} (heads × rows × columns): {travels(used)}.",
+        f"as {exact} (heads × rows × columns): {ALGORITHMS[used.kind].travels(used)}.",
         *_quantized_keys(used),
         "Every rank passes the full sequences:",
         "",

@@ -233,10 +233,9 @@ def _attention(p: NodePrinter, node: fx.Node) -> str:
     kwargs.pop("sequence", None)  # whether tokens are sharded differs by call: the context says it
     ordinal = kwargs.pop("slot")
     mask = kwargs.pop("mask")
-    spec = f'MaskSpec("{mask.kind}"' + (f", {mask.size})" if mask.size is not None else ")")
     slot = "self.slot" if not ordinal else f"self.slot + {ordinal}"
     rest = "".join(f", {k}={p.value(v)}" for k, v in kwargs.items() if v is not None)
-    return f"attention({', '.join(map(p.value, node.args))}, slot={slot}, mask={spec}{rest})"
+    return f"attention({', '.join(map(p.value, node.args))}, slot={slot}, mask={mask.source}{rest})"
 
 
 def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:

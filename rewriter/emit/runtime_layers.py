@@ -284,6 +284,6 @@ def cache_slots(children: Mapping[str, Module]) -> list[str]:
                 k, v = value_of(args_of(node)[1]), value_of(args_of(node)[2])
                 heads = marks(node).local_kv_heads or reduced_shape(k)[1]
                 mask = node.kwargs["mask"]
-                window = f", window={mask.size}" if mask.kind == "window" else ""
+                window = f", window={mask.cached}" if mask.cached is not None else ""
                 found.append(f"SlotSpec({heads}, {reduced_shape(k)[-1]}, {reduced_shape(v)[-1]}{window})")
     return found

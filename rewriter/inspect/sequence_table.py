@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rewriter.analysis.sequence_bytes import AttentionShape
+    from rewriter.analysis.attention_shape import AttentionShape
     from rewriter.analysis.sequence_plans import PlanCost
     from rewriter.ir import Program
     from rewriter.ops import SequencePlan
@@ -77,7 +77,7 @@ def _plan(plan: SequencePlan) -> dict[str, Any]:
 
 
 def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
-    from rewriter.analysis.sequence_bytes import travels
+    from rewriter.analysis.distributed_attention import ALGORITHMS
 
     return {
         **_plan(cost.plan),
@@ -91,12 +91,14 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
         "seconds_backward": cost.times.backward,
         "seconds_compute": cost.times.compute,
         "times_lower_bound": cost.distance,
-        "note": travels(cost.plan) + ("" if cost.fits else "; does not fit the device's memory"),
+        "note": ALGORITHMS[cost.plan.kind].travels(cost.plan)
+        + ("" if cost.fits else "; does not fit the device's memory"),
     }
 
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
     from rewriter.analysis.sequence_plans import MARGIN
+    from rewriter.ops.sequence_plan import KINDS
 
     notes = []
     windowed = [s for s in shapes if s.window is not None]
@@ -112,7 +114,7 @@ def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied:
     own = next((c for c in costs if c.plan == applied), None)
     if own is not None and own.times.total > costs[0].times.total * (1 + MARGIN):
         best = costs[0].plan
-        grid = "" if best.kind != "attention2d" else f" and grid {list(best.grid)}"
+        grid = "" if KINDS[best.kind].grid(best.ranks) else f" and grid {list(best.grid)}"
         notes.append(f"The recipe's plan is {own.plan}. Faster at this length: kind {best.kind}{grid}.")
     if all(not c.fits for c in costs):
         notes.append("No plan fits the device's memory. Recompute layers in backward, or give more ranks.")

@@ -152,7 +152,7 @@ def argument(value: Any, name: Callable[[fx.Node], str]) -> str:
         inner = ", ".join(argument(v, name) for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if isinstance(value, ops.MaskSpec):
-        return value.kind if value.size is None else f"{value.kind} {value.size}"
+        return value.label
     if isinstance(value, ops.SequencePlan):
         return str(value)
     if isinstance(value, torch.dtype):

@@ -3,7 +3,7 @@
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
 
-from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_hops, slice_length
+from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_formats, slice_length
 from rewriter.kernels.merge import accumulation_dtype, merge
 from rewriter.kernels.quantize import (
     dequantize,
@@ -26,7 +26,7 @@ __all__ = [
     "dequantize_vectors",
     "merge",
     "parse_format",
-    "parse_hops",
+    "parse_formats",
     "quantize",
     "quantize_rows",
     "quantize_vectors",

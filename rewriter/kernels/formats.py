@@ -1,4 +1,4 @@
-"""Block formats of quantized messages: their names, their levels and where bytes lie.
+"""Block formats of quantized messages: their names, their levels and where bytes are.
 
 A row of n elements is cut into blocks of `block` consecutive ones, the last padded with zeros. A block is a code of
 `bits` bits per element and a scale; an element is its code's level, an integer, times the scale.
@@ -121,7 +121,7 @@ def parse_format(name: str | Format) -> Format:
     return name if isinstance(name, Format) else _parse(name)
 
 
-def parse_hops(name: str | Format) -> tuple[Format, Format]:
+def parse_formats(name: str | Format) -> tuple[Format, Format]:
     """(inside the node, between nodes) of "int8/int4"; one format stands for both. Raises ValueError for others."""
     if isinstance(name, Format):
         return name, name
@@ -131,5 +131,5 @@ def parse_hops(name: str | Format) -> tuple[Format, Format]:
 
 def slice_length(n: int, ranks: int, formats: str | Format) -> int:
     """Elements of each rank's slice of a flat tensor of n: n / ranks, rounded up to whole blocks (of both hops)."""
-    block = max(format.block for format in parse_hops(formats))
+    block = max(format.block for format in parse_formats(formats))
     return -(-n // (ranks * block)) * block

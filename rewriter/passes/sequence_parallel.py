@@ -28,7 +28,7 @@ class SequenceParallel(Pass):
     Between the two every value belongs to one token, so a rank computes those of its own tokens from its own tokens;
     only attention reads others, and is exact over all of them (Attention2D, arXiv 2503.15758, Alg. 1 to 11; a ring of
     keys and values; DeepSpeed-Ulysses, arXiv 2309.14509). The axis size is the mesh's "sp". Positions are sharded
-    like tokens, so that each keeps the place it has in the whole sequence. All layers have one plan, for tokens are
+    like tokens, so that each keeps the place it has in the full sequence. All layers have one plan, for tokens are
     sharded once.
 
     `kind`: which attention; auto lets the planner choose. `grid` is [heads, rows, columns]; auto lets the planner
@@ -76,8 +76,8 @@ class SequenceParallel(Pass):
         options: dict[str, Any] = {"kind": self.kind, "grid": self.grid, "overlap": self.overlap}
         plan = choose(shapes, ranks, **options, setting=setting)
         counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
-        told = ", ".join(f"{n} {what}" for what, n in counts.items())
-        summary = f"{ranks} ranks, {plan.layout} tokens: {told} attention as {plan}"
+        text = ", ".join(f"{n} {what}" for what, n in counts.items())
+        summary = f"{ranks} ranks, {plan.layout} tokens: {text} attention as {plan}"
         if len(allowed(shapes, ranks, **options)) > 1:
             summary += f", planned for {setting.tokens:,} tokens"
         return record(

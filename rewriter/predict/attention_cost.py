@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rewriter.analysis.sequence_bytes import AttentionShape, Message, messages, slowest
-from rewriter.analysis.sequence_costs import kernel_calls, visible_pairs
+from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape
+from rewriter.analysis.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def attention_items(
     mask: MaskSpec = options["mask"]
     shape = AttentionShape(
         q.shape[1], k.shape[1], q.shape[3], v.shape[3], batch=q.shape[0], dtype_bytes=q.element_size(),
-        causal=mask.kind != "bidirectional", window=mask.size,
+        causal=mask.causal, window=mask.reach,
     )  # fmt: skip
     stored = 2.0 * (k.nbytes + v.nbytes)
     items: list[Item] = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
@@ -37,8 +37,8 @@ def attention_items(
     if plan is not None and plan.ranks > 1:
         return items + _over_ranks(shape, plan, given.tokens, ranks[1])
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
-    if options.get("bias") is None and (mask.size is None or mask.size >= tokens):
-        return items + _kernels(shape, float(visible_pairs(shape, tokens)), tokens, tokens, options, read)
+    if options.get("bias") is None and mask.unbounded(tokens):
+        return items + _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
@@ -92,25 +92,25 @@ def _behind_prompt(
 
 
 def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int) -> list[Item]:
-    """Whole sequences whose tokens lie on ranks: the planned messages between the kernels, as `sequence_costs` orders
+    """Full sequences whose tokens are sharded: the planned messages between the kernels, as `sequence_costs` orders
     them. In overlapped plans a message is behind the tile that runs meanwhile."""
     sent = [m for m in messages(plan, shape, tokens, slowest(plan)) if not m.backward]
-    pairs = visible_pairs(shape, tokens) / plan.ranks
-    calls = max(1, kernel_calls(plan, shape))
+    pairs = shape.visible_pairs(tokens) / plan.ranks
+    calls = max(1, ALGORITHMS[plan.kind].kernel_calls(plan, shape))
     size, local = shape.dtype_bytes, -(-tokens // plan.ranks)
     widths = shape.head_dim + shape.value_dim
     rows = shape.batch * shape.q_heads
     moved = 2.0 * shape.batch * local * (shape.q_heads + shape.kv_heads) * widths * size
     flops = 2.0 * pairs * rows * widths
     tile = Kernel("attention", "attention", moved / calls, flops / calls, rows=local, batches=rows)
-    if not (plan.overlap or plan.kind == "ring"):
+    if not ALGORITHMS[plan.kind].overlaps(plan):
         before = [_exchange(m, plan, tp) for m in sent if not m.results]
         after = [_exchange(m, plan, tp) for m in sent if m.results]
         return [*before, *[tile] * calls, *after]
     return _overlapped(sent, plan, tp, tile, calls)
 
 
-def _overlapped(sent: list[Message], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
+def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
     """Blocks of keys (and, in a grid, of queries) travel one by one, each behind the tiles of the block before."""
     outside = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and not m.results]
     home = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and m.results]
@@ -130,25 +130,18 @@ def _overlapped(sent: list[Message], plan: SequencePlan, tp: int, tile: Kernel, 
     return [*items, *[tile] * left, *results, *home]
 
 
-def _exchange(message: Message, plan: SequencePlan, tp: int) -> Exchange:
+def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchange:
     """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
     ranks = _ranks(message, plan, tp)
-    whole = message.nbytes * (message.peers + 1) // message.peers
+    total = message.nbytes * (message.peers + 1) // message.peers
     if message.axis == "plane":
         return Exchange("send", "sp", message.nbytes, ranks[:2], message.name)
     if message.axis == "heads" or message.results:
-        return Exchange("all_to_all", "sp", whole, ranks, message.name)
-    return Exchange("all_gather", "sp", whole, ranks, message.name)
+        return Exchange("all_to_all", "sp", total, ranks, message.name)
+    return Exchange("all_gather", "sp", total, ranks, message.name)
 
 
-def _ranks(message: Message, plan: SequencePlan, tp: int) -> tuple[int, ...]:
-    """The first rank's group: those of a column are neighbours, then of a row, then those that exchange heads, each
-    `tp` apart (`runtime.attention.grid`)."""
-    heads, rows, columns = plan.grid
-    size, stride = {
-        "column": (rows, 1),
-        "row": (columns, rows),
-        "plane": (rows * columns, 1),
-        "heads": (heads, rows * columns),
-    }[message.axis]
-    return tuple(range(0, size * stride * tp, stride * tp))
+def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:
+    """The first rank's group."""
+    size, distance = axis_ranks(plan, tp)[message.axis]
+    return tuple(range(0, size * distance, distance))

@@ -16,7 +16,6 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.schedule import with_readers_first
-from rewriter.analysis.sequence_bytes import local_tokens
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
@@ -216,7 +215,7 @@ class _ForwardRun:
     def _own_tokens(self, x: torch.Tensor, plan: ops.SequencePlan) -> torch.Tensor:
         if self.given.is_decode:
             return x  # new tokens are on every rank; only their keys have an owner
-        return x[:, :1].expand(x.shape[0], local_tokens(plan, x.shape[1]), *x.shape[2:]).clone()
+        return x[:, :1].expand(x.shape[0], plan.local_tokens(x.shape[1]), *x.shape[2:]).clone()
 
 
 _IDENTITIES = frozenset(

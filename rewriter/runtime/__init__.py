@@ -4,29 +4,22 @@ compiler."""
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import attention
 from rewriter.runtime.attention.mesh import sequence_mesh
-from rewriter.runtime.cache import SlotSpec, StaticCache
+from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
 from rewriter.runtime.collective_log import Event, mark, record_events
 from rewriter.runtime.collectives import (
-    Pending,
     Shared,
     all_gather,
     all_reduce,
     all_reduce_start,
-    all_reduce_wait,
-    copy_to_group,
     once,
     own_shard,
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
     repeat_shard,
     share,
     shared_gradient,
 )
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context
+from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.experts import experts
 from rewriter.runtime.generate import generate
 from rewriter.runtime.gradient_sums import sum_gradients
@@ -44,10 +37,17 @@ from rewriter.runtime.parallel import (
     VocabParallelEmbedding,
     vocab_embedding,
 )
+from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank
+from rewriter.runtime.quantized.autograd import (
+    quantized_all_gather,
+    quantized_all_reduce,
+    quantized_all_reduce_start,
+    quantized_all_to_all,
+    quantized_reduce_scatter,
+)
 from rewriter.runtime.sequence import gather_tokens, last_tokens, shard_tokens
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
-from rewriter.runtime.sequence_cache import SequenceCache
 
 __all__ = [
     "ColumnParallelConv1D",

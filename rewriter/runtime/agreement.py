@@ -32,7 +32,7 @@ def check_agreement(group: ProcessGroup | None, device: torch.device, **inputs: 
     what = " and ".join(_described(every[rank, index].tolist()) for rank in (0, other))
     raise RewriterError(
         f"{list(inputs)[index]} differ between ranks 0 and {other} of {group.size()} that share sequences: {what}. "
-        "Pass the same whole rows on all of them: deal rows to the replicas of the mesh's dimension dp, not to all "
+        "Pass the same full rows on all of them: give rows to the replicas of the mesh's dimension dp, not to all "
         "processes"
     )
 

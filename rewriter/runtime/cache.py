@@ -1,16 +1,21 @@
-"""Keys and values of earlier tokens, in memory allocated once."""
+"""Keys and values of earlier tokens, in memory allocated once: all of them on each rank, or each on the rank of a
+sequence axis that holds the token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.sequence_axis import SequenceAxis, Shards
+
+NEVER = torch.iinfo(torch.int64).max  # a position that no query reaches
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,51 @@ class SlotSpec:
     window: int | None = None
 
 
-class StaticCache:
+class _SlotMemory:
+    """K [B, kv_heads, length, head_dim_k] and V likewise for every slot; `lengths` are the slots'."""
+
+    def __init__(
+        self,
+        slots: Sequence[SlotSpec],
+        lengths: Sequence[int],
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.
+        self.keys, self.values = (
+            [
+                torch.zeros(batch, spec.kv_heads, length, size, dtype=dtype, device=device)
+                for spec, length, size in zip(slots, lengths, sizes, strict=True)
+            ]
+            for sizes in ([s.head_dim_k for s in slots], [s.head_dim_v for s in slots])
+        )
+        self.only_slot = False
+
+    def bound(self, slot: int) -> Self:
+        """The same memory, seen as the one entry that any slot number names.
+
+        A compiled segment is shared by all layers of a class. It must not read its layer's slot number, a constant
+        that would have it compiled again for each layer, so it is handed its own entry.
+        """
+        if self.only_slot:
+            return self
+        one = copy(self)
+        one.keys, one.values, one.only_slot = [self.keys[slot]], [self.values[slot]], True
+        return one
+
+    def _entry(self, slot: int) -> int:
+        return 0 if self.only_slot else slot
+
+    def _refuse_gradients(self, k: Tensor, v: Tensor) -> None:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RewriterError(
+                f"{type(self).__name__}: its keys require a gradient. Use a cache under torch.no_grad(), and Context() "
+                "without one to train"
+            )
+
+
+class StaticCache(_SlotMemory):
     """K [B, kv_heads, length, head_dim_k] and V likewise for every slot. Positions count left padding.
 
     The length is max_length, and position t is at index t; a slot with a window w keeps min(w, max_length) positions
@@ -41,25 +90,15 @@ class StaticCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        def empty(spec: SlotSpec, head_dim: int) -> Tensor:
-            length = max_length if spec.window is None else min(spec.window, max_length)
-            # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.
-            return torch.zeros(batch, spec.kv_heads, length, head_dim, dtype=dtype, device=device)
-
-        self.keys = [empty(spec, spec.head_dim_k) for spec in slots]
-        self.values = [empty(spec, spec.head_dim_v) for spec in slots]
+        lengths = [max_length if spec.window is None else min(spec.window, max_length) for spec in slots]
+        super().__init__(slots, lengths, batch, dtype, device)
         self.rings = [spec.window is not None for spec in slots]
-        self.only_slot = False
 
-    def bound(self, slot: int) -> StaticCache:
-        """The same memory, seen as the one entry that any slot number names.
-
-        A compiled segment is shared by all layers of a class. It must not read its layer's slot number, a constant
-        that would have it compiled again for each layer, so it is handed its own entry.
-        """
-        if self.only_slot:
-            return self
-        return _from_parts([self.keys[slot]], [self.values[slot]], [self.rings[slot]], True)
+    def bound(self, slot: int) -> Self:
+        one = super().bound(slot)
+        if one is not self:
+            one.rings = [self.rings[slot]]
+        return one
 
     def append(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
@@ -71,12 +110,8 @@ class StaticCache:
         S-1. Writing past max_length is torch's index error; `generate` allocates enough. Raises RewriterError for
         keys that require a gradient, and on an empty cache for more tokens than fit.
         """
-        if torch.is_grad_enabled() and (k_BKSD.requires_grad or v_BKSE.requires_grad):
-            raise RewriterError(
-                "StaticCache: its keys require a gradient. Use a cache under torch.no_grad(), and Context() "
-                "without one to train"
-            )
-        entry = 0 if self.only_slot else slot
+        self._refuse_gradients(k_BKSD, v_BKSE)
+        entry = self._entry(slot)
         keys, values, ring = self.keys[entry], self.values[entry], self.rings[entry]
         new, length = k_BKSD.shape[2], keys.shape[2]
         if position is None:
@@ -102,19 +137,99 @@ class StaticCache:
         return *seen, torch.cat([stored, index])
 
 
-def _from_parts(keys: list[Tensor], values: list[Tensor], rings: list[bool], only_slot: bool) -> StaticCache:
-    cache = StaticCache.__new__(StaticCache)
-    cache.keys, cache.values, cache.rings, cache.only_slot = keys, values, rings, only_slot
-    return cache
+class SequenceCache(_SlotMemory):
+    """K [B, kv_heads, room + 1, head_dim_k] and V likewise for every slot, for about max_length / ranks tokens.
+
+    A prompt's tokens stay where prefill had them: in a rank's order, padding included. The j-th token after the prompt
+    goes to rank j modulo the ranks, behind those, so that ranks stay within one token of each other in any layout.
+    Where a rank writes a token that is not its own is the last index, which is never read. A slot with a window keeps
+    all of a rank's tokens, and the mask leaves out what is too old.
+
+    places: int64 [room + 1], the position of what is or will be at each index; NEVER for padding and the last index.
+    prompt: int64 [2], tokens of the prompt and of a rank's share of it with its padding.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[SlotSpec],
+        axis: SequenceAxis,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        # The most that a rank has, for any length of the prompt: its share of up to multiple − 1 tokens of padding at
+        # the prompt, and of up to ranks − 1 where the ranks before it are one token ahead.
+        room = (max_length + axis.plan.multiple + axis.ranks - 2) // axis.ranks
+        super().__init__(slots, [room + 1] * len(slots), batch, dtype, device)
+        self.places = torch.empty(room + 1, dtype=torch.int64, device=device)
+        self.prompt = torch.empty(2, dtype=torch.int64, device=device)
+        self.axis, self.max_length = axis, max_length
+        self._begin(None)
+
+    def store_prompt(self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, shards: Shards) -> None:
+        """Store the keys and values of this rank's own tokens of a prompt, in place of all that was stored.
+
+        Raises RewriterError for keys that require a gradient, and for a prompt longer than max_length.
+        """
+        self._refuse_gradients(k_BKSD, v_BKSE)
+        if shards.length > self.max_length:
+            raise self._too_long(shards.length)
+        entry, count = self._entry(slot), k_BKSD.shape[2]
+        self.keys[entry][:, :, :count] = k_BKSD.to(self.keys[entry].dtype)
+        self.values[entry][:, :, :count] = v_BKSE.to(self.values[entry].dtype)
+        self._begin(shards)
+
+    def append(self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Store those of the S tokens from `position` (int64 scalar) on that are this rank's; every rank passes all.
+
+        Returns all keys [B, K, T, D] and values [B, K, T, E] of the rank, and their positions int64 [T]; those above
+        the new tokens' are not stored yet. Raises RewriterError for keys that require a gradient, and, where positions
+        are on the CPU, for tokens from max_length on (elsewhere torch's index error).
+        """
+        self._refuse_gradients(k_BKSD, v_BKSE)
+        entry, new = self._entry(slot), k_BKSD.shape[2]
+        keys, values, end = self.keys[entry], self.values[entry], len(self.places) - 1
+        host = position.device.type == "cpu" and not torch.compiler.is_compiling()
+        if host and int(position) + new > self.max_length:
+            raise self._too_long(int(position) + new)
+        token = position + torch.arange(new, device=keys.device)
+        behind = token - self.prompt[0]
+        own = behind % self.axis.ranks == self.axis.rank
+        index = torch.where(own, self.prompt[1] + behind // self.axis.ranks, end)
+        index = torch.where(token < self.max_length, index, end + 1)  # no index of the memory
+        keys.index_copy_(2, index, k_BKSD.to(keys.dtype))
+        values.index_copy_(2, index, v_BKSE.to(values.dtype))
+        return keys, values, self.places
+
+    def _begin(self, shards: Shards | None) -> None:
+        """Set `places` and `prompt` for a prompt, or for none."""
+        ranks, rank, room = self.axis.ranks, self.axis.rank, len(self.places) - 1
+        own = torch.empty(0, dtype=torch.int64) if shards is None else shards.indices
+        length, count = (0, 0) if shards is None else (shards.length, len(own))
+        own = torch.where(own < length, own, NEVER)
+        later = length + rank + ranks * torch.arange(room - count)
+        self.places.copy_(torch.cat([own, later, torch.tensor([NEVER])]))
+        self.prompt.copy_(torch.tensor([length, count]))
+
+    def _too_long(self, length: int) -> RewriterError:
+        return RewriterError(f"SequenceCache: {length} tokens, but it was made for max_length={self.max_length}")
 
 
-def _flatten(cache: StaticCache) -> tuple[list[Any], tuple[list[bool], bool]]:
-    return [cache.keys, cache.values], (cache.rings, cache.only_slot)
+def _register(kind: type[_SlotMemory], tensors: Sequence[str], constants: Sequence[str]) -> None:
+    """Make a cache a pytree node of the attributes `tensors`."""
+
+    def flatten(cache: _SlotMemory) -> tuple[list[Any], list[Any]]:
+        return [getattr(cache, name) for name in tensors], [getattr(cache, name) for name in constants]
+
+    def unflatten(parts: Any, context: Any) -> _SlotMemory:
+        cache = kind.__new__(kind)
+        vars(cache).update(zip((*tensors, *constants), (*parts, *context), strict=True))
+        return cache
+
+    name = f"rewriter.runtime.{kind.__name__}"
+    pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
 
 
-def _unflatten(parts: Any, context: tuple[list[bool], bool]) -> StaticCache:
-    keys, values = parts
-    return _from_parts(keys, values, *context)
-
-
-pytree.register_pytree_node(StaticCache, _flatten, _unflatten, serialized_type_name="rewriter.runtime.StaticCache")
+_register(StaticCache, ("keys", "values"), ("rings", "only_slot"))
+_register(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length", "only_slot"))

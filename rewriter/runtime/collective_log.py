@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime.process_groups import Ranks, group_size
+from rewriter.runtime.process_groups import RankSet, group_size
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def observe(
     kind: str,
     name: str,
     x: Tensor,
-    group: Ranks | None,
+    group: RankSet | None,
     sent: int = 0,
     received: int = 0,
     axis: str = "",

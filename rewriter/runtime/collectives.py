@@ -36,33 +36,7 @@ from rewriter.runtime.collective_log import observe
 from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.runtime.quantized.autograd import (
-    quantized_all_gather,
-    quantized_all_reduce,
-    quantized_all_reduce_start,
-    quantized_all_to_all,
-    quantized_reduce_scatter,
-)
-
-__all__ = [
-    "Pending",
-    "Shared",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_start",
-    "all_reduce_wait",
-    "copy_to_group",
-    "once",
-    "own_shard",
-    "quantized_all_gather",
-    "quantized_all_reduce",
-    "quantized_all_reduce_start",
-    "quantized_all_to_all",
-    "quantized_reduce_scatter",
-    "repeat_shard",
-    "share",
-    "shared_gradient",
-]
+from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
 
 # --- all-reduce ---
 
@@ -131,7 +105,7 @@ class _AllGather(torch.autograd.Function):
 def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") -> Tensor:
     """Equal shards concatenated along `dim` in rank order; the gradient of a shard is its own slice.
 
-    That gradient is right when what follows is replicated: every rank then holds the whole gradient already.
+    That gradient is right when what follows is replicated: every rank then holds the full gradient already.
     """
     if group is None or group.size() == 1:
         return x
@@ -166,7 +140,7 @@ class _Once(torch.autograd.Function):
 def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
     """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None.
 
-    The gradient is the identity on every rank: after the sum each holds the whole gradient, so replicas stay equal.
+    The gradient is the identity on every rank: after the sum each holds the full gradient, so replicas stay equal.
     """
     if x is None or group is None or group.size() == 1:
         return x

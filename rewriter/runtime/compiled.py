@@ -42,7 +42,7 @@ def compile_segments(model: nn.Module, *, backend: str = "inductor") -> list[str
 
 
 def _own_code(method: FunctionType) -> FunctionType:
-    """The same function with a code object of its own: torch counts recompilations per code object, and classes that
+    """The same function with its own code object: torch counts recompilations per code object, and classes that
     inherit one method would use up each other's."""
     copy = FunctionType(
         method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__, method.__closure__

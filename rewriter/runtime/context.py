@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.sequence_axis import Shards
-from rewriter.runtime.sequence_cache import SequenceCache
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Context:
     first_valid: int64 [B], the number of padding tokens at the left of each row; None means that there are none.
     segment_ids: int64 [B, S], packed sequences: a token sees those of its own segment, a run of equal ids. For whole
         rows, without a cache.
-    shards: how tokens lie on the ranks of a sequence axis while a model computes; None where each rank holds them all.
-        The model's forward sets it. Everything else here is whole, and equal on all ranks of the axis.
+    shards: how tokens are sharded over a sequence axis while a model computes; None where each rank holds them all.
+        The model's forward sets it. Everything else here is of full sequences, and equal on all ranks of the axis.
     """
 
     cache: StaticCache | SequenceCache | None = None
@@ -43,7 +42,7 @@ class Context:
                 "sequence per row and pad at the left"
             )
         if self.position is not None and self.cache is None:
-            raise RewriterError("Context: position is given without a cache. Pass both, or neither for whole sequences")
+            raise RewriterError("Context: position is given without a cache. Pass both, or neither for full sequences")
 
     def bound(self, slot: int) -> Context:
         """The same context with a cache of the one entry `slot`: see `StaticCache.bound`."""

@@ -2,7 +2,7 @@
 ranks.
 
 In backward the sum is started as soon as a rank's part of the gradient is there, and waited for as late as possible:
-whatever else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
+what else is ready is computed first. In a ladder that is the other block, whose backward does not depend on it
 (Ladder Residual, arXiv 2501.06589, Alg. 1, read backwards): training hides its all-reduces as inference does. Where
 nothing else is ready, as in the standard wiring, the wait follows at once.
 """
@@ -21,17 +21,17 @@ from torch.distributed import ProcessGroup
 from rewriter.runtime.collective_log import observe
 
 
-class _Waits(threading.local):
+class _WaitCount(threading.local):
     """How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on
     the thread of a device's backward."""
 
     count = 0
 
 
-_waits = _Waits()
+_waits = _WaitCount()
 
 
-class _Enter(Function):
+class _CopyToGroup(Function):
     """In one step: for parameters, and for torch.compile, whose graphs have an order of their own."""
 
     @staticmethod
@@ -47,7 +47,7 @@ class _Enter(Function):
         return total, None
 
 
-class _Sum:
+class _PendingSum:
     """The gradient's all-reduce of one backward pass, between the two functions below."""
 
     __slots__ = ("work",)
@@ -58,7 +58,7 @@ class _Sum:
 
 class _Started(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _Sum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _PendingSum) -> Tensor:
         ctx.group, ctx.sum = group, sum
         return x.view_as(x)
 
@@ -76,7 +76,7 @@ class _Started(Function):
 
 class _Awaited(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _Sum) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _PendingSum) -> Tensor:
         ctx.group, ctx.sum = group, sum
         return x.view_as(x)
 
@@ -112,9 +112,9 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return x
     if x.is_leaf or torch.compiler.is_compiling():
         # FSDP2 reduces a layer's parameters once the gradients of its inputs are there: no later one would be seen
-        entered: Tensor = _Enter.apply(x, group)
-        return entered
-    sum = _Sum()
+        copied: Tensor = _CopyToGroup.apply(x, group)
+        return copied
+    sum = _PendingSum()
     awaited: Tensor = _Awaited.apply(x, group, sum)
     _last_of_all(awaited)
     started: Tensor = _Started.apply(awaited, group, sum)

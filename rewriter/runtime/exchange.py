@@ -47,7 +47,7 @@ class Transfer:
 def pack(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None, out: Tensor | None = None) -> Tensor:
     """One uint8 vector of the bytes of `tensors`, one after the other, rounded to `dtypes`; in `out` where it is given.
 
-    Each is read once, whatever its strides, and written once, in its place. Without `out`, a single contiguous tensor
+    Each is read once, with any strides, and written once, in its place. Without `out`, a single contiguous tensor
     of its dtype is not copied: it must not change while it is on its way.
     """
     dtypes = [t.dtype for t in tensors] if dtypes is None else dtypes

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.cache import StaticCache
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context
 from rewriter.runtime.replicas import Replicas
 from rewriter.runtime.sequence_axis import SequenceAxis
-from rewriter.runtime.sequence_cache import SequenceCache
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +54,7 @@ def generate(
     / temperature) cut to the `top_k` likeliest and then to the likeliest whose probabilities reach `top_p`, as
     transformers orders them. Every rank of `group` (default: those of this rank's replica of the model) calls this with
     the same arguments; the first rank's choice is sent to the others, so that ranks cannot part ways over rounding.
-    `use_cache=False` recomputes everything for each token. Where the model deals tokens over ranks, prompts are
+    `use_cache=False` recomputes everything for each token. Where the model shards tokens over ranks, prompts are
     computed so, and their keys and values stay where they are: see `SequenceCache`.
     """
     if not prompts or not all(prompts):

@@ -165,7 +165,7 @@ def _inside(root: Path, name: str) -> Path:
 def rank_device(device: torch.device | str | None = None) -> torch.device:
     """Where this rank computes: `device`, by default its GPU if there is one. A GPU becomes the process's current one.
 
-    Raises RewriterError for a GPU that this process does not see, or a rank without one of its own.
+    Raises RewriterError for a GPU that this process does not see, or a rank without its own one.
     """
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if where.type == "cuda":
@@ -314,7 +314,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _kept_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The buffers that keep their own dtype whatever the model's is, by full name."""
+    """The buffers that keep their own dtype, not the model's, by full name."""
     return {
         f"{path}.{name}".lstrip("."): module.get_buffer(name).dtype
         for path, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""The loss of a causal language model whose rows and tokens lie on many ranks.
+"""The loss of a causal language model whose rows and tokens are sharded over many ranks.
 
 The loss of a rank is the sum of its own tokens' losses over the mean number of targets of a data-parallel replica, that
 of all its tokens: gradients that are summed over the ranks of a sequence and averaged over replicas are those of the
-mean over all targets, however unevenly these lie.
+mean over all targets, however unevenly these are sharded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IGNORED = -100
 def next_tokens(labels_BS: Tensor) -> Tensor:
     """int64 [B, S]: what each position predicts, the label of the next one; IGNORED at the end.
 
-    For whole sequences: within a rank's tokens the next label is not that of the next token.
+    For full sequences: within a rank's tokens the next label is not that of the next token.
     """
     return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
 

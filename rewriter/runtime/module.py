@@ -1,4 +1,4 @@
-"""What every emitted `Model` is, whatever its architecture."""
+"""What every emitted `Model` is, of any architecture."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class RuntimeModel(nn.Module):
         """Logits [B, S, V] of the full vocabulary for tokens int64 [B, S], of which every rank passes all.
 
         `position_ids_BS` (int64) are by default 0 … S − 1, counted from each row's first valid token, or from the start
-        of its segment; `ctx` is by default that of whole, unpadded rows. `logits_to_keep` n > 0 gives the logits of the
-        last n tokens only, so that prefill need not compute the rest. Where tokens are dealt over ranks, `gather=False`
-        leaves each rank those of its own: LocalLogits.
+        of its segment; `ctx` is by default that of full, unpadded rows. `logits_to_keep` n > 0 gives the logits of the
+        last n tokens only, so that prefill need not compute the rest. Where tokens are sharded, `gather=False` leaves
+        each rank those of its own tokens: LocalLogits.
 
         With `labels` (int64 [B, S], the tokens themselves; −100 is ignored) the result is a LossOutput, with the loss
         that transformers computes on one device: position t is asked for label t + 1, and the mean is that of all
-        targets of all rows, on whatever ranks. Without any target it is 0, and so are gradients. Backward leaves every
+        targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
         rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
         Raises RewriterError for tokens behind a cache without their positions, for labels, positions or segments of
@@ -131,7 +131,7 @@ class RuntimeModel(nn.Module):
             return ctx
         if isinstance(ctx.cache, StaticCache):
             raise RewriterError(
-                f"StaticCache: it holds all keys on each rank, but tokens are dealt over {self.sequence.ranks}. Use "
+                f"StaticCache: it holds all keys on each rank, but tokens are sharded over {self.sequence.ranks}. Use "
                 "rewriter.runtime.SequenceCache, or generate"
             )
         # tokens behind others are few: every rank computes them, and looks at the keys that it holds

@@ -1,4 +1,4 @@
-"""Layers of which a rank holds a part. Their names for parameters are those of the whole layers.
+"""Layers of which a rank holds a part. Their names for parameters are those of the full layers.
 
 Sizes are local. The linear ones are `nn.Linear`, so tools that look for `nn.Linear` (LoRA, quantisation) find them.
 None of them communicates in forward: sums are printed where the schedule puts them.
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.collectives import Shared, copy_to_group, once, share, shared_gradient
+from rewriter.runtime.collectives import Shared, once, share, shared_gradient
+from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.process_groups import group_rank
 
 
@@ -20,7 +21,7 @@ class ColumnParallelLinear(nn.Linear):
     """A linear layer split by outputs: weight [out_features (local), in_features], bias [out_features (local)].
 
     Takes a replicated x [..., in_features] and returns this rank's outputs [..., out_features (local)]. `shared` says
-    which rows of the whole layer these are, where ranks hold some of them more than once.
+    which rows of the full layer these are, where ranks hold some of them more than once.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, shared: Shared | None = None) -> None:
@@ -113,7 +114,7 @@ class RowParallelConv1D(Conv1D):
 
 
 class PerRankLinear(nn.Linear):
-    """A whole linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
+    """A full linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
@@ -122,11 +123,11 @@ class PerRankLinear(nn.Linear):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, copy_to_group(self.weight, self.group), _entered(self.bias, self.group))
+        return F.linear(input, copy_to_group(self.weight, self.group), _copied(self.bias, self.group))
 
 
 class PerRankConv1D(Conv1D):
-    """A whole `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
+    """A full `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
@@ -135,7 +136,7 @@ class PerRankConv1D(Conv1D):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, copy_to_group(self.weight, self.group).t(), _entered(self.bias, self.group))
+        return F.linear(x, copy_to_group(self.weight, self.group).t(), _copied(self.bias, self.group))
 
 
 class PerRankLayerNorm(nn.LayerNorm):
@@ -146,11 +147,11 @@ class PerRankLayerNorm(nn.LayerNorm):
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = copy_to_group(self.weight, self.group), _entered(self.bias, self.group)
+        weight, bias = copy_to_group(self.weight, self.group), _copied(self.bias, self.group)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def _entered(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
+def _copied(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
     return None if x is None else copy_to_group(x, group)
 
 
@@ -158,7 +159,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """Rows `first_index … first_index + num_embeddings - 1` of a token embedding: weight [num_embeddings (local),
     dim].
 
-    Takes ids [...] (int64, of the whole vocabulary) and returns a partial [..., dim]: zeros where another rank holds
+    Takes ids [...] (int64, of the full vocabulary) and returns a partial [..., dim]: zeros where another rank holds
     the row. The caller sums it over `group`. Without `first_index` ranks hold equal consecutive parts.
     """
 

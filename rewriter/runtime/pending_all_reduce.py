@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.process_groups import Ranks
+from rewriter.runtime.process_groups import RankSet
 
 
 @dataclass(slots=True, eq=False)
@@ -26,14 +26,14 @@ class Pending:
     value: Tensor
     work: Any = None  # None once it has been waited for, or when there is nothing to wait for
     name: str = ""
-    group: Ranks | None = None
+    group: RankSet | None = None
 
 
-def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, Ranks | None]]:
+def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, RankSet | None]]:
     return [pending.value], (pending.work, pending.name, pending.group)
 
 
-def _unflatten(values: Any, context: tuple[Any, str, Ranks | None]) -> Pending:
+def _unflatten(values: Any, context: tuple[Any, str, RankSet | None]) -> Pending:
     (value,) = values
     return Pending(value, *context)
 
@@ -41,7 +41,7 @@ def _unflatten(values: Any, context: tuple[Any, str, Ranks | None]) -> Pending:
 pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
 
 
-class _StraightThrough(Function):
+class _ArrivedSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
         return total.view_as(total)
@@ -65,6 +65,6 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
             observe("wait", pending.name, pending.value, pending.group)
             arrived = pending.work.wait()
         if isinstance(pending.work, Transfer):  # others sum in the memory of `value`
-            pending.value = _StraightThrough.apply(pending.value, arrived)
+            pending.value = _ArrivedSum.apply(pending.value, arrived)
         pending.work = None
     return pending.value

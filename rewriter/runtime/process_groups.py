@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
-class Ranks(Protocol):
+class RankSet(Protocol):
     """A ProcessGroup, or several that make up one set of ranks."""
 
     def size(self) -> int: ...
 
 
-def group_size(group: Ranks | None) -> int:
+def group_size(group: RankSet | None) -> int:
     """Ranks of `group`; 1 for None."""
     return 1 if group is None else group.size()
 

@@ -1,13 +1,13 @@
-"""The ranks among which the tokens of a sequence are dealt, and the way of a tensor between whole and sharded tokens.
+"""A tensor of full sequences to one of a rank's own tokens, and back.
 
-Users pass whole sequences. Inside a model every rank holds its own tokens, and only attention looks at those of others:
+Users pass full sequences. Inside a model every rank holds its own tokens, and only attention looks at those of others:
 
     function        forward                                  gradient
-    shard_tokens    a rank's own tokens of a whole tensor    its own tokens' (the whole one is input, equal everywhere)
-    gather_tokens   the whole tensor from all ranks' tokens  the rank's own tokens'
+    shard_tokens    a rank's own tokens of a full tensor     its own tokens' (the full one is input, equal everywhere)
+    gather_tokens   the full tensor from all ranks' tokens   the rank's own tokens'
     last_tokens     the last tokens on every rank            none: refused
 
-That of gather_tokens is right where what follows is replicated and has no parameters: every rank then holds the whole
+That of gather_tokens is right where what follows is replicated and has no parameters: every rank then holds the full
 gradient already. What a parameter gets is the part of a rank's own tokens, to be summed over the ranks: see
 `rewriter.training`.
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.attention import token_runs
+from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime.context import Context
 from rewriter.runtime.exchange import gather_start
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 
 
 def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:
-    """This rank's own tokens [B, count, ...] of the whole `x` [B, S, ...], padded with `fill`.
+    """This rank's own tokens [B, count, ...] of the full `x` [B, S, ...], padded with `fill`.
 
     `x` itself where tokens are not sharded. Raises RewriterError if S is not the length of the context's sequences.
     """
@@ -38,13 +38,13 @@ def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:
     if x.shape[1] != shards.length:
         raise RewriterError(
             f"shard_tokens: shape {list(x.shape)} has {x.shape[1]} tokens, expected the {shards.length} of input_ids. "
-            "Every rank passes whole sequences"
+            "Every rank passes full sequences"
         )
     return _own_tokens(x, shards, fill)
 
 
 def _own_tokens(x: Tensor, shards: Shards, fill: float = 0) -> Tensor:
-    return token_runs.take_tokens(x, 1, shards.axis.plan.layout, shards.axis.rank, shards.axis.ranks, fill)
+    return take_tokens(x, 1, shards.axis.plan.layout, shards.axis.rank, shards.axis.ranks, fill)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
         ctx.shards = shards
         parts = [part for (part,) in gather_start([x], shards.axis.group, "tokens").wait()]
-        return token_runs.join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
+        return join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
 
     @staticmethod
     @once_differentiable
@@ -61,18 +61,18 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
-    """The whole tensor [B, S, ...], without padding, of every rank's own tokens `x` [B, count, ...].
+    """The full tensor [B, S, ...], without padding, of every rank's own tokens `x` [B, count, ...].
 
     `x` itself where tokens are not sharded.
     """
     if ctx.shards is None:
         return x
     _check_count(x, ctx.shards, "gather_tokens")
-    whole: Tensor = _GatherTokens.apply(x, ctx.shards)
-    return whole
+    full: Tensor = _GatherTokens.apply(x, ctx.shards)
+    return full
 
 
-class _FromOwners(torch.autograd.Function):
+class _LastTokens(torch.autograd.Function):
     """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]."""
 
     @staticmethod
@@ -84,7 +84,7 @@ class _FromOwners(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         raise RewriterError(
-            "logits_to_keep: no gradient where tokens are dealt over ranks, since each computes the same last logits, "
+            "logits_to_keep: no gradient where tokens are sharded, since each rank computes the same last logits, "
             "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
         )
 
@@ -104,7 +104,7 @@ def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
     owner = where // count
     # every rank sends n rows, of which only its own are read
     rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))
-    last: Tensor = _FromOwners.apply(rows, owner, axis)
+    last: Tensor = _LastTokens.apply(rows, owner, axis)
     return last
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from rewriter.analysis.op_semantics import aten, function_of, kind_of
 from rewriter.ir import args_of
 from rewriter.ops import MaskSpec
-from rewriter.tracing.masks import HIDDEN, StaticGraph, intersection, seen_by
+from rewriter.tracing.masks import HIDDEN, StaticGraph, seen_by
 
 
 class UnknownScores(Exception):
@@ -181,10 +181,10 @@ class Scores:
             shown = self._shown(condition, partial(_filled, hides=hides))
             if shown is None or rule is None:
                 raise UnknownScores  # what is filled in cannot be told from what is seen
-            rule = intersection(rule, shown)
+            rule = rule.intersection(shown)
         for term in self.terms:
             shown = self._shown(term.node, partial(_added, factor=term.factor))
-            both = None if shown is None or rule is None else intersection(rule, shown)
+            both = None if shown is None or rule is None else rule.intersection(shown)
             rule = rule if both is None else both
             if both is None or not self._only_hides(term):
                 biases.append(term)  # with all it hides: -1e38 added hides as well as a rule does
@@ -192,7 +192,7 @@ class Scores:
             raise UnknownScores
         for factor in self.zeroed:
             shown = self._shown(factor, _zeros)
-            if shown is None or intersection(rule, shown) != rule:
+            if shown is None or rule.intersection(shown) != rule:
                 raise UnknownScores
         return rule, biases
 

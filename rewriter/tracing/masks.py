@@ -288,7 +288,7 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
         if found is None or not torch.equal(found, rest & _grid(spec, _SHORT)):
             return None
     own = _own_rule(visible, MaskSpec("bidirectional"), value.largest)
-    both = None if own is None else intersection(own, mask)
+    both = None if own is None else own.intersection(mask)
     return None if both is None or both.size == 0 else both
 
 
@@ -316,13 +316,3 @@ def _own_rule(
 def _grid(spec: MaskSpec, length: int) -> torch.Tensor:
     positions = torch.arange(length)
     return spec.visible(positions, positions)
-
-
-def intersection(a: MaskSpec, b: MaskSpec) -> MaskSpec | None:
-    """The rule that shows what both show; None when MaskSpec has none."""
-    for x, y in ((a, b), (b, a)):
-        if x == y or x.kind == "bidirectional" or (x.kind == "causal" and y.kind != "bidirectional"):
-            return y
-    if a.kind == b.kind == "window":
-        return min(a, b, key=lambda spec: spec.size or 0)
-    return None

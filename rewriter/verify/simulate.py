@@ -22,9 +22,9 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of
+from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.verify.live_model import Host, load_host, opaque_modules
 from rewriter.verify.quantized_reference import arrived, quantized_sum
-from rewriter.verify.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -197,26 +197,28 @@ class Simulator:
             return (function(*[x[0] for x in inputs]),)
         return tuple(function(*[x[i if len(x) > 1 else 0] for x in inputs]) for i in range(self.coordinates))
 
-    def _layout(self, node: fx.Node, plan: ops.SequencePlan) -> TokenLayout:
+    def _split(self, node: fx.Node, plan: ops.SequencePlan, values: RankValues, dim: int) -> Shards:
+        """Each coordinate's tokens of `values`."""
         if plan.ranks != self.coordinates:
             raise RewriterError(f"{node.name}: {plan} is for {plan.ranks} ranks, the mesh has {self.coordinates}")
-        return TokenLayout(plan, self.length)
+        return tuple(
+            RankValues(tuple(take_tokens(x, dim, plan.layout, i, plan.ranks) for x in values.values))
+            for i in range(self.coordinates)
+        )
 
     def _shard_tokens(self, node: fx.Node, value: Shards) -> Shards:
         if len(value) > 1:
             raise RewriterError(f"{node.name}: the tokens are sharded already")
-        layout = self._layout(node, args_of(node)[2])
-        parts = [layout.split(v, 1) for v in value[0].values]
-        return tuple(RankValues(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+        return self._split(node, args_of(node)[2], value[0], 1)
 
     def _gather_tokens(
         self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None
     ) -> RankValues:
         if len(value) == 1:
             raise RewriterError(f"{node.name}: every rank has all tokens, and gathering would repeat them")
-        layout = self._layout(node, plan or args_of(node)[2])
+        layout = (plan or args_of(node)[2]).layout
         ranks = range(max(len(v.values) for v in value))
-        return RankValues(tuple(layout.join([v[r] for v in value], dim) for r in ranks))
+        return RankValues(tuple(join_tokens([v[r] for v in value], dim, layout, self.length) for r in ranks))
 
     def _attention(self, node: fx.Node, env: Mapping[fx.Node, Shards]) -> Shards:
         plan: Any = node.kwargs["sequence"]
@@ -224,14 +226,12 @@ class Simulator:
         whole = {n: self._gather_tokens(node, env[n], 2, plan) for n in tokens}
         _, k, v = tokens
         of_a_token = (whole[k][0].nbytes + whole[v][0].nbytes) // self.length
-        held = self._layout(node, plan).padded // plan.ranks
-        if plan.quantized is not None and held * of_a_token >= plan.min_bytes:
+        if plan.quantized is not None and plan.local_tokens(self.length) * of_a_token >= plan.min_bytes:
             for n in (k, v):
                 whole[n] = RankValues(tuple(arrived(x, plan.quantized) for x in whole[n].values))
         others = {n: env[n][0] for n in node.all_input_nodes if n not in whole}
         out = self._operation(node, {**whole, **others})
-        parts = [self._layout(node, plan).split(v, 2) for v in out.values]
-        return tuple(RankValues(tuple(part[i] for part in parts)) for i in range(self.coordinates))
+        return self._split(node, plan, out, 2)
 
     def _each(self, function: Callable[..., Any], inputs: Sequence[RankValues]) -> RankValues:
         """Apply `function` once when every input is replicated, else once per rank."""

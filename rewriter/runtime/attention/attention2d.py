@@ -1,11 +1,11 @@
-"""Attention2D without overlap (arXiv 2503.15758, Alg. 1 to 3) on a plane of r rows × c columns, any r and c.
+"""Attention2D without overlap (arXiv 2503.15758, Alg. 1 to 3) on r rows × c columns, any r and c.
 
 Rank (i, j) holds the tokens t ≡ i + r·j (mod rc). Gathered within its row, queries are those t ≡ i (mod r). Keys and
 values move first, from the rank that holds class c·i + j to rank (i, j); gathered within a column they are then those
 t ≡ j (mod c). One tile of scores per rank; partial outputs go back to the ranks of the row, each merges its own. c = 1
 gathers keys and values alone, r = 1 queries alone: nothing moves first.
 
-Per plane and rank, what others send (n tokens, H query and K key/value heads, e bytes of the dtype, ℓ of the lse):
+Per rank, what others send (n tokens, H query and K key/value heads, e bytes of the dtype, ℓ of the lse):
 
     forward     [class moves] · n·K(D+E)e + (c−1)·nHDe + (r−1)·nK(D+E)e + (c−1)·nH(Ee + ℓ)
     backward    (c−1)·nH((D+2E)e + ℓ) + (r−1)·nK(D+E)e + (c−1)·nHDe + (r−1)·nK(D+E)e + [class moves] · nK(D+E)e
@@ -25,88 +25,91 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.attention_call import Call
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.partial_merge import merge, unseen
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.token_runs import Run
+from rewriter.kernels import accumulation_dtype, merge
+from rewriter.ops.token_layout import TokenRun
+from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.partial_merge import unseen
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.exchange import Transfer, all_to_all_start, exchange_start, gather_start
 
 
 def forward(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: Call, sinks_H: Tensor | None = None
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(o_BHSE, lse_BHS, k_kept, v_kept); see `rewriter.runtime.attention.attention_call`. Alg. 1."""
-    grid = call.grid
-    coming_q = gather_start([q_BHSD], grid.in_row, "plane.q")
-    k_kept, v_kept = to_rows([k_BKSD, v_BKSE], grid)
-    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait()))
+    """(o_BHSE, lse_BHS, k_kept, v_kept) of `RankAttention`. Alg. 1."""
+    mesh = call.mesh
+    coming_q = gather_start([q_BHSD], mesh.in_row, "attention2d.q")
+    k_kept, v_kept = to_rows([k_BKSD, v_BKSE], mesh)
+    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], mesh.in_column, "attention2d.kv").wait()))
     (q,) = interleaved(coming_q.wait())
     del coming_q  # and with it what arrived, now copied in order
-    part = tile_forward(q, k, v, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale)
-    if part is None:  # no query of this row sees a key of this column
-        part = unseen(q, v)
-    del k, v, q
-    o, lse = part
-    coming = dealt_start([lse, o], [lse.dtype, q_BHSD.dtype], grid.columns, grid.in_row, "plane.o")
+    part = tile_forward(q, k, v, *runs(mesh, q_BHSD.shape[2]), call.seen, call.scale)
+    o, lse = unseen(q, v) if part is None else part  # no query of this row sees a key of this column
+    del k, v, q, part
+    coming = scatter_start([lse, o], [lse.dtype, q_BHSD.dtype], mesh.columns, mesh.in_row, "attention2d.o")
     parts = [(o, lse) for lse, o in coming.wait()]
     # rounded to q's dtype as it is written, unless something is still to be done with it in fp32
-    o, lse = merge(parts, dtype=q_BHSD.dtype if sinks_H is None else None)
-    o, lse = sink_logits.fold(o, lse, sinks_H)
-    return o.to(q_BHSD.dtype), lse, k_kept, v_kept
+    o, lse = merge(parts, dtype=q_BHSD.dtype if call.sinks_H is None else None)
+    return *call.finished(o, lse, q_BHSD.dtype), k_kept, v_kept
 
 
 def backward(
-    do_BHSE: Tensor, q_BHSD: Tensor, k_kept: Tensor, v_kept: Tensor, o_BHSE: Tensor, lse_BHS: Tensor, call: Call
+    do_BHSE: Tensor,
+    q_BHSD: Tensor,
+    k_kept: Tensor,
+    v_kept: Tensor,
+    o_BHSE: Tensor,
+    lse_BHS: Tensor,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); see `rewriter.runtime.attention.attention_call`. Alg. 3."""
-    grid, dtype = call.grid, q_BHSD.dtype
-    coming_q = gather_start([lse_BHS, q_BHSD, o_BHSE, do_BHSE], grid.in_row, "plane.q")
-    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], grid.in_column, "plane.kv").wait()))
+    """(dq, dk, dv) of `RankAttention`. Alg. 3."""
+    mesh, dtype = call.mesh, q_BHSD.dtype
+    coming_q = gather_start([lse_BHS, q_BHSD, o_BHSE, do_BHSE], mesh.in_row, "attention2d.q")
+    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], mesh.in_column, "attention2d.kv").wait()))
     lse, q, o, do = interleaved(coming_q.wait())
     del coming_q  # and with it what arrived, now copied in order
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))
-    tile_backward(do, q, k, v, o, lse, *runs(grid, q_BHSD.shape[2]), call.seen, call.scale, into)
+    tile_backward(do, q, k, v, o, lse, *runs(mesh, q_BHSD.shape[2]), call.seen, call.scale, into)
     del k, v, q, o, do, lse
-    coming_dq = dealt_start([into.dq], [dtype], grid.columns, grid.in_row, "plane.dq")
+    coming_dq = scatter_start([into.dq], [dtype], mesh.columns, mesh.in_row, "attention2d.dq")
     dkv = [into.dk, into.dv]
-    coming_dkv = dealt_start(dkv, [dtype, dtype], grid.rows, grid.in_column, "plane.dkv")
+    coming_dkv = scatter_start(dkv, [dtype, dtype], mesh.rows, mesh.in_column, "attention2d.dkv")
     dk, dv = (summed(parts, dtype) for parts in zip(*coming_dkv.wait(), strict=True))
-    dk, dv = to_columns([dk, dv], grid)
+    dk, dv = to_columns([dk, dv], mesh)
     dq = summed([part for (part,) in coming_dq.wait()], dtype)
     return dq, dk, dv
 
 
-def runs(grid: Grid, tokens: int) -> tuple[Run, Run]:
-    """The positions of a rank's gathered queries and keys, where each rank of the plane holds `tokens`."""
-    return Run(grid.row, grid.rows, tokens * grid.columns), Run(grid.column, grid.columns, tokens * grid.rows)
+def runs(mesh: AttentionMesh, tokens: int) -> tuple[TokenRun, TokenRun]:
+    """The positions of a rank's gathered queries and keys, where each rank holds `tokens`."""
+    return TokenRun(mesh.row, mesh.rows, tokens * mesh.columns), TokenRun(mesh.column, mesh.columns, tokens * mesh.rows)
 
 
-def moves(grid: Grid) -> bool:
+def moves(mesh: AttentionMesh) -> bool:
     """Whether this rank's keys and values are another's: class i + r·j is not c·i + j."""
-    return grid.row + grid.rows * grid.column != grid.columns * grid.row + grid.column
+    return mesh.row + mesh.rows * mesh.column != mesh.columns * mesh.row + mesh.column
 
 
-def to_rows(tensors: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
+def to_rows(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, ...]:
     """Those of class c·i + j from those of class i + r·j: keys and values in row-major order (Alg. 1, line 1)."""
-    held, wanted = grid.row + grid.rows * grid.column, grid.columns * grid.row + grid.column
-    wanted_by = held // grid.columns + grid.rows * (held % grid.columns)
-    return _exchanged(tensors, grid, wanted_by, wanted, "plane.to_rows")
+    held, wanted = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
+    wanted_by = held // mesh.columns + mesh.rows * (held % mesh.columns)
+    return _exchanged(tensors, mesh, wanted_by, wanted, "attention2d.to_rows")
 
 
-def to_columns(tensors: Sequence[Tensor], grid: Grid) -> tuple[Tensor, ...]:
+def to_columns(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, ...]:
     """The way back of `to_rows` (Alg. 3, line 6)."""
-    wanted, held = grid.row + grid.rows * grid.column, grid.columns * grid.row + grid.column
-    held_by = wanted // grid.columns + grid.rows * (wanted % grid.columns)
-    return _exchanged(tensors, grid, held, held_by, "plane.to_columns")
+    wanted, held = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
+    held_by = wanted // mesh.columns + mesh.rows * (wanted % mesh.columns)
+    return _exchanged(tensors, mesh, held, held_by, "attention2d.to_columns")
 
 
-def _exchanged(tensors: Sequence[Tensor], grid: Grid, to: int, source: int, name: str) -> tuple[Tensor, ...]:
-    """`to` and `source` are places in the plane."""
-    if not moves(grid):
+def _exchanged(tensors: Sequence[Tensor], mesh: AttentionMesh, to: int, source: int, name: str) -> tuple[Tensor, ...]:
+    """`to` and `source` are places in `mesh.members`."""
+    if not moves(mesh):
         return tuple(tensors)
-    arrived = exchange_start(tensors, grid.plane[to], grid.plane[source], name, grid.in_plane).wait()
+    arrived = exchange_start(tensors, mesh.members[to], mesh.members[source], name, mesh.in_grid).wait()
     return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
 
 
@@ -115,7 +118,7 @@ def interleaved(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(p[0] if len(p) == 1 else torch.stack(p, 3).flatten(2, 3) for p in zip(*parts, strict=True))
 
 
-def dealt_start(
+def scatter_start(
     tensors: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
     ranks: int,

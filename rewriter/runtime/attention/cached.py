@@ -1,6 +1,6 @@
 """Attention over new tokens and the cache. `rewriter.ops.attention` is its specification.
 
-Where tokens lie on the ranks of a sequence axis, this finds the way to keys of other ranks: `sequence_op` for whole
+Where tokens are sharded over a sequence axis, this finds the way to keys of other ranks: `sequence_op` for full
 sequences, `decode` for tokens behind them.
 """
 
@@ -14,9 +14,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.decode import decode_attention
 from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context, segment_positions
-from rewriter.runtime.sequence_axis import Shards
-from rewriter.runtime.sequence_cache import SequenceCache
 
 
 def attention(
@@ -51,9 +50,7 @@ def attention(
                 f"attention: slot {slot!r} has a {what}, but attention over tokens of several ranks has none. Rewrite "
                 "without --sp"
             )
-        if ctx.shards is not None:
-            return _over_ranks(q_BHSD, k_BKSD, v_BKSE, ctx, ctx.shards, slot, mask, scale, sinks)
-        return _behind_prompt(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, sinks)
+        return _over_ranks(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, sinks)
     positions: Tensor | None = None
     if ctx.cache is not None:
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
@@ -66,10 +63,9 @@ def attention(
     explicit = softcap is not None or sinks is not None
     everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None
     if everything and not explicit and bias is None:
-        if mask.kind == "bidirectional" or queries == 1:
-            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, False, scale)
-        if mask.size is None or mask.size >= queries:
-            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, True, scale)
+        causal = mask.causal and queries > 1
+        if not causal or mask.unbounded(queries):
+            return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, causal, scale)
     visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
     if explicit:
         return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)
@@ -81,45 +77,24 @@ def _over_ranks(
     k_BKSD: Tensor,
     v_BKSE: Tensor,
     ctx: Context,
-    shards: Shards,
     slot: int,
     mask: MaskSpec,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Whole sequences, of which this rank holds the tokens that `shards` names."""
-    if ctx.cache is not None:
-        assert isinstance(ctx.cache, SequenceCache), "the model's forward refuses others"
-        ctx.cache.store_prompt(slot, k_BKSD, v_BKSE, shards)
-    return sequence_attention(
-        q_BHSD,
-        k_BKSD,
-        v_BKSE,
-        shards.axis.key,
-        mask=mask,
-        scale=scale,
-        length=shards.length,
-        first_valid=ctx.first_valid,
-        segment_ids=ctx.segment_ids,
-        sinks=sinks,
-    )
-
-
-def _behind_prompt(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    ctx: Context,
-    slot: int,
-    mask: MaskSpec,
-    scale: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """New tokens on every rank, and earlier ones of which each rank holds its own."""
-    cache = ctx.cache
-    if not isinstance(cache, SequenceCache) or ctx.position is None:
+    """Full sequences, of which this rank holds the tokens that `ctx.shards` names; or new tokens on every rank, and
+    earlier ones of which each rank holds its own."""
+    cache, shards = ctx.cache, ctx.shards
+    assert not isinstance(cache, StaticCache), "the model's forward refuses it"
+    if shards is not None:
+        if cache is not None:
+            cache.store_prompt(slot, k_BKSD, v_BKSE, shards)
+        rest = {"first_valid": ctx.first_valid, "segment_ids": ctx.segment_ids, "sinks": sinks}
+        key, length = shards.axis.key, shards.length
+        return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, scale=scale, length=length, **rest)
+    if cache is None or ctx.position is None:
         raise RewriterError(
-            "SequenceCache: a whole sequence without a sequence axis. Use it with the model that it was made for, or a "
+            "SequenceCache: a full sequence without a sequence axis. Use it with the model that it was made for, or a "
             "StaticCache"
         )
     k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
@@ -140,7 +115,7 @@ def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: in
 
 
 def _in_segments(mask: MaskSpec, ctx: Context, segment_ids_BS: Tensor, s: Tensor) -> Tensor:
-    """Boolean [B, 1, S, S] of whole rows, in which positions count from the start of a segment."""
+    """Boolean [B, 1, S, S] of full rows, in which positions count from the start of a segment."""
     places = segment_positions(segment_ids_BS)
     seen = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
     if ctx.first_valid is not None:

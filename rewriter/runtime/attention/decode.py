@@ -1,5 +1,5 @@
-"""Attention of new tokens over keys that lie on the ranks of a sequence axis: each rank attends over its own, and the
-parts are merged by their log-sum-exp.
+"""Attention of new tokens over keys that are sharded over the ranks of a sequence axis: each rank attends over its own,
+and the parts are merged by their log-sum-exp.
 
 Every rank holds the new queries, which are few; a rank sends a row of the output and one number per query and head, and
 no keys.
@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import merge
 from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.autocast import in_autocast_dtype
-from rewriter.runtime.attention.local import kernel_forward
-from rewriter.runtime.attention.partial_merge import merge
+from rewriter.runtime.attention.local import in_autocast_dtype, kernel_forward
 from rewriter.runtime.exchange import gather_start
 
 _groups: dict[str, ProcessGroup | None] = {}

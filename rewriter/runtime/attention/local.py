@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.attention.partial_merge import accumulation_dtype
+from rewriter.kernels import accumulation_dtype
 
 aten = torch.ops.aten
 
@@ -65,9 +65,7 @@ def kernel_forward(
 
 
 @kernel_forward.register_fake
-def _(
-    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, seen: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     o = q_BHSD.new_empty((*q_BHSD.shape[:-1], v_BKTE.shape[-1]))
     return o, q_BHSD.new_empty(q_BHSD.shape[:-1], dtype=accumulation_dtype(q_BHSD.dtype))
 
@@ -88,7 +86,7 @@ def kernel_backward(
     part.
 
     The kernels recompute exp(scale · q kᵀ − lse), the weights over all keys, and rowsum(do ∘ o); so the gradients of
-    parts of the keys add up to the whole. A row with lse = −inf saw nothing anywhere and gets no gradient.
+    parts of the keys add up. A row with lse = −inf saw nothing anywhere and gets no gradient.
     """
     width = _width(q_BHSD, v_BKTE)
     do, q, k, v, o = (_widened(x.to(q_BHSD.dtype), width) for x in (do_BHSE, q_BHSD, k_BKTD, v_BKTE, o_BHSE))
@@ -112,7 +110,7 @@ def kernel_backward(
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         every_k, every_v = (_repeated(x, q.shape[1]) for x in (k, v))
         lse = F.pad(lse, [0, -lse.shape[-1] % _ALIGNED_LSE], value=torch.inf).contiguous()
-        # it takes o to lie in memory as its forward writes it, [B, S, H, E], without looking at the strides
+        # it takes o to be in memory as its forward writes it, [B, S, H, E], without looking at the strides
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv = aten._scaled_dot_product_efficient_attention_backward(
             *(do, q, every_k, every_v, _expanded(bias, q, every_k), o, lse, state, state, 0.0),
@@ -126,19 +124,8 @@ def kernel_backward(
 
 
 @kernel_backward.register_fake
-def _(
-    do_BHSE: Tensor,
-    q_BHSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTE: Tensor,
-    o_BHSE: Tensor,
-    lse_BHS: Tensor,
-    seen: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (q_BHSD.new_empty(x.shape) for x in (q_BHSD, k_BKTD, v_BKTE))
-    return dq, dk, dv
+def _(do_BHSE: Tensor, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q_BHSD.new_empty(q_BHSD.shape), q_BHSD.new_empty(k_BKTD.shape), q_BHSD.new_empty(v_BKTE.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -153,6 +140,19 @@ def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
 
 
 kernel_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors` cast as autocast, which knows no operators of ours, casts those of scaled_dot_product_attention: not
+    fp64, and none outside of it.
+
+    Queries and keys that were rotated are often fp32 there, where values are bf16.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _kernel(q: Tensor, bias: Tensor | None) -> str:

@@ -58,13 +58,13 @@ def flattened(mesh: DeviceMesh | None, names: Sequence[str], name: str) -> Devic
 
 
 @dataclass(frozen=True)
-class Grid:
+class AttentionMesh:
     """This rank's place in the grid, and its groups.
 
     rank: its place a · r · c + j · r + i in the flattened sequence axis.
-    plane: global ranks of the r × c ranks with the same heads, in the order of their cyclic class i + r · j.
+    members: global ranks of the r × c ranks with the same heads, in the order of their cyclic class i + r · j.
     by_heads: the ranks with the same (i, j), which exchange heads. in_row: the same (a, i), which gather queries.
-    in_column: the same (a, j), which gather keys and values. None for a group of one rank. in_plane: the same a, among
+    in_column: the same (a, j), which gather keys and values. None for a group of one rank. in_grid: the same a, among
     which keys and values change places; None where there is one row or one column, and nothing moves.
     """
 
@@ -74,11 +74,11 @@ class Grid:
     head_index: int
     row: int
     column: int
-    plane: tuple[int, ...]
+    members: tuple[int, ...]
     by_heads: ProcessGroup | None
     in_row: ProcessGroup | None
     in_column: ProcessGroup | None
-    in_plane: ProcessGroup | None = None
+    in_grid: ProcessGroup | None = None
 
     @property
     def ranks(self) -> int:
@@ -88,8 +88,13 @@ class Grid:
     def rank(self) -> int:
         return (self.head_index * self.columns + self.column) * self.rows + self.row
 
+    def of_heads(self) -> AttentionMesh:
+        """The ranks of a column as those that exchange heads, (P, 1, 1)."""
+        size, row, group = self.rows, self.row, self.in_column
+        return AttentionMesh(size, 1, 1, row, 0, 0, (self.members[row],), group, None, None)
+
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Grid:
+    def of(cls, mesh: DeviceMesh) -> AttentionMesh:
         """The grid of a mesh with (some of) the dimensions heads, columns, rows; others may stand around them.
 
         A mesh of one unnamed or otherwise named dimension is a column: (1, P, 1). Raises RewriterError for a mesh of
@@ -109,7 +114,7 @@ class Grid:
         sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
         groups = {name: mesh.get_group(name) if sizes[name] > 1 else None for name in DIMENSIONS}
         moves = sizes["rows"] > 1 and sizes["columns"] > 1
-        plane = flattened(mesh, [n for n in names if n in ("columns", "rows")], "plane") if moves else None
+        grid = flattened(mesh, [n for n in names if n in ("columns", "rows")], "grid") if moves else None
         return cls(
             sizes["heads"],
             sizes["rows"],
@@ -117,16 +122,16 @@ class Grid:
             where["heads"],
             where["rows"],
             where["columns"],
-            _plane(mesh),
+            _members(mesh),
             groups["heads"],
             groups["columns"],
             groups["rows"],
-            None if plane is None else plane.get_group(),
+            None if grid is None else grid.get_group(),
         )
 
 
-def _plane(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Global ranks of this rank's (columns, rows) plane, rows fastest."""
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Global ranks of this rank's columns × rows, rows fastest."""
     names = mesh.mesh_dim_names or ()
     ranks, coordinate = mesh.mesh, mesh.get_coordinate()
     assert coordinate is not None, "this process is not in the mesh"

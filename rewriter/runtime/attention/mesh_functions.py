@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
+from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.sequence_op import axis, register, sequence_attention
+from rewriter.ops.sequence_plan import KINDS
+from rewriter.runtime.attention.algorithms import register
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.sequence_op import sequence_attention
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keywords of the functions below.
+
+    causal: a query sees no later key. `window`: nor one that is `window` or more positions before it.
+    scale: factor of the scores; 1 / √D if not given.
+    length: tokens of the full sequence without padding; P · S if not given. Padding gives 0 and no gradient.
+    first_valid: int64 [B]: the first positions of a row are padding too; see `length`. The same on all ranks.
+    segment_ids: int64 [B, length]: packed sequences, none of which sees another. The same on all ranks.
+    sinks: [H], equal on all ranks: logits that take probability and return nothing. Their gradient on a rank is its
+        part: sum it over ranks, as that of any parameter that they all hold.
+    quantized: a format as `rewriter.kernels.parse_format` reads it, "int8" or "int4-hadamard@64": keys and values
+        travel in it, and all ranks compute with the dequantized ones. Its block should divide D and E: each head's
+        vector is filled up to whole blocks.
+    """
+
+    causal: bool
+    scale: float | None
+    length: int | None
+    window: int | None
+    first_valid: Tensor | None
+    segment_ids: Tensor | None
+    sinks: Tensor | None
+    quantized: str | None
 
 
 def attention2d(
@@ -22,37 +48,21 @@ def attention2d(
     v_BKSE: Tensor,
     mesh: DeviceMesh,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
     overlap: bool = False,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """Attention2D (arXiv 2503.15758): softmax(scale · q kᵀ) v over the keys of all ranks; o [B, H, S, E] of own tokens.
 
     q, k and v are those of the S tokens that this rank holds: of P ranks, rank p (its place in the mesh, the last
-    dimension fastest) holds the tokens t ≡ p (mod P), as `layout.take_tokens(x, dim, "cyclic", p, P)` takes them;
+    dimension fastest) holds the tokens t ≡ p (mod P), as `token_layout.take_tokens(x, dim, "cyclic", p, P)` takes them;
     sequences are padded at the right to a multiple of P. Query head h reads key/value head h // (H / K). Any floating
     dtype; scores, softmax and sums over tiles and ranks are fp32 (fp64 for fp64), what travels is of q's dtype.
 
     mesh: dimensions "heads", "columns", "rows", of which any may be missing and others may stand around them;
         `rewriter.runtime.sequence_mesh` makes it. The exchange by heads comes first, then queries are gathered within a
         row, keys and values within a column. A mesh of one dimension is a column: keys and values are gathered alone.
-    causal: a query sees no later key. `window`: nor one that is `window` or more positions before it.
-    scale: factor of the scores; 1 / √D if not given.
-    length: tokens of the whole sequence without padding; P · S if not given. Padding gives 0 and no gradient.
     overlap: compute block by block while the next blocks are on their way (Alg. 4 to 11): as many bytes, less waiting.
-    first_valid: int64 [B]: the first positions of a row are padding too; see `length`. The same on all ranks.
-    segment_ids: int64 [B, length]: packed sequences, none of which sees another. The same on all ranks.
-    sinks: [H], equal on all ranks: logits that take probability and return nothing. Their gradient on a rank is its
-        part: sum it over ranks, as that of any parameter that they all hold.
-    quantized: a format as `rewriter.kernels.parse_format` reads it, "int8" or "int4-hadamard@64": keys and values
-        travel in it, and all ranks compute with the dequantized ones. Its block should divide D and E: each head's
-        vector is filled up to whole blocks.
+    options: `AttentionOptions`.
 
     Differentiable once, and under torch.compile(fullgraph=True). Backward keeps as many tokens as forward was given,
     nothing gathered, and sends and receives on all ranks: all must call it.
@@ -60,51 +70,23 @@ def attention2d(
     Raises RewriterError, before anything is sent, for heads that do not divide by the grid's, tensors that do not fit
     each other or `length`, a window without causal, and a format that does not exist.
     """
-    key = _key("attention2d", mesh, overlap, quantized)
-    mask = _mask("attention2d", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    return _attend("attention2d", "attention2d", q_BHSD, k_BKSD, v_BKSE, mesh, overlap, **options)
 
 
 def ring_attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mesh: DeviceMesh, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """Ring attention (arXiv 2310.01889) in the balanced zigzag layout; o [B, H, S, E] of own tokens.
 
     Keys and values go round the P ranks of a mesh of one dimension, while each attends over those that it has. Rank p
-    holds chunks p and 2P − 1 − p of 2P equal ones, as `layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
+    holds chunks p and 2P − 1 − p of 2P equal ones, as `token_layout.take_tokens(x, dim, "zigzag", p, P)` takes them;
     sequences are padded at the right to a multiple of 2P. Arguments, gradients and errors are those of `attention2d`.
     """
-    key = _key("ring", mesh, quantized=quantized)
-    mask = _mask("ring_attention", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    return _attend("ring", "ring_attention", q_BHSD, k_BKSD, v_BKSE, mesh, **options)
 
 
 def ulysses_attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    mesh: DeviceMesh,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    length: int | None = None,
-    window: int | None = None,
-    first_valid: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    sinks: Tensor | None = None,
-    quantized: str | None = None,
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, mesh: DeviceMesh, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """DeepSpeed Ulysses (arXiv 2309.14509): each of P ranks attends over all tokens with H / P heads; o [B, H, S, E].
 
@@ -112,42 +94,52 @@ def ulysses_attention(
     heads are then repeated on the wire. The mesh has one dimension; layout, arguments, gradients and errors are those
     of `attention2d`.
     """
-    key = _key("ulysses", mesh, quantized=quantized)
-    mask = _mask("ulysses_attention", causal, window)
-    return _attention(q_BHSD, k_BKSD, v_BKSE, key, mask, scale, length, first_valid, segment_ids, sinks)
+    return _attend("ulysses", "ulysses_attention", q_BHSD, k_BKSD, v_BKSE, mesh, **options)
+
+
+def _attend(
+    kind: SequenceKind,
+    name: str,
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSE: Tensor,
+    mesh: DeviceMesh,
+    overlap: bool = False,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    quantized: str | None = None,
+    **rest: Any,
+) -> Tensor:
+    key, mask = _key(kind, mesh, overlap, quantized), _mask(name, causal, window)
+    return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, **rest)
 
 
 @torch.compiler.assume_constant_result
-def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool = False, quantized: str | None = None) -> str:
+def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool, quantized: str | None) -> str:
     """The registered key; when compiling, found once while tracing."""
-    grid = _grid(mesh)
-    if kind == "ulysses" and grid.heads == grid.columns == 1:  # a mesh of one dimension without a name is a column
-        grid = dataclasses.replace(
-            grid,
-            heads=grid.rows,
-            head_index=grid.row,
-            by_heads=grid.in_column,
-            rows=1,
-            row=0,
-            plane=(dist.get_rank(),),
-            in_column=None,
-        )
+    found = _attention_mesh(mesh)
+    sizes = found.heads, found.rows, found.columns
+    by_heads = found.ranks, 1, 1
+    if sizes == (1, found.ranks, 1) and KINDS[kind].grid(found.ranks) == by_heads:  # one dimension without a name
+        found, sizes = found.of_heads(), by_heads
     try:
-        plan = SequencePlan(kind, (grid.heads, grid.rows, grid.columns), overlap, quantized)
+        plan = SequencePlan(kind, sizes, overlap, quantized)
     except ValueError as error:
         raise RewriterError(f"{kind}: {error}") from None
-    return register(plan, grid)
+    return register(plan, found)
 
 
-_grids: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
+_meshes: dict[int, tuple[weakref.ref[DeviceMesh], AttentionMesh]] = {}
 
 
-def _grid(mesh: DeviceMesh) -> Grid:
-    """`Grid.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every layer."""
+def _attention_mesh(mesh: DeviceMesh) -> AttentionMesh:
+    """`AttentionMesh.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every
+    layer."""
     place = id(mesh)  # not the mesh, which equals one that was made of other process groups
-    if place not in _grids:
-        _grids[place] = weakref.ref(mesh, lambda _: _grids.pop(place, None)), Grid.of(mesh)
-    return _grids[place][1]
+    if place not in _meshes:
+        _meshes[place] = weakref.ref(mesh, lambda _: _meshes.pop(place, None)), AttentionMesh.of(mesh)
+    return _meshes[place][1]
 
 
 def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:
@@ -158,29 +150,3 @@ def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:
     if window < 1:
         raise RewriterError(f"{name}: window={window}; expected at least 1, the query's own position")
     return MaskSpec("window", window)
-
-
-def _attention(
-    q_BHSD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSE: Tensor,
-    key: str,
-    mask: MaskSpec,
-    scale: float | None,
-    length: int | None,
-    first_valid: Tensor | None,
-    segment_ids: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    return sequence_attention(
-        q_BHSD,
-        k_BKSD,
-        v_BKSE,
-        key,
-        mask=mask,
-        scale=q_BHSD.shape[-1] ** -0.5 if scale is None else scale,
-        length=axis(key).plan.ranks * q_BHSD.shape[2] if length is None else length,
-        first_valid=first_valid,
-        segment_ids=segment_ids,
-        sinks=sinks,
-    )

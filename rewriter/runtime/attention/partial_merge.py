@@ -7,9 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rewriter.kernels import accumulation_dtype, merge
-
-__all__ = ["Merger", "accumulation_dtype", "add_part", "merge", "merge_in_turn", "merged", "unseen"]
+from rewriter.kernels import accumulation_dtype
 
 
 def unseen(q_BHSD: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:

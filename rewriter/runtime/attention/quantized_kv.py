@@ -18,7 +18,7 @@ from rewriter.kernels import Format, dequantize_vectors, quantize_vectors
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedKV:
     """`format`: of keys of `head_dim` and values of `value_dim` elements of `dtype`."""
 
     format: Format

@@ -6,7 +6,7 @@ sees, of what an earlier rank holds, the first chunk with both of its own, and o
 with its second: a full rectangle of equal area and one kernel call, at every step on every rank.
 
 In backward keys and values go round again, and behind them the sums of their gradients, in the accumulation dtype. A
-sum starts at the rank after the owner of its keys and takes P − 1 hops back to it, where the owner's part is added. Of
+sum starts at the rank after the owner of its keys and takes P − 1 steps back to it, where the owner's part is added. Of
 that part the owner computes one half at the start, while the first keys are on their way to it, the other at the end,
 while the sum is: nothing travels that no computation hides.
 
@@ -26,25 +26,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.attention_call import Call
+from rewriter.ops.token_layout import TokenRun, runs
+from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.partial_merge import Merger, unseen
-from rewriter.runtime.attention.ring_exchange import Line
-from rewriter.runtime.attention.tiles import Gradients, accumulation_dtype, tile_backward, tile_forward
-from rewriter.runtime.attention.token_runs import Run, zigzag
+from rewriter.runtime.attention.ring_exchange import RingExchange
+from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
 from rewriter.runtime.exchange import Tensors, Transfer, pack, unpack
 
 
 def forward(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: Call, sinks_H: Tensor | None = None
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(o_BHSE, lse_BHS, k_kept, v_kept); see `attention_call`. k and v are kept as they are."""
+    """(o_BHSE, lse_BHS, k_kept, v_kept) of `RankAttention`. k and v are kept as they are."""
     merger = Merger()
-    for source, arrived in _rounds((k_BKSD, v_BKSE), Line.column(call.grid)):
+    for source, arrived in _rounds((k_BKSD, v_BKSE), RingExchange.column(call.mesh)):
         k, v = call.opened(arrived)
-        if source == call.grid.row:  # the first of all
+        if source == call.mesh.row:  # the first of all
             merger.add(*unseen(q_BHSD, v))
         for tile in _tiles(call, source, q_BHSD.shape[2]):
             part = tile_forward(
@@ -56,16 +56,20 @@ def forward(
             if part is not None:
                 merger.add(*part, tile.rows)
         del arrived, k, v  # before the next but one set out
-    o, lse = merger.result()
-    o, lse = sink_logits.fold(o, lse, sinks_H)
-    return o.to(q_BHSD.dtype), lse, k_BKSD, v_BKSE
+    return *call.finished(*merger.result(), q_BHSD.dtype), k_BKSD, v_BKSE
 
 
 def backward(
-    do_BHSE: Tensor, q_BHSD: Tensor, k_kept: Tensor, v_kept: Tensor, o_BHSE: Tensor, lse_BHS: Tensor, call: Call
+    do_BHSE: Tensor,
+    q_BHSD: Tensor,
+    k_kept: Tensor,
+    v_kept: Tensor,
+    o_BHSE: Tensor,
+    lse_BHS: Tensor,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); see `rewriter.runtime.attention.attention_call`."""
-    line = Line.column(call.grid)
+    """(dq, dk, dv) of `RankAttention`."""
+    ring = RingExchange.column(call.mesh)
     queries = do_BHSE, q_BHSD, o_BHSE, lse_BHS
     dtype, sums = q_BHSD.dtype, accumulation_dtype(q_BHSD.dtype)
     dq = torch.zeros_like(q_BHSD, dtype=sums)
@@ -73,9 +77,9 @@ def backward(
     kv_heads = k_kept.shape[1]
     at_start, at_end = slice(0, -(-kv_heads // 2)), slice(-(-kv_heads // 2), kv_heads)
     coming: Transfer | None = None  # the sum that this rank is the next to add to
-    for source, arrived in _rounds((k_kept, v_kept), line):
+    for source, arrived in _rounds((k_kept, v_kept), ring):
         k, v = call.opened(arrived)
-        if source == line.place:
+        if source == ring.place:
             _add_gradients(queries, k, v, Gradients(dq, dk, dv), call, source, at_start)
             continue
         message = k.new_zeros(k.numel() + v.numel(), dtype=sums)
@@ -83,22 +87,22 @@ def backward(
         _add_gradients(queries, k, v, into, call, source, slice(0, kv_heads))
         if coming is not None:
             message += coming.wait()[0]
-        coming = line.shift(message, 1, "ring.dkv")
+        coming = ring.shift(message, 1, "ring.dkv")
         del arrived, k, v, message, into
-    _add_gradients(queries, *call.opened((k_kept, v_kept)), Gradients(dq, dk, dv), call, line.place, at_end)
+    _add_gradients(queries, *call.opened((k_kept, v_kept)), Gradients(dq, dk, dv), call, ring.place, at_end)
     if coming is not None:
         for total, part in zip((dk, dv), _views(coming.wait()[0], dk, dv), strict=True):
             total += part
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def _rounds(own: Tensors, line: Line) -> Iterator[tuple[int, Tensors]]:
+def _rounds(own: Tensors, ring: RingExchange) -> Iterator[tuple[int, Tensors]]:
     """(owner, its `own`) of every rank, this one first, then from its neighbour what that had before. The next ones are
     already on their way whenever some are given."""
-    message = pack(own) if line.size > 1 else own[0]
-    for step in range(line.size):
-        coming = line.shift(message, 1, "ring.kv") if step + 1 < line.size else None
-        yield (line.place - step) % line.size, own if step == 0 else unpack(message, own)
+    message = pack(own) if ring.size > 1 else own[0]
+    for step in range(ring.size):
+        coming = ring.shift(message, 1, "ring.kv") if step + 1 < ring.size else None
+        yield (ring.place - step) % ring.size, own if step == 0 else unpack(message, own)
         if coming is not None:
             (message,) = coming.wait()
 
@@ -110,7 +114,7 @@ def _views(message: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def _add_gradients(
-    queries: Tensors, k: Tensor, v: Tensor, into: Gradients, call: Call, source: int, kv_heads: slice
+    queries: Tensors, k: Tensor, v: Tensor, into: Gradients, call: AttentionCall, source: int, kv_heads: slice
 ) -> None:
     """Add what the queries (do, q, o, lse) that read `kv_heads` give with the keys of rank `source`."""
     group = into.dq.shape[1] // k.shape[1]
@@ -130,15 +134,15 @@ class _Tile:
 
     rows: slice
     columns: slice
-    queries: Run
-    keys: Run
+    queries: TokenRun
+    keys: TokenRun
     seen: Visibility
 
 
-def _tiles(call: Call, source: int, count: int) -> Iterator[_Tile]:
+def _tiles(call: AttentionCall, source: int, count: int) -> Iterator[_Tile]:
     """The tiles that the keys of rank `source` give with this rank's `count` queries, none of them certainly empty."""
-    place, ranks, seen = call.grid.row, call.grid.rows, call.seen
-    mine, theirs = (zigzag(rank, ranks, count * ranks) for rank in (place, source))
+    place, ranks, seen = call.mesh.row, call.mesh.rows, call.seen
+    mine, theirs = (runs("zigzag", rank, ranks, count * ranks) for rank in (place, source))
     chunks = slice(0, count // 2), slice(count // 2, count)
     if not seen.simple:
         for rows, queries in zip(chunks, mine, strict=True):
@@ -148,13 +152,13 @@ def _tiles(call: Call, source: int, count: int) -> Iterator[_Tile]:
         return
     # Only the order of positions matters, and local tokens are in order: indices stand for positions. Padding is the
     # last of all tokens, hence the last of a rank's, and is cut off.
-    real, theirs_real = (sum(run.below(seen.length).count for run in runs) for runs in (mine, theirs))
+    real, theirs_real = (sum(run.below(seen.length).count for run in held) for held in (mine, theirs))
     rows, columns = slice(0, real), slice(0, theirs_real)
     if seen.causal and source < place:
         columns = slice(0, min(theirs_real, count // 2))
     elif seen.causal and source > place:
         rows = slice(count // 2, real)
     if rows.start < rows.stop and columns.stop > 0:
-        queries, keys = Run(0, 1, rows.stop - rows.start), Run(0, 1, columns.stop)
+        queries, keys = TokenRun(0, 1, rows.stop - rows.start), TokenRun(0, 1, columns.stop)
         spec = MaskSpec("causal" if seen.causal and source == place else "bidirectional")
         yield _Tile(rows, columns, queries, keys, Visibility(spec, max(queries.count, keys.count)))

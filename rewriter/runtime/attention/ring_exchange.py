@@ -2,7 +2,7 @@
 
 All of them run the same program and start the same shifts in the same order, so that messages of one pair are received
 in the order in which they are sent: neither gloo, which matches messages of a pair by their order, nor NCCL, which runs
-those of one group in their order, can mix them up, whatever the ranks' delays.
+those of one group in their order, can mix them up, for any delays of ranks.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime.attention.mesh import Grid
+from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.exchange import Tensors, Transfer, exchange_start, pack, unpack
 
 
 @dataclass(frozen=True)
-class Line:
-    """`members` are global ranks in their order along the line, whose ends are neighbours; `place` is this rank's."""
+class RingExchange:
+    """`members` are global ranks in their order around the ring; `place` is this rank's."""
 
     members: tuple[int, ...]
     place: int
     group: ProcessGroup | None
 
     @classmethod
-    def row(cls, grid: Grid) -> Line:
-        """The ranks of this row of the grid, by column."""
-        return cls(grid.plane[grid.row :: grid.rows], grid.column, grid.in_row)
+    def row(cls, mesh: AttentionMesh) -> RingExchange:
+        """The ranks of this row of the mesh, by column."""
+        return cls(mesh.members[mesh.row :: mesh.rows], mesh.column, mesh.in_row)
 
     @classmethod
-    def column(cls, grid: Grid) -> Line:
-        """The ranks of this column of the grid, by row."""
-        first = grid.rows * grid.column
-        return cls(grid.plane[first : first + grid.rows], grid.row, grid.in_column)
+    def column(cls, mesh: AttentionMesh) -> RingExchange:
+        """The ranks of this column of the mesh, by row."""
+        first = mesh.rows * mesh.column
+        return cls(mesh.members[first : first + mesh.rows], mesh.row, mesh.in_column)
 
     @property
     def size(self) -> int:
@@ -79,8 +79,8 @@ class Line:
 class Returns:
     """Finished parts on their way to their owners, one at a time; `add(*tensors)` takes in each that arrives here."""
 
-    def __init__(self, line: Line, name: str, add: Callable[..., object]) -> None:
-        self.line, self.name, self.add = line, name, add
+    def __init__(self, ring: RingExchange, name: str, add: Callable[..., object]) -> None:
+        self.ring, self.name, self.add = ring, name, add
         self.pending: tuple[Transfer, Tensors] | None = None
 
     def send(self, parts: Tensors, dtypes: Sequence[torch.dtype], places: int) -> None:
@@ -91,7 +91,7 @@ class Returns:
         message = pack(parts, dtypes)
         del parts  # wider sums are let go before what arrives is added
         self.finish()
-        self.pending = self.line.shift(message, places, self.name), like
+        self.pending = self.ring.shift(message, places, self.name), like
 
     def finish(self) -> None:
         """Wait for the message under way, if there is one, and take it in."""

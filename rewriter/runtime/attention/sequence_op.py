@@ -1,118 +1,37 @@
 """Attention over the tokens of all ranks of a sequence axis as one operator of torch: `rewriter::sequence_attention`.
 
-Exchange of heads, attention in the plane, exchange back; where the plan quantizes keys and values, that comes first.
-The operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
+Exchange of heads, the plan's algorithm, exchange back; where the plan quantizes keys and values, that comes first. The
+operator has a fake and a gradient, so that torch.compile sees one node; it finds its process groups by a string,
 `register`ed before. Saved for backward are q, k, v, o and lse of as many tokens as a rank holds (after the exchange of
 heads; keys and values where Alg. 1, line 1 of arXiv 2503.15758 moves them, quantized if they travel so), and the sinks.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import astuple
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import Format, parse_format, vector_bytes
-from rewriter.ops import MaskKind, MaskSpec, SequencePlan
-from rewriter.runtime.attention import attention2d, attention2d_overlap, heads, ring, token_runs
+from rewriter.kernels import accumulation_dtype, vector_bytes
+from rewriter.ops import MaskSpec, SequencePlan
+from rewriter.runtime.attention import heads
 from rewriter.runtime.attention import sinks as sink_logits
-from rewriter.runtime.attention.attention_call import Call
-from rewriter.runtime.attention.autocast import in_autocast_dtype
-from rewriter.runtime.attention.local import check_kernels
-from rewriter.runtime.attention.mesh import Grid
-from rewriter.runtime.attention.quantized_kv import Quantized
-from rewriter.runtime.attention.tiles import accumulation_dtype
+from rewriter.runtime.attention.algorithms import AttentionAxis, axis
+from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
+from rewriter.runtime.attention.mesh import AttentionMesh
+from rewriter.runtime.attention.quantized_kv import QuantizedKV
 from rewriter.runtime.attention.visibility import Visibility
 from rewriter.runtime.interruption import messages_under_way
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A rank's place on a sequence axis, and the algorithm that runs on it."""
-
-    grid: Grid
-    plan: SequencePlan
-    format: Format | None  # of keys and values on the wire
-
-    def quantized(self, k_BKSD: Tensor, v_BKSE: Tensor) -> Quantized | None:
-        """How these keys and values travel; None where exactly. Alike on all ranks, which hold equally many tokens."""
-        if self.format is None or (self.plan.min_bytes and k_BKSD.nbytes + v_BKSE.nbytes < self.plan.min_bytes):
-            return None
-        return Quantized(self.format, k_BKSD.shape[3], v_BKSE.shape[3], k_BKSD.dtype)
-
-    @property
-    def algorithm(self) -> ModuleType:
-        if self.plan.kind == "ring":
-            return ring
-        if self.plan.overlap and self.grid.rows * self.grid.columns > 1:
-            return attention2d_overlap
-        return attention2d
-
-    @property
-    def exchanges_heads(self) -> bool:
-        return self.grid.heads > 1
-
-    @property
-    def moves_keys(self) -> bool:
-        """Whether some rank's keys move before they are gathered. The same on all ranks, so that their graphs are."""
-        return self.plan.kind != "ring" and self.grid.rows > 1 and self.grid.columns > 1
-
-
-_axes: dict[str, Axis] = {}
-
-
-def register(plan: SequencePlan, grid: Grid) -> str:
-    """The key by which `sequence_attention` finds the axis.
-
-    The same plan on the same ranks has the same key, in every run, so that compiled graphs can be cached; its groups
-    are those of the last registration. Raises RewriterError for a grid of other sizes than the plan's, and for a format
-    that does not exist.
-    """
-    sizes = grid.heads, grid.rows, grid.columns
-    if sizes != plan.grid:
-        raise RewriterError(
-            f"{plan}: the mesh is a grid of {list(sizes)} (heads, rows, columns). Make it with "
-            f"sequence_mesh(device, {plan.grid})"
-        )
-    try:
-        format = None if plan.quantized is None else parse_format(plan.quantized)
-    except ValueError as error:
-        raise RewriterError(f"{plan}: {error}") from None
-    by_heads = (grid.rank,) if grid.by_heads is None else tuple(dist.get_process_group_ranks(grid.by_heads))
-    place = f"{grid.head_index} {grid.row} {grid.column} {by_heads} {grid.plane}"
-    key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
-    if grid.in_plane is not None and key not in _axes:
-        _connect(grid.in_plane)
-    _axes[key] = Axis(grid, plan, format)
-    return key
-
-
-def _connect(group: ProcessGroup) -> None:
-    """NCCL connects a group in its first call, in which all ranks must take part: where keys and values change places,
-    those whose own stay send nothing."""
-    if dist.get_backend(group) == "nccl":
-        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-
-
-def axis(key: str) -> Axis:
-    """What was registered under `key`."""
-    if key not in _axes:
-        raise RewriterError(f"sequence axis {key!r} is not registered in this process: call register first")
-    return _axes[key]
-
 
 # --- what can be attended, said before anything is sent ---
 
 
 def check(
-    axis: Axis,
+    axis: AttentionAxis,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -134,18 +53,18 @@ def check(
         raise RewriterError(f"{name}: q {q.dtype}, k {k.dtype}, v {v.dtype}; expected one floating dtype")
     check_kernels(q)
     check_heads(axis.plan, q.shape[1], k.shape[1])
-    local = token_runs.padded(length, axis.plan.multiple) // axis.plan.ranks
+    local = axis.plan.local_tokens(length)
     if q.shape[2] != local:
         raise RewriterError(
             f"{name}: {length} tokens on {axis.plan.ranks} ranks are {local} on each, padding included, but q has "
-            f"{q.shape[2]}. Shard with rewriter.runtime.attention.token_runs.take_tokens, which pads"
+            f"{q.shape[2]}. Shard with rewriter.ops.token_layout.take_tokens, which pads"
         )
     batch = q.shape[0]
     if first_valid is not None and first_valid.shape != (batch,):
         raise RewriterError(f"{name}: first_valid {list(first_valid.shape)}; expected one position a row, [{batch}]")
     if segments is not None and segments.shape != (batch, length):
         raise RewriterError(
-            f"{name}: segment_ids {list(segments.shape)}; expected those of the whole sequence, [{batch}, {length}], "
+            f"{name}: segment_ids {list(segments.shape)}; expected those of the full sequence, [{batch}, {length}], "
             "on every rank"
         )
     if sinks is not None and sinks.shape != (q.shape[1],):
@@ -153,7 +72,7 @@ def check(
 
 
 def check_heads(plan: SequencePlan, query: int, kv: int) -> None:
-    """Raises RewriterError unless `query` heads share `kv` ones evenly and both can be dealt to the plan's heads axis.
+    """Raises RewriterError unless `query` heads share `kv` ones evenly and the plan's heads axis can shard both.
 
     Key/value heads may also be fewer than that axis is long, if they divide it: they are repeated.
     """
@@ -181,8 +100,8 @@ def sequence_attention(
     key: str,
     *,
     mask: MaskSpec,
-    scale: float,
-    length: int,
+    scale: float | None = None,
+    length: int | None = None,
     first_valid: Tensor | None = None,
     segment_ids: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -192,8 +111,10 @@ def sequence_attention(
     q, k and v are those of the S tokens that this rank holds under the plan that `register` returned `key` for; see
     `attention2d` for the other arguments, the gradients and the errors.
     """
+    scale = q_BHSD.shape[-1] ** -0.5 if scale is None else scale
+    length = axis(key).plan.ranks * q_BHSD.shape[2] if length is None else length
     q, k, v = in_autocast_dtype(q_BHSD, k_BKSD, v_BKSE)
-    found: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, mask.kind, mask.size, scale, length)[0]
+    found: Tensor = _forward(q, k, v, first_valid, segment_ids, sinks, key, *astuple(mask), scale, length)[0]
     return found
 
 
@@ -214,45 +135,32 @@ def _forward(
     """(o, lse, then q, k, v, o as backward wants them: empty where they are the operator's own arguments or result)."""
     where = axis(key)
     check(where, q, k, v, length, first_valid, segments, sinks)
-    quantized = where.quantized(k, v)
-    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale, quantized)
-    nothing = q.new_empty(0)
+    quantized, nothing = where.quantized(k, v), q.new_empty(0)
+    seen = _seen(kind, size, length, first_valid, segments)
+    call = AttentionCall(where.mesh, seen, scale, quantized, None if sinks is None else _own_sinks(sinks, where.mesh))
     if quantized is not None:
         k, v = quantized.closed(k, v)
     with messages_under_way("sequence attention"):
-        if not where.exchanges_heads:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            o, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, sinks)
-            if not where.moves_keys and quantized is None:
-                return o, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
-            if k_kept is k and quantized is None:  # results must not share memory with arguments
-                k_kept, v_kept = k.clone(), v.clone()
-            return o, lse, nothing, k_kept, v_kept, nothing.clone()
-        grid = where.grid
-        q, k, v = heads.to_heads([q, k, v], grid, "heads.qkv")
-        own_sinks = None if sinks is None else _own_sinks(sinks, grid)
-        o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call, own_sinks)
-        (o,) = heads.to_tokens([o_kept], grid, "heads.o")
-        return o, lse, q, k_kept, v_kept, o_kept
+        if where.exchanges_heads:
+            q, k, v = heads.to_heads([q, k, v], where.mesh, "heads.qkv")
+            o_kept, lse, k_kept, v_kept = where.algorithm.forward(q, k, v, call)
+            (o,) = heads.to_tokens([o_kept], where.mesh, "heads.o")
+            return o, lse, q, k_kept, v_kept, o_kept
+        k = k.contiguous()
+        o, lse, k_kept, v_kept = where.algorithm.forward(q.contiguous(), k, v.contiguous(), call)
+        if not where.moves_keys and quantized is None:
+            k_kept, v_kept = nothing.clone(), nothing.clone()
+        elif k_kept is k and quantized is None:  # results must not share memory with arguments
+            k_kept, v_kept = k_kept.clone(), v_kept.clone()
+        return o, lse, nothing, k_kept, v_kept, nothing.clone()
 
 
 @_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first_valid: Tensor | None,
-    segments: Tensor | None,
-    sinks: Tensor | None,
-    key: str,
-    kind: str,
-    size: int | None,
-    scale: float,
-    length: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    first_valid, segments, sinks, key, *_, length = rest
     where = axis(key)
     check(where, q, k, v, length, first_valid, segments, sinks)
-    h, (batch, query_heads, tokens, _) = where.grid.heads, q.shape
+    h, (batch, query_heads, tokens, _) = where.mesh.heads, q.shape
     kv_heads = max(k.shape[1] // h, 1)
     o = q.new_empty(batch, query_heads, tokens, v.shape[3])
     lse = q.new_empty(batch, query_heads // h, tokens * h, dtype=accumulation_dtype(q.dtype))
@@ -291,44 +199,28 @@ def _backward(
     where = axis(key)
     quantized = None
     if k.dtype == torch.uint8 and where.format is not None:
-        quantized = Quantized(where.format, q.shape[3], do.shape[3], q.dtype)
-    call = Call(where.grid, _seen(kind, size, length, first_valid, segments), scale, quantized)
+        quantized = QuantizedKV(where.format, q.shape[3], do.shape[3], q.dtype)
+    call = AttentionCall(where.mesh, _seen(kind, size, length, first_valid, segments), scale, quantized)
     with messages_under_way("sequence attention"):
-        (do,) = heads.to_heads([do.contiguous()], where.grid, "heads.do")
+        (do,) = heads.to_heads([do.contiguous()], where.mesh, "heads.do")
         dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
         dsinks = q.new_empty(0)
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)
-            own = _own_sinks(sinks, where.grid)
-            _own_sinks(dsinks, where.grid).copy_(sink_logits.gradient(do, o, lse, own))
+            own = _own_sinks(sinks, where.mesh)
+            _own_sinks(dsinks, where.mesh).copy_(sink_logits.gradient(do, o, lse, own))
         if where.exchanges_heads:
-            dq, dk, dv = heads.to_tokens([dq, dk, dv], where.grid, "heads.dqkv")
+            dq, dk, dv = heads.to_tokens([dq, dk, dv], where.mesh, "heads.dqkv")
             dk, dv = (heads.summed_copies(x, kv_heads) for x in (dk, dv))
         return dq, dk, dv, dsinks
 
 
 @_backward.register_fake
-def _(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    first_valid: Tensor | None,
-    segments: Tensor | None,
-    sinks: Tensor | None,
-    key: str,
-    kind: str,
-    size: int | None,
-    scale: float,
-    length: int,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, query_heads, tokens, _ = do.shape
-    shape = batch, query_heads, tokens
-    dk, dv = (q.new_empty(batch, kv_heads, tokens, x.shape[3]) for x in (q, do))
-    return do.new_empty(*shape, q.shape[3]), dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+def _(do: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks, kv_heads = rest[6], rest[-1]
+    dk, dv = (q.new_empty(do.shape[0], kv_heads, do.shape[2], x.shape[3]) for x in (q, do))
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return do.new_empty(*do.shape[:3], q.shape[3]), dk, dv, dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -366,11 +258,9 @@ def _second_gradient(ctx: Any, *_: Any) -> tuple[None, ...]:
 _backward.register_autograd(_second_gradient)
 
 
-def _seen(
-    kind: MaskKind | str, size: int | None, length: int, first_valid: Tensor | None, segments: Tensor | None
-) -> Visibility:
+def _seen(kind: str, size: int | None, length: int, first_valid: Tensor | None, segments: Tensor | None) -> Visibility:
     return Visibility(MaskSpec(kind, size), length, first_valid, segments)  # type: ignore[arg-type]
 
 
-def _own_sinks(sinks_H: Tensor, grid: Grid) -> Tensor:
-    return heads.own_heads(sinks_H[None], grid.head_index, grid.heads)[0]
+def _own_sinks(sinks_H: Tensor, mesh: AttentionMesh) -> Tensor:
+    return heads.own_heads(sinks_H[None], mesh.head_index, mesh.heads)[0]

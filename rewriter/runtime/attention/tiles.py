@@ -1,4 +1,4 @@
-"""Attention of a run of queries over a run of keys: one tile of the scores of a sequence that lies on many ranks.
+"""Attention of a run of queries over a run of keys: one tile of the scores of a sequence that is sharded.
 
 Under a causal mask, queries at positions s + a·σ and keys at t + b·τ (arithmetic progressions) are split by
 L = lcm(σ, τ) into classes of step L. A query class at s_u + a·L sees of a key class at t_w + b·L the keys with
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rewriter.kernels import accumulation_dtype
+from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
-from rewriter.runtime.attention.partial_merge import accumulation_dtype, add_part, merged
-from rewriter.runtime.attention.token_runs import Run
+from rewriter.runtime.attention.partial_merge import add_part, merged
 from rewriter.runtime.attention.visibility import Visibility
-
-__all__ = ["Gradients", "accumulation_dtype", "tile_backward", "tile_forward"]
 
 _MASK_ELEMENTS = 1 << 22  # of one block's mask
 _LEAST_BLOCK = 128  # queries: smaller blocks make kernels slow
@@ -54,8 +53,8 @@ def tile_forward(
     q_BHSD: Tensor,
     k_BKTD: Tensor,
     v_BKTE: Tensor,
-    queries: Run,
-    keys: Run,
+    queries: TokenRun,
+    keys: TokenRun,
     seen: Visibility,
     scale: float,
 ) -> tuple[Tensor, Tensor] | None:
@@ -91,8 +90,8 @@ def tile_backward(
     v_BKTE: Tensor,
     o_BHSE: Tensor,
     lse_BHS: Tensor,
-    queries: Run,
-    keys: Run,
+    queries: TokenRun,
+    keys: TokenRun,
     seen: Visibility,
     scale: float,
     into: Gradients,
@@ -100,7 +99,7 @@ def tile_backward(
     """Add this tile's part of the gradients to `into`.
 
     o and lse are those over *all* keys, not of this tile: then the gradients of tiles add up (the paper's section 3.1).
-    Rows with lse = −inf, which no key on any rank is visible to, get no gradient, whatever `do` is there.
+    Rows with lse = −inf, which no key on any rank is visible to, get no gradient, for any `do`.
     """
     if seen.none(queries, keys):
         return
@@ -124,25 +123,25 @@ def tile_backward(
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, queries: Run, keys: Run, seen: Visibility, scale: float, piece: _Piece
+    q: Tensor, k: Tensor, v: Tensor, queries: TokenRun, keys: TokenRun, seen: Visibility, scale: float, piece: _Piece
 ) -> tuple[Tensor, Tensor]:
     mask = _mask(piece, queries, keys, seen, q.device)
     rows, columns = piece.rows, piece.columns
     return kernel_forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, piece.causal, scale)
 
 
-def _mask(piece: _Piece, queries: Run, keys: Run, seen: Visibility, device: torch.device) -> Tensor | None:
+def _mask(piece: _Piece, queries: TokenRun, keys: TokenRun, seen: Visibility, device: torch.device) -> Tensor | None:
     if not piece.masked:
         return None
     return seen.seen(_part(queries, piece.rows), _part(keys, piece.columns), device)
 
 
-def _part(run: Run, part: slice) -> Run:
+def _part(run: TokenRun, part: slice) -> TokenRun:
     """The positions of contiguous indices of `run`."""
-    return Run(run.start + part.start * run.step, run.step, part.stop - part.start)
+    return TokenRun(run.start + part.start * run.step, run.step, part.stop - part.start)
 
 
-def _pieces(queries: Run, keys: Run, seen: Visibility, batch: int) -> Iterator[_Piece]:
+def _pieces(queries: TokenRun, keys: TokenRun, seen: Visibility, batch: int) -> Iterator[_Piece]:
     """Kernel calls that together cover what `seen` shows of the tile. Padding, a suffix of a run, is left out."""
     queries, keys = queries.below(seen.length), keys.below(seen.length)
     if not seen.simple:
@@ -153,12 +152,12 @@ def _pieces(queries: Run, keys: Run, seen: Visibility, batch: int) -> Iterator[_
         yield from _classes(queries, keys)
 
 
-def _blocks(queries: Run, keys: Run, seen: Visibility, batch: int) -> Iterator[_Piece]:
+def _blocks(queries: TokenRun, keys: TokenRun, seen: Visibility, batch: int) -> Iterator[_Piece]:
     """Blocks of queries with a mask, over the keys that any of them may see."""
     span = seen.span(queries, keys)
     most = _MASK_ELEMENTS // (batch * (span.stop - span.start))
-    if seen.spec.size is not None:  # a block of a window's length sees two windows: more would compute what none sees
-        most = min(most, seen.spec.size // queries.step)
+    if seen.spec.reach is not None:  # a block of a window's length sees two windows: more would compute what none sees
+        most = min(most, seen.spec.reach // queries.step)
     size = max(_LEAST_BLOCK, most)
     for start in range(0, queries.count, size):
         rows = slice(start, min(start + size, queries.count), 1)
@@ -167,7 +166,7 @@ def _blocks(queries: Run, keys: Run, seen: Visibility, batch: int) -> Iterator[_
             yield _Piece(rows, columns, masked=True)
 
 
-def _classes(queries: Run, keys: Run) -> Iterator[_Piece]:
+def _classes(queries: TokenRun, keys: TokenRun) -> Iterator[_Piece]:
     """The causal tile, split into classes of equal steps and these into rectangles and squares."""
     step = math.lcm(queries.step, keys.step)
     row_step, column_step = step // queries.step, step // keys.step

@@ -1,5 +1,5 @@
 """Which keys a query sees when both are runs of positions of one global sequence: the mask, padding at either end, and
-packed sequences. Masks are made tile by tile, never for the whole sequence."""
+packed sequences. Masks are made tile by tile, never for the full sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.token_runs import Run
+from rewriter.ops.token_layout import TokenRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,41 +38,35 @@ class Visibility:
         if self.segments is not None and (self.segments.dim() != 2 or self.segments.shape[1] != self.length):
             raise RewriterError(
                 f"segment ids of shape {list(self.segments.shape)}: expected [B, {self.length}], one per token of the "
-                "whole sequence, on every rank"
+                "full sequence, on every rank"
             )
 
     @property
     def causal(self) -> bool:
         """No query sees a later key."""
-        return self.spec.kind != "bidirectional"
+        return self.spec.causal
 
     @property
     def simple(self) -> bool:
         """Causal or bidirectional and nothing else: kernels without a mask suffice."""
-        unbounded = self.spec.size is None or self.spec.size >= self.length
-        return unbounded and self.first_valid is None and self.segments is None
+        return self.spec.unbounded(self.length) and self.first_valid is None and self.segments is None
 
-    def span(self, queries: Run, keys: Run) -> slice:
+    def span(self, queries: TokenRun, keys: TokenRun) -> slice:
         """Indices of `keys` outside which no query of `queries` sees any: a bound from positions alone."""
         queries, keys = queries.below(self.length), keys.below(self.length)
         if queries.count == 0:
             return slice(0, 0)
-        start, stop, size = 0, keys.count, self.spec.size
-        if self.causal:
-            stop = keys.below(queries.last + 1).count
-        if size is not None:
-            first = queries.start - size + 1
-            if self.spec.kind == "chunk" and self.first_valid is None and self.segments is None:
-                first = queries.start - queries.start % size
-            start = keys.below(first).count
+        stop = keys.below(queries.last + 1).count if self.causal else keys.count
+        aligned = self.first_valid is None and self.segments is None
+        start = keys.below(self.spec.first_key(queries.start, aligned)).count
         return slice(start, max(start, stop))
 
-    def none(self, queries: Run, keys: Run) -> bool:
+    def none(self, queries: TokenRun, keys: TokenRun) -> bool:
         """Certainly no query sees a key, so that the tile can be left out."""
         span = self.span(queries, keys)
         return span.start == span.stop
 
-    def seen(self, queries: Run, keys: Run, device: torch.device | str = "cpu") -> Tensor:
+    def seen(self, queries: TokenRun, keys: TokenRun, device: torch.device | str = "cpu") -> Tensor:
         """Boolean [B or 1, 1, queries, keys]."""
         s, t = queries.positions(device)[None], keys.positions(device)[None]  # [1, queries], [1, keys]
         s_origin, t_origin = self._origin(s), self._origin(t)
@@ -93,7 +87,7 @@ class Visibility:
         Windows and causality compare positions, which an origin does not change; within a chunk mask it is the same for
         a query and the keys it may see unless they are of other segments.
         """
-        if self.spec.kind != "chunk":
+        if not self.spec.shifts:
             return 0
         origin: Tensor | int = 0
         if self.segments is not None:

@@ -35,7 +35,7 @@ from rewriter.runtime.quantized.launch import (
     check,
     reduce_scatter_start,
 )
-from rewriter.runtime.quantized.schedules import hops_of
+from rewriter.runtime.quantized.schedules import step_formats
 from rewriter.runtime.quantized.topology import by_key, topology_key, topology_of
 
 
@@ -104,8 +104,8 @@ def quantized_all_to_all(
     """Part r of `x` along `split_dim`, whose size divides by the ranks, goes to rank r; the parts that arrive follow
     each other along `concat_dim` in rank order. The own part is not quantized."""
     _check_dims(x, "quantized_all_to_all", name, split_dim, concat_dim)
-    dealt: Tensor = _all_to_all(x, topology_key(mesh_or_group), str(format), split_dim, concat_dim, name)
-    return dealt
+    exchanged: Tensor = _all_to_all(x, topology_key(mesh_or_group), str(format), split_dim, concat_dim, name)
+    return exchanged
 
 
 def _check_dims(x: Tensor, function: str, name: str, *dims: int) -> None:
@@ -126,8 +126,8 @@ def quantized_all_reduce_start(
     """Begin `quantized_all_reduce`; `all_reduce_wait` gives the sum.
 
     Unlike the exact `all_reduce_start` it does not sum in place: x is kept, and must not be written, until the sum has
-    been waited for. All messages of the collective go out meanwhile: on CUDA from a stream of its own, on CPU from a
-    thread of its own, which quantizes and sums there, and which uses process groups of its own. All ranks start their
+    been waited for. All messages of the collective go out meanwhile: on CUDA from its own stream, on CPU from its own
+    thread, which quantizes and sums there and uses its own process groups. All ranks start their
     collectives in the same order. Not for compiled graphs: start and wait stand between them.
     """
     topology = topology_of(mesh_or_group)
@@ -146,7 +146,7 @@ def _check(x: Tensor, key: str, format: str, what: str) -> int:
     """Number of ranks. Raises RewriterError for dtypes and formats, while tracing too."""
     topology = by_key(key)
     check(x, what)
-    hops_of(format, topology, what)
+    step_formats(format, topology, what)
     return topology.ranks
 
 

@@ -5,7 +5,7 @@ all of it, on the current stream. Otherwise all messages go out while the caller
 
 P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node), made once for each;
 an axis of one rank sends nothing, and where there is one rank all is exact. Formats are names
-(`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two hops. bf16, fp16 and fp32; sums are fp32.
+(`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two steps. bf16, fp16 and fp32; sums are fp32.
 
 With `seed`, an int that all ranks give alike and that no two calls share, messages are dithered, so that the error has
 the mean 0 over seeds and ranks; without, they are rounded to the nearest. What is given must not be written until the
@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, slice_length
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.quantized import schedule_worker
-from rewriter.runtime.quantized import schedules as programs
-from rewriter.runtime.quantized.schedule_worker import Program
-from rewriter.runtime.quantized.schedules import Hops, Seeds, chunks, hops_of
+from rewriter.runtime.quantized import schedule_worker, schedules
+from rewriter.runtime.quantized.schedule_worker import Schedule
+from rewriter.runtime.quantized.schedules import MessageSeeds, StepFormats, chunks, step_formats
 from rewriter.runtime.quantized.topology import Topology, background, topology_of
 
 MeshOrGroup = Topology | DeviceMesh | ProcessGroup | None
@@ -50,8 +49,8 @@ def reduce_scatter_start(
     """y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in `dtype`
     (x's by default).
 
-    Quantized once per hop; one's own part of each sum is exact. Any N: blocks are padded inside. stages: parts of each
-    slice that follow each other, the second hop of one while the first of the next is on its way (ZeRO++, Alg. 2).
+    Quantized once per step; one's own part of each sum is exact. Any N: blocks are padded inside. stages: parts of each
+    slice that follow each other, the second step of one while the first of the next is on its way (ZeRO++, Alg. 2).
 
     Raises RewriterError for shapes that do not divide by P, other dtypes and formats, and meshes of more dimensions.
     """
@@ -59,12 +58,12 @@ def reduce_scatter_start(
     check(x_PN, what)
     x_PN = _rows(x_PN, where.ranks, what)
     y_N = x_PN.new_empty(x_PN.shape[1], dtype=x_PN.dtype if dtype is None else dtype)
-    formats_of = hops_of(formats, where, what)
+    formats_of = step_formats(formats, where, what)
     if where.ranks == 1:
         return _there(y_N.copy_(x_PN[0].to(torch.float32) * factor))
 
-    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
-        return programs.reduce_scatter(x_PN[:, part], y_N[part], factor, where, formats_of, seeds, name)
+    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
+        return schedules.reduce_scatter(x_PN[:, part], y_N[part], factor, where, formats_of, seeds, name)
 
     return _start(chunk, 1, x_PN, y_N, where, formats_of, seed, stages, wait)
 
@@ -84,7 +83,7 @@ def all_gather_start(
     """x_PN [P, N] in `dtype`: what each rank's payload of its x [N] says, the own one's too, so that all
     ranks hold equal bits. In `out` [P, N] (or flat), of which x may be a part, where it is given.
 
-    Quantized once: with two hops, payloads go between nodes first, in the second format, and are passed on inside the
+    Quantized once: with two steps, payloads go between nodes first, in the second format, and are passed on inside the
     node as they are. Raises RewriterError as `reduce_scatter_start`.
     """
     where, what = topology_of(topology), _called("all_gather", name)
@@ -98,13 +97,13 @@ def all_gather_start(
             f"{x_N.shape[0]} elements"
         )
     x_PN = out.view(where.ranks, x_N.shape[0])
-    formats_of = hops_of(format, where, what)
+    formats_of = step_formats(format, where, what)
     if where.ranks == 1:
         x_PN[0].copy_(x_N)
         return _there(x_PN)
 
-    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
-        return programs.all_gather(x_N[part], x_PN[:, part], where, formats_of, seeds, name)
+    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
+        return schedules.all_gather(x_N[part], x_PN[:, part], where, formats_of, seeds, name)
 
     return _start(chunk, 1, x_N, x_PN, where, formats_of, seed, stages, wait)
 
@@ -121,12 +120,12 @@ def all_reduce_start(
 ) -> Transfer:
     """A new tensor, contiguous, of x's shape and dtype: the sum over ranks, equal bits on all of them.
 
-    A reduce-scatter whose sums are quantized once more, in the last hop's format, and gathered. x is padded with zeros
+    A reduce-scatter whose sums are quantized once more, in the last step's format, and gathered. x is padded with zeros
     to `slice_length(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
     """
     where, what = topology_of(topology), _called("all_reduce", name)
     check(x, what)
-    formats_of = hops_of(formats, where, what)
+    formats_of = step_formats(formats, where, what)
     if where.ranks == 1 or x.numel() == 0:
         return _there(x.clone(memory_format=torch.contiguous_format))
     size = slice_length(x.numel(), where.ranks, formats)
@@ -137,8 +136,8 @@ def all_reduce_start(
     x_PN = x_PN.view(where.ranks, size)
     y_PN = torch.empty_like(x_PN)
 
-    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
-        return programs.all_reduce(x_PN[:, part], y_PN[:, part], where, formats_of, seeds, name)
+    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
+        return schedules.all_reduce(x_PN[:, part], y_PN[:, part], where, formats_of, seeds, name)
 
     transfer = _start(chunk, 2, x_PN, y_PN, where, formats_of, seed, stages, wait)
     return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
@@ -149,19 +148,19 @@ def all_to_all_start(
 ) -> Transfer:
     """y_PN [P, N]: row r of x [P, N] (or flat) went to rank r, and row r of y came from it.
 
-    Quantized once, to the nearest; one's own row is given back as it is. With two hops, what is for other nodes goes
+    Quantized once, to the nearest; one's own row is given back as it is. With two steps, what is for other nodes goes
     through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
     """
     where, what = topology_of(topology), _called("all_to_all", name)
     check(x_PN, what)
     x_PN = _rows(x_PN, where.ranks, what)
     y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
-    formats_of = hops_of(formats, where, what)
+    formats_of = step_formats(formats, where, what)
     if where.ranks == 1:
         return _there(y_PN.copy_(x_PN))
 
-    def chunk(where: Topology, part: slice, seeds: Seeds) -> Program:
-        return programs.all_to_all(x_PN[:, part], y_PN[:, part], where, formats_of, name)
+    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
+        return schedules.all_to_all(x_PN[:, part], y_PN[:, part], where, formats_of, name)
 
     return _start(chunk, 1, x_PN, y_PN, where, formats_of, None, 1, wait)
 
@@ -189,26 +188,26 @@ def _there(result: Tensor) -> Transfer:
 
 
 def _start(
-    chunk: Callable[[Topology, slice, Seeds], Program],
+    chunk: Callable[[Topology, slice, MessageSeeds], Schedule],
     messages: int,
     x: Tensor,
     result: Tensor,
     where: Topology,
-    formats: Hops,
+    formats: StepFormats,
     seed: int | None,
     stages: int,
     wait: bool,
 ) -> Transfer:
-    """`chunk` makes the program of a part of the last dimension of x; it sends `messages` on each axis."""
+    """`chunk` makes the schedule of a part of the last dimension of x; it sends `messages` on each axis."""
     if stages < 1:
         raise RewriterError(f"quantized collectives: stages={stages}, expected at least 1")
     parts = chunks(x.shape[-1], stages, formats.block)
 
-    def made(where: Topology) -> list[Program]:
-        return [chunk(where, slice(*part), Seeds(seed, i, where)) for i, part in enumerate(parts)]
+    def made(where: Topology) -> list[Schedule]:
+        return [chunk(where, slice(*part), MessageSeeds(seed, i, where)) for i, part in enumerate(parts)]
 
     if wait or not parts:
         return _there(schedule_worker.run(made(where), result))
-    if len(parts) == 1 and messages * where.hops == 1:
+    if len(parts) == 1 and messages * where.steps == 1:
         return schedule_worker.start_one(made(where)[0], result, [x])
     return schedule_worker.start(made(where if x.is_cuda else background(where)), result, [x])

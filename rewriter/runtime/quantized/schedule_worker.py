@@ -1,11 +1,11 @@
-"""What a collective of several hops does between them, while its caller computes.
+"""What a collective of several steps does between them, while its caller computes.
 
 A collective is cut into chunks, and each chunk is a generator: it starts a message, yields it, and when resumed finds
 it arrived. `pipelined` resumes them so that while one chunk's second message is on its way the next one's first is.
 
 On CUDA, all of it is enqueued at once, on a stream of its own. On CPU somebody must wait for the first message, reduce,
 quantize and send the second: a thread of its own does, one collective after another in the order in which they were
-started, which is the same on all ranks. After an error, whoever runs programs refuses to: ranks are out of step.
+started, which is the same on all ranks. After an error, whoever runs schedules refuses to: ranks are out of step.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from torch import Tensor
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.interruption import messages_under_way
 
-Program = Generator[Transfer, None, None]
+Schedule = Generator[Transfer, None, None]
 
 
-def pipelined(programs: Iterable[Program]) -> None:
+def pipelined(schedules: Iterable[Schedule]) -> None:
     """Run them to their ends. Before the messages of those under way are waited for, oldest first, the next one's first
     leaves. The order of messages depends on nothing but their number."""
-    running: list[tuple[Program, Transfer]] = []
-    for program in chain(programs, repeat(None)):
+    running: list[tuple[Schedule, Transfer]] = []
+    for schedule in chain(schedules, repeat(None)):
         moved = []
-        entered = None if program is None else _advanced(program)
+        entered = None if schedule is None else _advanced(schedule)
         for older, transfer in running:
             transfer.wait()
             moved.append(_advanced(older))
         moved.append(entered)
         running = [found for found in moved if found is not None]
-        if program is None and not running:
+        if schedule is None and not running:
             return
 
 
-def _advanced(program: Program) -> tuple[Program, Transfer] | None:
-    transfer = next(program, None)
-    return None if transfer is None else (program, transfer)
+def _advanced(schedule: Schedule) -> tuple[Schedule, Transfer] | None:
+    transfer = next(schedule, None)
+    return None if transfer is None else (schedule, transfer)
 
 
 @contextmanager
@@ -54,41 +54,41 @@ def _messages() -> Iterator[None]:
         yield
 
 
-def start(programs: Sequence[Program], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
-    """Begin `programs`, which write `result`; `wait` gives it. `keep` is what they read."""
+def start(schedules: Sequence[Schedule], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
+    """Begin `schedules`, which write `result`; `wait` gives it. `keep` is what they read."""
     if result.is_cuda:
-        return _start_on_stream(programs, result, keep)
-    job = _Job(programs)
+        return _start_on_stream(schedules, result, keep)
+    job = _QueuedSchedules(schedules)
     _queue().put(job)
     return Transfer([job], lambda: result, (*keep,))
 
 
-def start_one(program: Program, result: Tensor, keep: Sequence[Tensor]) -> Transfer:
-    """Begin a program of one message, which needs nobody while that is on its way; `wait` runs the rest."""
+def start_one(schedule: Schedule, result: Tensor, keep: Sequence[Tensor]) -> Transfer:
+    """Begin a schedule of one message, which needs nobody while that is on its way; `wait` runs the rest."""
     with _messages():
-        transfer = next(program)
+        transfer = next(schedule)
 
     def finish() -> Tensor:
         with _messages():
             transfer.wait()
-            pipelined([program])
+            pipelined([schedule])
         return result
 
     return Transfer([], finish, (*keep,))
 
 
-def run(programs: Sequence[Program], result: Tensor) -> Tensor:
-    """`result`, once `programs` have written it."""
+def run(schedules: Sequence[Schedule], result: Tensor) -> Tensor:
+    """`result`, once `schedules` have written it."""
     with _messages():
-        pipelined(programs)
+        pipelined(schedules)
     return result
 
 
-class _Job:
+class _QueuedSchedules:
     """A collective in the thread's queue."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self.programs = programs
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self.schedules = schedules
         self.inference = torch.is_inference_mode_enabled()
         self.finished = threading.Event()
         self.error: BaseException | None = None
@@ -96,7 +96,7 @@ class _Job:
     def run(self) -> None:
         try:
             with torch.inference_mode(self.inference), _messages():
-                pipelined(self.programs)
+                pipelined(self.schedules)
         except BaseException as error:  # raised where it is waited for
             self.error = error
         self.finished.set()
@@ -109,11 +109,11 @@ class _Job:
 
 _EXIT = 5.0  # seconds; a peer that is gone is noticed sooner
 
-_jobs: SimpleQueue[_Job] | None = None
+_jobs: SimpleQueue[_QueuedSchedules] | None = None
 _starting = threading.Lock()
 
 
-def _queue() -> SimpleQueue[_Job]:
+def _queue() -> SimpleQueue[_QueuedSchedules]:
     global _jobs
     with _starting:
         if _jobs is None:
@@ -122,7 +122,7 @@ def _queue() -> SimpleQueue[_Job]:
         return _jobs
 
 
-def _work(jobs: SimpleQueue[_Job]) -> None:
+def _work(jobs: SimpleQueue[_QueuedSchedules]) -> None:
     while True:
         jobs.get().run()
 
@@ -132,7 +132,7 @@ def _finish() -> None:
     """Let collectives that nobody waited for come to their ends: a thread that comes back from a message to an
     interpreter that is gone aborts the process, whose exit status is then that of a crash."""
     if _jobs is not None:
-        last = _Job([])
+        last = _QueuedSchedules([])
         _jobs.put(last)
         last.finished.wait(_EXIT)
 
@@ -159,7 +159,7 @@ class _Recorded:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def _start_on_stream(programs: Sequence[Program], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
+def _start_on_stream(schedules: Sequence[Schedule], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
     # `keep` and `result` belong to the caller's stream. They are held until it waits for this one, and what is freed
     # afterwards is used again behind that.
     with torch.cuda.device(result.device):
@@ -168,6 +168,6 @@ def _start_on_stream(programs: Sequence[Program], result: Tensor, keep: Sequence
         stream = _streams[result.device]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _messages():
-            pipelined(programs)
+            pipelined(schedules)
             recorded = _Recorded()
     return Transfer([recorded], lambda: result, (*keep,))

@@ -1,4 +1,4 @@
-"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as programs for `worker`.
+"""What each rank quantizes, sends, sums and sends on, chunk by chunk, as schedules for `worker`.
 
 Y nodes × X local ranks; this is local rank l of node y. Shape suffixes: P = Y · X ranks, R rows, N elements of a slice,
 C of a chunk of it, B bytes of a payload.
@@ -18,19 +18,19 @@ from rewriter.kernels import (
     dequantize_reduce,
     dequantize_reduce_quantize,
     dequantize_rows,
-    parse_hops,
+    parse_formats,
     quantize_rows,
 )
 from rewriter.kernels.blocks import mix
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.quantized.schedule_worker import Program
+from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.topology import Topology
 
 _DITHERED = 3  # messages of a chunk: inside the node, between nodes, and what is gathered
 
 
 @dataclass(frozen=True)
-class Hops:
+class StepFormats:
     """The formats inside a node and between nodes; slices and chunks are multiples of `block`."""
 
     intra: Format
@@ -38,13 +38,13 @@ class Hops:
     block: int
 
 
-def hops_of(formats: str | Format, topology: Topology, name: str) -> Hops:
+def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFormats:
     """The formats "INSIDE/BETWEEN", or one for both. An axis of one rank does not need its own.
 
     Raises RewriterError for names that are none, and for two formats where there is one group.
     """
     try:
-        intra, inter = parse_hops(formats)
+        intra, inter = parse_formats(formats)
     except ValueError as error:
         raise RewriterError(f"{name}: {error}") from None
     if intra != inter and not topology.nodes:
@@ -57,7 +57,7 @@ def hops_of(formats: str | Format, topology: Topology, name: str) -> Hops:
         inter = intra
     if topology.intra.ranks == 1:
         intra = inter
-    return Hops(intra, inter, block)
+    return StepFormats(intra, inter, block)
 
 
 def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
@@ -67,11 +67,11 @@ def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Seeds:
+class MessageSeeds:
     """The seeds of one chunk of a collective. Messages whose errors may be summed have different ones.
 
-    A message is dithered with the seed of its hop + the sender's rank on the axis. None where nothing is dithered. They
-    follow a hash of the collective's: those of another, with more chunks or fewer, would else be the same.
+    A message is dithered with the seed of its step + the sender's rank on the axis. None where nothing is dithered.
+    They follow a hash of the collective's: those of another, with more chunks or fewer, would else be the same.
     """
 
     seed: int | None
@@ -149,73 +149,79 @@ def but(own: int, ranks: int) -> list[slice]:
 
 
 def reduced(
-    x_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str
+    x_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
 ) -> Generator[Transfer, None, Summands]:
     """What remains to be summed for the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
     inter, own = topology.inter, topology.inter.rank
     node = None
     if topology.intra.ranks > 1:
-        node = yield from _inside_node(x_PC, topology, hops, seeds, name)
+        node = yield from _inside_node(x_PC, topology, formats, seeds, name)
         if inter.ranks == 1:
             return node
     own_YC = x_PC.unflatten(0, (inter.ranks, topology.intra.ranks))[:, topology.intra.rank]
-    sent_YRB = x_PC.new_empty(inter.ranks, 1, hops.inter.payload_bytes(x_PC.shape[1]), dtype=torch.uint8)
+    sent_YRB = x_PC.new_empty(inter.ranks, 1, formats.inter.payload_bytes(x_PC.shape[1]), dtype=torch.uint8)
     for some in but(own, inter.ranks):
         if node is None:
-            quantize_rows(own_YC[some], hops.inter, seed=plus(seeds.inter, own), out=sent_YRB[some, 0])
+            quantize_rows(own_YC[some], formats.inter, seed=plus(seeds.inter, own), out=sent_YRB[some, 0])
         else:
-            sent_YRB[some, 0] = node.rows(some).requantized(hops.inter, plus(seeds.inter, own))
+            sent_YRB[some, 0] = node.rows(some).requantized(formats.inter, plus(seeds.inter, own))
     transfer = inter.all_to_all_start(sent_YRB, name)
     own_node = slice(own, own + 1)  # summed while that is on its way
     own_RC = own_YC[own_node] if node is None else node.rows(own_node).total(torch.float32)
     yield transfer
-    return Summands(transfer.wait(), hops.inter, seeds.inter, own, own_RC)
+    return Summands(transfer.wait(), formats.inter, seeds.inter, own, own_RC)
 
 
 def _inside_node(
-    x_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str
+    x_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
 ) -> Generator[Transfer, None, Summands]:
     """The parts of the node's sum of the slices [Y, C] that are this local rank's in every node.
 
     Slices for place l of every node go to local rank l: the order of Eq. 2, made while quantizing.
     """
     intra, inter = topology.intra, topology.inter
-    size = hops.intra.payload_bytes(x_PC.shape[1])
+    size = formats.intra.payload_bytes(x_PC.shape[1])
     sent_XYB = x_PC.new_empty(intra.ranks, inter.ranks, size, dtype=torch.uint8)
     for some in but(intra.rank, intra.ranks):
         order = [y * intra.ranks + x for x in range(intra.ranks)[some] for y in range(inter.ranks)]
         seed = plus(seeds.intra, intra.rank)
-        quantize_rows(x_PC, hops.intra, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
+        quantize_rows(x_PC, formats.intra, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
     transfer = intra.all_to_all_start(sent_XYB, name)
     yield transfer
     own_YC = x_PC.unflatten(0, (inter.ranks, intra.ranks))[:, intra.rank]
-    return Summands(transfer.wait(), hops.intra, seeds.intra, intra.rank, own_YC)
+    return Summands(transfer.wait(), formats.intra, seeds.intra, intra.rank, own_YC)
 
 
 def reduce_scatter(
-    x_PC: Tensor, out_C: Tensor, factor: float, topology: Topology, hops: Hops, seeds: Seeds, name: str
-) -> Program:
+    x_PC: Tensor, out_C: Tensor, factor: float, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
+) -> Schedule:
     """`out_C` becomes the own slice of the sum, times `factor`."""
-    summands = yield from reduced(x_PC, topology, hops, seeds, name)
+    summands = yield from reduced(x_PC, topology, formats, seeds, name)
     out_C.copy_(summands.total(out_C.dtype, factor)[0])
 
 
-def all_gather(x_C: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+def all_gather(
+    x_C: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
+) -> Schedule:
     """`out_PC` becomes what every rank's payload of `x_C` says, one's own too."""
     seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
-    payload_RB = quantize_rows(x_C[None], hops.inter, seed=seed)
-    yield from gathered(payload_RB, out_PC, topology, hops, seeds, name)
+    payload_RB = quantize_rows(x_C[None], formats.inter, seed=seed)
+    yield from gathered(payload_RB, out_PC, topology, formats, seeds, name)
 
 
-def all_reduce(x_PC: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+def all_reduce(
+    x_PC: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
+) -> Schedule:
     """Every rank's slice of the sum, quantized once more, goes to all."""
-    summands = yield from reduced(x_PC, topology, hops, seeds, name)
+    summands = yield from reduced(x_PC, topology, formats, seeds, name)
     seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
-    payload_RB = summands.requantized(hops.inter, seed)
-    yield from gathered(payload_RB, out_PC, topology, hops, seeds, name)
+    payload_RB = summands.requantized(formats.inter, seed)
+    yield from gathered(payload_RB, out_PC, topology, formats, seeds, name)
 
 
-def gathered(payload_RB: Tensor, out_PC: Tensor, topology: Topology, hops: Hops, seeds: Seeds, name: str) -> Program:
+def gathered(
+    payload_RB: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
+) -> Schedule:
     """Payloads go between nodes first, and inside the node the same bytes are passed on."""
     intra, inter = topology.intra, topology.inter
     all_XYB = payload_RB.new_empty(intra.ranks, inter.ranks, payload_RB.shape[1])
@@ -224,19 +230,21 @@ def gathered(payload_RB: Tensor, out_PC: Tensor, topology: Topology, hops: Hops,
         yield inter.gather_start(all_XYB[intra.rank], name)
     if intra.ranks > 1:
         yield intra.gather_start(all_XYB, name)
-    if intra.ranks == 1 or inter.ranks == 1:  # rows lie in rank order
-        dequantize_rows(all_XYB.flatten(0, 1), hops.inter, out_PC.shape[1], out_PC.dtype, seed=seeds.gather, out=out_PC)
+    if intra.ranks == 1 or inter.ranks == 1:  # rows are in rank order
+        dequantize_rows(
+            all_XYB.flatten(0, 1), formats.inter, out_PC.shape[1], out_PC.dtype, seed=seeds.gather, out=out_PC
+        )
         return
     out_YXC = out_PC.unflatten(0, (inter.ranks, intra.ranks))
     for x in range(intra.ranks):
         seed = plus(seeds.gather, x * inter.ranks)
-        dequantize_rows(all_XYB[x], hops.inter, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
+        dequantize_rows(all_XYB[x], formats.inter, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
 
 
-def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, hops: Hops, name: str) -> Program:
+def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, formats: StepFormats, name: str) -> Schedule:
     """Row r of `x_PN` goes to rank r; `out_PN` becomes what the ranks sent here, one's own row as it is.
 
-    Quantized once, to the nearest. With two hops, local rank x gets what is for itself and what is for its place in
+    Quantized once, to the nearest. With two steps, local rank x gets what is for itself and what is for its place in
     other nodes, in the formats inside and between, and passes the latter on.
     """
     intra, inter, n = topology.intra, topology.inter, x_PN.shape[1]
@@ -245,16 +253,16 @@ def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, hops: Hops, nam
     out_PN[topology.rank] = x_PN[topology.rank]
     out_YXN = out_PN.unflatten(0, (inter.ranks, intra.ranks))
     order = [y * intra.ranks + x for x in range(intra.ranks) for y in away]
-    far_XAB = quantize_rows(x_PN, hops.inter, order=order).unflatten(0, (intra.ranks, len(away)))
+    far_XAB = quantize_rows(x_PN, formats.inter, order=order).unflatten(0, (intra.ranks, len(away)))
     if intra.ranks > 1:
-        near_XB = quantize_rows(x_PN.unflatten(0, (inter.ranks, intra.ranks))[inter.rank], hops.intra)
+        near_XB = quantize_rows(x_PN.unflatten(0, (inter.ranks, intra.ranks))[inter.rank], formats.intra)
         transfer = intra.all_to_all_start(torch.cat([near_XB, far_XAB.flatten(1)], 1), name)
         yield transfer
         arrived_XB: Tensor = transfer.wait()
         near, far = arrived_XB.split([near_XB.shape[1], far_XAB[0].numel()], 1)
         for some in locals_:
             rows = near[some].contiguous()
-            dequantize_rows(rows, hops.intra, n, out_PN.dtype, out=out_YXN[inter.rank, some])
+            dequantize_rows(rows, formats.intra, n, out_PN.dtype, out=out_YXN[inter.rank, some])
         for some in locals_:
             far_XAB[some] = far[some].unflatten(1, far_XAB.shape[1:])
     if inter.ranks > 1:
@@ -266,4 +274,4 @@ def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, hops: Hops, nam
         arrived_YXB: Tensor = transfer.wait()
         for some in nodes:
             rows = arrived_YXB[some].flatten(0, 1)
-            dequantize_rows(rows, hops.inter, n, out_PN.dtype, out=out_YXN[some].flatten(0, 1))
+            dequantize_rows(rows, formats.inter, n, out_PN.dtype, out=out_YXN[some].flatten(0, 1))

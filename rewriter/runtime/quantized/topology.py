@@ -23,8 +23,8 @@ from rewriter.runtime.process_groups import group_rank, group_size, new_groups
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One hop's ranks; `name` is the mesh's, for counting bytes. Torch keeps the group, until it is destroyed."""
+class CollectiveAxis:
+    """One step's ranks; `name` is the mesh's, for counting bytes. Torch keeps the group, until it is destroyed."""
 
     held: weakref.ref[ProcessGroup] | None = None
     name: str = ""
@@ -62,19 +62,19 @@ class Axis:
         return f"{self.members} {self.name} {'' if group is None else group.group_name}"
 
     def all_to_all_start(self, sent_PB: Tensor, name: str) -> exchange.Transfer:
-        """Row r goes to rank r; see `wire.all_to_all_rows_start`."""
+        """Row r goes to rank r; see `exchange.all_to_all_rows_start`."""
         group = self.group
         assert group is not None
         return exchange.all_to_all_rows_start(sent_PB, group, name, self.name)
 
     def gather_start(self, rows_PB: Tensor, name: str) -> exchange.Transfer:
-        """The rows of all ranks, in place; see `wire.gather_rows_start`."""
+        """The rows of all ranks, in place; see `exchange.gather_rows_start`."""
         group = self.group
         assert group is not None
         return exchange.gather_rows_start(rows_PB, group, name, self.name)
 
     @classmethod
-    def of(cls, group: ProcessGroup | None, name: str = "") -> Axis:
+    def of(cls, group: ProcessGroup | None, name: str = "") -> CollectiveAxis:
         return cls(None if group is None or group.size() == 1 else weakref.ref(group), name)
 
 
@@ -83,8 +83,8 @@ class Topology:
     """`intra`: the ranks of this node. `inter`: those with this rank's place in every node. One group is `intra`, and
     `inter` has one rank; `nodes` tells it from a mesh of nodes × ranks of a node, of which there may be one too."""
 
-    intra: Axis
-    inter: Axis = Axis()
+    intra: CollectiveAxis
+    inter: CollectiveAxis = CollectiveAxis()
     nodes: bool = False
 
     @property
@@ -96,7 +96,7 @@ class Topology:
         return self.inter.rank * self.intra.ranks + self.intra.rank
 
     @property
-    def hops(self) -> int:
+    def steps(self) -> int:
         """Axes on which something is sent."""
         return (self.inter.ranks > 1) + (self.intra.ranks > 1)
 
@@ -125,7 +125,7 @@ def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> T
     if isinstance(mesh_or_group, Topology):
         return mesh_or_group
     if mesh_or_group is None:
-        return Topology(Axis())
+        return Topology(CollectiveAxis())
     place = id(mesh_or_group)  # not the mesh, which equals one that was made of other process groups
     if place not in _topologies:
         made = _made(mesh_or_group)
@@ -138,13 +138,13 @@ def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> T
 
 def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
     if isinstance(mesh_or_group, ProcessGroup):
-        return Topology(Axis.of(mesh_or_group))
+        return Topology(CollectiveAxis.of(mesh_or_group))
     if not isinstance(mesh_or_group, DeviceMesh):
         raise RewriterError(
             f"quantized collectives: expected a ProcessGroup or a DeviceMesh, not {type(mesh_or_group).__name__}"
         )
     names = mesh_or_group.mesh_dim_names or ("",) * mesh_or_group.ndim
-    axes = [Axis.of(mesh_or_group.get_group(dim), names[dim]) for dim in range(mesh_or_group.ndim)]
+    axes = [CollectiveAxis.of(mesh_or_group.get_group(dim), names[dim]) for dim in range(mesh_or_group.ndim)]
     if len(axes) == 1:
         return Topology(axes[0])
     if len(axes) == 2:
@@ -204,5 +204,5 @@ def _duplicate(topology: Topology) -> Topology:
     axes = topology.intra, topology.inter
     groups = [axis.group for axis in axes if axis.group is not None]
     made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))
-    intra, inter = (axis if axis.group is None else Axis.of(next(made), axis.name) for axis in axes)
+    intra, inter = (axis if axis.group is None else CollectiveAxis.of(next(made), axis.name) for axis in axes)
     return replace(topology, intra=intra, inter=inter)

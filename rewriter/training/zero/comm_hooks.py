@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import parse_format, parse_hops
+from rewriter.kernels import parse_format, parse_formats
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start
 from rewriter.training.zero.flat_layout import Layout
@@ -104,7 +104,7 @@ class QuantizedReduceScatter(ReduceScatter):
     def __init__(self, grid: Grid, format: str, parameters: ParameterGroup, name: str, seeds: Seeds) -> None:
         self.grid, self.format, self.name, self.seeds = grid, format, name, seeds
         self.parameters = parameters
-        self.block = max(hop.block for hop in parse_hops(format))
+        self.block = max(hop.block for hop in parse_formats(format))
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import parse_format, parse_hops
+from rewriter.kernels import parse_format, parse_formats
 from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, Seeds
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of
 from rewriter.training.zero.nodes import LOCAL, Grid, divides, grid, ranks_per_node
@@ -119,7 +119,7 @@ def zero_plus_plus(
 
 def _known(name: str, hops: bool) -> None:
     try:
-        parse_hops(name) if hops else parse_format(name)
+        parse_formats(name) if hops else parse_format(name)
     except ValueError as error:
         raise RewriterError(f"zero_plus_plus: {'gradients' if hops else 'weights'}: {error}") from None
 

@@ -1,7 +1,7 @@
 """The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
 
 Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
-contracts on many ranks; tests compare the two. This module imports nothing of ours.
+contracts on many ranks; tests compare the two. This package imports no other room.
 
 Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
 size of v, N tokens, X experts, I intermediate size.
@@ -10,102 +10,15 @@ size of v, N tokens, X experts, I intermediate size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-MaskKind = Literal["causal", "window", "chunk", "bidirectional"]
-
-
-@dataclass(frozen=True)
-class MaskSpec:
-    """Which keys a query sees, as a rule over positions instead of a materialised mask.
-
-    Positions count from the first valid token of a row, so left padding shifts nothing.
-
-    causal: `t <= s`. window: `s - size < t <= s`. chunk: `t <= s` within one block of `size` positions.
-    bidirectional: all.
-    """
-
-    kind: MaskKind
-    size: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.kind in ("window", "chunk")) != (self.size is not None):
-            raise ValueError(f"MaskSpec {self.kind!r} with size {self.size!r}: only window and chunk have a size")
-
-    def visible(self, query_positions: Any, key_positions: Any) -> Any:
-        """Boolean [..., S, T] from positions [..., S] and [..., T] (int64)."""
-        s, t = query_positions[..., :, None], key_positions[..., None, :]
-        if self.kind == "bidirectional":
-            return (s >= 0) | (t >= 0) | True
-        seen = t <= s
-        if self.kind == "window":
-            assert self.size is not None
-            seen = seen & (t > s - self.size)
-        elif self.kind == "chunk":
-            assert self.size is not None
-            seen = seen & (s // self.size == t // self.size)
-        return seen
-
-
-SequenceKind = Literal["attention2d", "ring", "ulysses"]
-
-
-@dataclass(frozen=True)
-class SequencePlan:
-    """How the tokens of a sequence lie on the ranks of an axis, and how attention finds the keys of the others.
-
-    `grid` is (heads, rows, columns): all-to-all by heads over the first, then queries gathered within a row and keys
-    and values within a column (Attention2D, arXiv 2503.15758). (1, P, 1) of kind attention2d gathers keys and values
-    alone. A ring has the grid (1, P, 1), Ulysses (P, 1, 1). `overlap`: computation block by block while the next blocks
-    are on their way (the paper's Alg. 4 to 11); a ring always does.
-
-    `quantized`: the format (`rewriter.kernels.parse_format`) in which keys and values travel; every rank then computes
-    with the dequantized ones, its own among them. Where the keys and values of a rank's tokens have fewer than
-    `min_bytes` bytes, all is exact.
-
-    Rank p of P holds the tokens t ≡ p (mod P), "cyclic", or of a ring the chunks p and 2P − 1 − p of 2P, "zigzag".
-    Raises ValueError for a grid that does not fit its kind.
-    """
-
-    kind: SequenceKind
-    grid: tuple[int, int, int]
-    overlap: bool = False
-    quantized: str | None = None
-    min_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        heads, rows, columns = self.grid
-        if min(self.grid) < 1:
-            raise ValueError(f"grid {list(self.grid)}: every size is at least 1")
-        if self.kind == "ring" and (heads, columns) != (1, 1):
-            raise ValueError(f"grid {list(self.grid)}: a ring of {self.ranks} has the grid [1, {self.ranks}, 1]")
-        if self.kind == "ulysses" and (rows, columns) != (1, 1):
-            raise ValueError(f"grid {list(self.grid)}: Ulysses on {self.ranks} has the grid [{self.ranks}, 1, 1]")
-
-    @property
-    def ranks(self) -> int:
-        heads, rows, columns = self.grid
-        return heads * rows * columns
-
-    @property
-    def layout(self) -> Literal["cyclic", "zigzag"]:
-        return "zigzag" if self.kind == "ring" else "cyclic"
-
-    @property
-    def multiple(self) -> int:
-        """Sequences are padded at the right to a multiple of this number of tokens."""
-        return self.ranks * (2 if self.layout == "zigzag" else 1)
-
-    def __str__(self) -> str:
-        told = f"{self.kind} {'×'.join(map(str, self.grid))}{' overlapped' if self.overlap else ''}"
-        if self.quantized is not None:
-            told += f", keys and values {self.quantized}"
-            told += f" from {self.min_bytes:,} bytes" if self.min_bytes else ""
-        return told
+from rewriter.ops.mask import MaskKind as MaskKind
+from rewriter.ops.mask import MaskSpec as MaskSpec
+from rewriter.ops.sequence_plan import SequenceKind as SequenceKind
+from rewriter.ops.sequence_plan import SequencePlan as SequencePlan
 
 
 def attention(
@@ -181,7 +94,7 @@ def gated(
 ) -> torch.Tensor:
     """act(gate) · (up + offset) of an expert's first projection h [..., 2I], or act(h) where it is "ungated".
 
-    `layout` says where gate and up lie: in two halves, or in turns. `limit` bounds gate from above and up on both
+    `layout` says where gate and up are: in two halves, or in turns. `limit` bounds gate from above and up on both
     sides. `slope` is the factor inside the sigmoid of "silu".
     """
     function = ACTIVATIONS[act] if slope == 1.0 else lambda x: x * torch.sigmoid(slope * x)
@@ -207,7 +120,7 @@ def experts(
 ) -> torch.Tensor:
     """Σ_k weight[n, k] · down(gated(up(x))) with expert index[n, k]; `gate` are the options of `gated`.
 
-    `transposed` says that projections lie as [X, in, out]. Indices outside 0…X-1 add nothing (transformers' sentinel
+    `transposed`: projections are [X, in, out]. Indices outside 0…X-1 add nothing (transformers' sentinel
     for dropped tokens). Returns [N, C].
     """
     out = torch.zeros_like(x_NC)
