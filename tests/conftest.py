@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _repetitions(cells: list[pytest.Function], zoo: set[str], kinds: tuple[str, ...]) -> Iterator[pytest.Function]:
     for axis in ("family", "name"):
         families = list(dict.fromkeys(cell.callspec.params.get(axis) for cell in cells))
-        if len(families) < 5 or not set(families) <= zoo:
+        if len(families) < 4 or not set(families) <= zoo:
             continue
         chosen = [family for family in families if family in kinds or set(families) < zoo]
         seen: dict[str, int] = {}
