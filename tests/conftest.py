@@ -1,11 +1,15 @@
-"""Settings that every test shares: one thread, no network, no chatter."""
+"""Settings that every test shares: one thread, no network, no chatter; and which cells of a matrix every run tests."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 # Before transformers is imported: it reads these once. Subprocesses (real ranks, the CLI) inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,3 +32,41 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the project's markers, so that a misspelt one is an error under `--strict-markers`."""
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (real processes, long generations)")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m 'not slow'` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the cells of a matrix over model families that only repeat what others test.
+
+    A matrix over the whole zoo runs `zoo.KINDS`, which have one family of each kind. Where families are crossed with
+    other parameters, the first family takes all of their values, and each further one takes one in turn.
+    """
+    zoo: Any = sys.modules.get("zoo")  # tests that import it have families
+    matrices: dict[str, list[pytest.Function]] = {}
+    for item in items if zoo is not None else ():
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in matrices.values():
+        for cell in _repetitions(cells, set(zoo.FAMILIES), zoo.KINDS):
+            cell.add_marker(pytest.mark.slow)
+
+
+def _repetitions(cells: list[pytest.Function], zoo: set[str], kinds: tuple[str, ...]) -> Iterator[pytest.Function]:
+    for axis in ("family", "name"):
+        families = list(dict.fromkeys(cell.callspec.params.get(axis) for cell in cells))
+        if len(families) < 4 or not set(families) <= zoo:
+            continue
+        chosen = [family for family in families if family in kinds or set(families) < zoo]
+        seen: dict[str, int] = {}
+        for cell in cells:
+            family = cell.callspec.params[axis]
+            number = seen[family] = seen.get(family, -1) + 1
+            values = len(cells) // len(families)
+            if family not in chosen or (family != chosen[0] and number != chosen.index(family) % values):
+                yield cell
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules stay to the end: the collector need not walk them again and again."""
+    gc.collect()
+    gc.freeze()

@@ -24,7 +24,21 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rewriter.runtime", "transformers.modeling_utils", "hypothesis", "pytest"])
+# What functions of tests import. A rank is forked with it, and would otherwise spend most of its time on imports.
+_context.set_forkserver_preload(
+    [
+        "hypothesis",
+        "pytest",
+        "rewriter.emit.runtime_module",
+        "rewriter.recipes.apply",
+        "rewriter.tracing",
+        "rewriter.training",
+        "rewriter.verify.simulate",
+        "torch.distributed.fsdp",
+        "transformers.models.auto.modeling_auto",
+        "transformers.pytorch_utils",
+    ]
+)
 
 
 class RankError(AssertionError):

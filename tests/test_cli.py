@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_in import installed
+from fake_api import installed
 
 import rewriter
 from rewriter.cli import main

@@ -129,7 +129,9 @@ def test_64_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name
     check(name, ranks, zoo.selections(depth), new_tokens=64)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "gpt2"))]
+)
 def test_compiled_segments_of_an_emitted_module_compute_the_same(name):
     """Segments hold every computation of a layer and no collective; compiling them changes nothing."""
     from rewriter.runtime import Context, compile_segments, generate

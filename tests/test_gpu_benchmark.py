@@ -55,6 +55,7 @@ def test_the_kernel_and_tiles_run_dry(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_emulated_collectives_run_dry() -> None:
     ran = run("--cpu", "--only", "emulated")
     assert ran.returncode == 0, ran.stdout + ran.stderr

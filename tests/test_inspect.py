@@ -119,6 +119,7 @@ LARGE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_70b_config_is_inspected_in_seconds(tmp_path: Path) -> None:
     """CPU time with room for a busy machine; `benchmarks/inspection.py` measures against the real limits."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
-from strong import Models
+from random_models import Models
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

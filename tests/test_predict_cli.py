@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fake_api import installed
 from predictions import comparison
-from stand_in import installed
 
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from attention_cases import PLANS, chosen
+from attention_cases import RANKS, chosen
 
 from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.analysis.sequence_costs import memory
 
 
-@pytest.mark.parametrize("ranks", PLANS)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_bytes_on_the_wire_are_the_planners(ranks):
     for outcome in chosen(ranks):
         case = outcome.case

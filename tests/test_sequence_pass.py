@@ -66,8 +66,8 @@ def test_every_plan_keeps_the_function_at_any_length(kind, grid):
         assert relative_error(logits(program, "llama", length), expected) <= 1e-5, length
 
 
-# windows, learned positions, norms of heads, experts, sinks, latent attention; the others differ less from these
-QUICK = ("mistral", "gemma3_text", "gpt2", "qwen3", "mixtral", "gpt_oss", "deepseek_v3")
+# windows with norms of heads, learned positions, experts, sinks, latent attention; the others differ less from these
+QUICK = ("gemma3_text", "gpt2", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize(

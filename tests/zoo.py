@@ -148,6 +148,10 @@ _VARIANTS: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 VARIANTS: tuple[str, ...] = tuple(_VARIANTS)
+# One family of each kind: grouped heads; biases and an uneven vocabulary; fused and transposed projections with learned
+# positions; parallel blocks; capped scores; two rotations and normed heads; norms after each block; experts. The
+# others differ from these in sizes or mix what these have.
+KINDS = ("llama", "qwen2", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "olmo2", "qwen3_moe")
 
 
 def config(name: str) -> PretrainedConfig:
