@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from rewriter import RewriterError
 from rewriter.adapt import checkpoints, rewritten_source
 from rewriter.adapt.adaptation import AdaptReport, adapt
-from rewriter.adapt.job import Job, place_of
+from rewriter.adapt.job import AdaptJob, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.rewritten_source import Opened, write_source
 from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
 from rewriter.emit.manifest import read_manifest
@@ -78,13 +78,13 @@ def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None
     # the loss in the manifest is that of the file, read as any user reads it
     model = AutoModelForCausalLM.from_pretrained(plain, trust_remote_code=True, dtype=torch.float32)
     from rewriter.adapt.evaluate import evaluate
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
     from rewriter.adapt.students import HuggingFaceModel
     from rewriter.adapt.token_rows import load_rows
     from rewriter.verify.drift import load_tokenizer
 
     rows = load_rows(adapted.text_file(20, 1), load_tokenizer(str(plain)), length=adapted.LENGTH)
-    again = evaluate(HuggingFaceModel(model, None), rows, 4, Ranks(), torch.device("cpu"))
+    again = evaluate(HuggingFaceModel(model, None), rows, 4, RunRanks(), torch.device("cpu"))
     assert math.isclose(again, done.losses["after"], rel_tol=1e-5)
     names = {name: t.dtype for name, t in load_file(plain / "model.safetensors").items()}
     assert names == {n: t.dtype for n, t in load_file(adapted.directory("ladder") / "model.safetensors").items()}
@@ -242,10 +242,10 @@ def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:
 
 
 def test_a_directory_where_a_run_is_at_work_is_not_to_be_deleted(tmp_path: Path) -> None:
-    running = Job(tmp_path / "out", {}, resume=False)
+    running = AdaptJob(tmp_path / "out", {}, resume=False)
     for resume in (False, True):
         with pytest.raises(RewriterError, match=r"another run is at work there\. Wait for it"):
-            Job(tmp_path / "out", {}, resume)
+            AdaptJob(tmp_path / "out", {}, resume)
     running.close(done=False)
     assert not list(tmp_path.iterdir()), "without a checkpoint there is nothing to go on from"
 
@@ -257,7 +257,7 @@ def test_the_pieces_of_an_optimizer_that_two_ranks_had_are_refused_by_one(tmp_pa
     optimizer = torch.optim.SGD(model.parameters())
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with pytest.raises(RewriterError, match=r"in pieces: optimizer-0-of-2\.pt, .* Resume on as many ranks"):
-        checkpoints.load_rest(tmp_path, model, optimizer, constant, Ranks(), 0)
+        checkpoints.load_rest(tmp_path, model, optimizer, constant, RunRanks(), 0)
 
 
 # Refusals
@@ -373,14 +373,14 @@ def test_settings_are_the_trainers() -> None:
 
 def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
     from rewriter.adapt.batches import Order
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
 
     settings, seen = {"num_train_epochs": 3}, []
     for replicas in (1, 2, 4):
         sizes = schedule(settings, None, 50, replicas)
         assert (sizes.batch, sizes.steps) == (32, 4)
         # ranks in pairs that share rows
-        orders = [list(Order(50, sizes, Ranks(2 * replica, 2 * replicas, 2), 7)) for replica in range(replicas)]
+        orders = [list(Order(50, sizes, RunRanks(2 * replica, 2 * replicas, 2), 7)) for replica in range(replicas)]
         each = range(sizes.accumulation)
         seen.append([
             [row for order in orders for i in each for row in order[step * sizes.accumulation + i]]
@@ -401,7 +401,7 @@ def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
 def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_path: Path) -> None:
     """By a pseudo-inverse over the same tokens: each layer's solution is the one of the normal equations."""
     from rewriter.adapt.refit import RIDGE, refit
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
     from rewriter.tracing.meta_model import find_layers
 
     directory = adapted.directory(recipe, tp)
@@ -427,7 +427,7 @@ def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_
         return float((ours - theirs).norm() / theirs.norm())
 
     worse = error()
-    done = refit(student, teacher, [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)], Ranks())
+    done = refit(student, teacher, [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)], RunRanks())
     assert done.tokens == 16 * 32
     assert error() < 0.7 * worse
     z, y = seen["z"].double(), seen["x out"].flatten(0, 1).double()

@@ -72,7 +72,7 @@ def assert_same_training(result: Path, expected: Path) -> None:
         assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
 
 
-TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2})]
+TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2}), ("mixtral", {"ep": 2})]
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,10 @@ def two() -> Path:
     return out
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp"])
+@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
 def test_two_ranks_train_as_one_device(index: int, two: Path) -> None:
-    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, whose lanes one device computes."""
+    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, whose lanes one device computes;
+    expert-parallel."""
     assert_same_training(two / str(index), alone(TWO[index][0]))
 
 
@@ -99,6 +100,7 @@ MORE_OF_TWO: list[Case] = [
     ("ladder", {"tp": 2, "method": "distill"}),
     ("ladder", {"zero": "3", "method": "distill"}),
     ("ladder", {"zero": "3", "lora": 4}),
+    ("mixtral", {"ep": 2, "method": "distill", "lora": 4}),
 ]
 
 
@@ -117,12 +119,15 @@ FOUR: list[Case] = [
     ("desync", {"tp": 2, "zero": "3"}),
     ("ladder", {"sp": 2, "zero": "3"}),
     ("ladder", {"tp": 2, "sp": 2}),
+    ("mixtral", {"ep": 2, "ep_order": "D+E"}),
+    ("mixtral", {"ep": 2, "ep_order": "E+D"}),
 ]
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
-    """dp 4 by ZeRO 1 and FSDP2; tp 2 × dp 2 with summed gradients and with FSDP2; sequence ranks with either."""
+    """dp 4 by ZeRO 1 and FSDP2; tp 2 × dp 2 with summed gradients and with FSDP2; sequence ranks with either; experts
+    on pairs of neighbours, and of ranks far apart."""
     run_ranks(train, 4, files(), tmp_path, FOUR, timeout=900)
     for index, (name, _) in enumerate(FOUR):
         assert_same_training(tmp_path / str(index), alone(name))

@@ -195,7 +195,7 @@ def nothing_gathered(patch):
 def gathered_before_the_step(patch):
     from rewriter.training.zero import stages
 
-    step = stages.StagedOptimizer.step
+    step = stages.ZeroOptimizer.step
 
     def faulty(self, *a, **k):
         before = [flat.own_S.clone() for flat in self._flats]
@@ -214,7 +214,7 @@ def gathered_before_the_step(patch):
             inner.setattr(stages.FlatParameters, "publish", stale)
             return step(self, *a, **k)
 
-    patch(stages.StagedOptimizer, "step", faulty)
+    patch(stages.ZeroOptimizer, "step", faulty)
 
 
 def unused_are_stepped(patch):

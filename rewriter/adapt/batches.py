@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from rewriter.adapt.options import Schedule
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 
 
 class Order(Sampler[list[int]]):
@@ -19,7 +19,7 @@ class Order(Sampler[list[int]]):
     and ranks take neighbouring parts of them. It depends on the seed and the rows alone.
     """
 
-    def __init__(self, rows: int, schedule: Schedule, ranks: Ranks, seed: int) -> None:
+    def __init__(self, rows: int, schedule: Schedule, ranks: RunRanks, seed: int) -> None:
         self.rows, self.schedule, self.ranks, self.seed = rows, schedule, ranks, seed
 
     def __len__(self) -> int:

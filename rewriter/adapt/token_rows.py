@@ -120,7 +120,7 @@ def load_rows(
         raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
     if too_long not in get_args(TooLong):
         raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
-    reader = _Reader(tokenizer, length, too_long)
+    reader = _SegmentCollector(tokenizer, length, too_long)
     faults = Faults()
     for place, example in read_examples(source, faults):
         try:
@@ -140,7 +140,7 @@ def load_rows(
     return reader.rows(packing)
 
 
-class _Reader:
+class _SegmentCollector:
     """Collects the segments of examples in arrays that hold 5 bytes for each token."""
 
     def __init__(self, tokenizer: Any, length: int, too_long: TooLong) -> None:

@@ -19,7 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.gradient_sums import leave_gradients
 from rewriter.runtime.module import RuntimeModel
 from rewriter.training.zero.master_weights import Parameters
-from rewriter.training.zero.stages import StagedOptimizer, zero_optimizer
+from rewriter.training.zero.stages import ZeroOptimizer, zero_optimizer
 
 
 def shard_parameters(
@@ -58,7 +58,7 @@ def shard_optimizer(
     stage: int,
     params: Parameters | None = None,
     **options: Any,
-) -> StagedOptimizer:
+) -> ZeroOptimizer:
     """ZeRO stage 1 or 2 over all data- and sequence-parallel ranks: `zero_optimizer`, with its arguments and errors.
 
     Gradients are summed over the ranks of a sequence and averaged over replicas. Each tensor-parallel rank shards the

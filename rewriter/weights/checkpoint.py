@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
-from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
+from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class Checkpoint:
     in that order; `metadata` is each file's own. The files must not change while this object is in use.
     """
 
-    def __init__(self, directory: Path, headers: Mapping[Path, Header]) -> None:
+    def __init__(self, directory: Path, headers: Mapping[Path, SafetensorsHeader]) -> None:
         self.directory = directory
         self.files: tuple[Path, ...] = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = {n: info for h in headers.values() for n, info in h.tensors.items()}
@@ -223,7 +223,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
+def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, SafetensorsHeader]) -> None:
     for name, file in weight_map.items():
         if name not in headers[root / file].tensors:
             raise RewriterError(f"{root / file}: it lacks {name!r}, which {INDEX} places there. Download both again.")

@@ -52,7 +52,7 @@ class Bucket:
             for piece, i in pieces:
                 if piece.owner == owner:
                     place = slice(self.size, self.size + piece.end - piece.start)
-                    self.places[i].append((place, slice(piece.start, piece.end)))
+                    self.places[i].append((place, piece.source))
                     self.size = place.stop
                     held.append(i)
             self.sections.append(Section(owner, begin, self.size, self.size + len(held), held))
@@ -103,10 +103,8 @@ class Bucket:
         for section in self.sections:
             if section.owner != rank:
                 continue
-            elsewhere = self.filled.issuperset(
-                section.parameters
-            )  # else others must be asked, which the host waits for
-            used = [True] * len(section.parameters) if elsewhere else self._used(section)
+            complete = self.filled.issuperset(section.parameters)  # else the host waits for the numbers of ranks
+            used = [True] * len(section.parameters) if complete else self._used(section)
             for i, is_used in zip(section.parameters, used, strict=True):
                 held = self.parameters[i]
                 place = next(
@@ -223,7 +221,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what backward passes left that were told not to."""
+        """Reduce what backward passes under `no_sync` left."""
         if self.pending:
             self._next = 0
             self._reduce_rest()
