@@ -458,7 +458,7 @@ def stepped(made, optimizer):
     found = {}
     for group in optimizer._groups:
         shards = [(torch.zeros(p.to_local().numel()), torch.zeros(p.to_local().numel())) for p in group.parameters]
-        for piece, master in zip(group.pieces[group.node], group.masters, strict=True):
+        for piece, master in zip(group.pieces[group.node], group.master_weights, strict=True):
             gradient, mask = shards[piece.parameter]
             gradient[piece.source] = master.grad
             mask[piece.source] = 1

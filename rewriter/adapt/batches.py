@@ -15,7 +15,7 @@ from rewriter.adapt.run_ranks import RunRanks
 class Order(Sampler[list[int]]):
     """The rows of every backward pass of a rank, in order: lists of `schedule.micro_batch` indices.
 
-    Epochs follow one another, each a permutation of all rows of its own; step g takes the next `schedule.batch` rows,
+    Epochs follow one another, each another permutation of all rows; step g takes the next `schedule.batch` rows,
     and ranks take neighbouring parts of them. It depends on the seed and the rows alone.
     """
 

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.common.errors import RewriterError
-from rewriter.training.zero.master_weights import MasterOptimizer
+from rewriter.training.zero.master_weights import MasterWeightOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULE = "schedule.json"
@@ -85,7 +85,7 @@ def save(
         "model": {_part(own): get_model_state_dict(model, options=_TRAINED)},
         "random": _random_state(ranks),
     }
-    if isinstance(optimizer, MasterOptimizer):  # its state is of this rank's pieces, which have no names
+    if isinstance(optimizer, MasterWeightOptimizer):  # its state is of this rank's pieces, which have no names
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
         state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
@@ -110,13 +110,13 @@ def load_rest(
     Raises RewriterError where the optimizer's state is in pieces of other ranks.
     """
     pieces = sorted(path.name for path in place.glob("optimizer-*.pt"))
-    if (_own_optimizer(ranks) not in pieces) if isinstance(optimizer, MasterOptimizer) else pieces:
+    if (_own_optimizer(ranks) not in pieces) if isinstance(optimizer, MasterWeightOptimizer) else pieces:
         of = f"in pieces: {', '.join(pieces)}" if pieces else "not in pieces"
         raise RewriterError(
             f"--resume: {place} has the optimizer's state {of}. Resume on as many ranks as it was written on, or use "
             "--zero 3 from the start, whose checkpoints go on with any number"
         )
-    if isinstance(optimizer, MasterOptimizer):
+    if isinstance(optimizer, MasterWeightOptimizer):
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
         state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}

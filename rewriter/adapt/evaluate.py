@@ -1,4 +1,4 @@
-"""The loss on rows that are not trained on: the mean over all their targets, on whatever number of ranks."""
+"""The loss on rows that are not trained on: the mean over all their targets, on any number of ranks."""
 
 from __future__ import annotations
 

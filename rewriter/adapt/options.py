@@ -241,7 +241,7 @@ def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, r
     """The sizes for `rows` rows of data and so many data-parallel ranks.
 
     A step sees `gradient_accumulation_steps × per_device_train_batch_size × replicas` rows where the former is set;
-    else as many as the recipe's `batch_size`, on whatever number of ranks. Raises RewriterError where that does not
+    else as many as the recipe's `batch_size`, on any number of ranks. Raises RewriterError where that does not
     divide.
     """
     micro = settings.get("per_device_train_batch_size")
@@ -253,8 +253,8 @@ def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, r
         batch = BATCH if adapt is None else adapt.batch_size
         if batch % replicas:
             raise RewriterError(
-                f"a step of {batch} rows cannot be dealt to {replicas} data-parallel ranks. Use a number of ranks that "
-                "divides it, or --set gradient_accumulation_steps=N, which makes it a multiple"
+                f"a step of {batch} rows cannot be divided over {replicas} data-parallel ranks. Use a number of ranks "
+                "that divides it, or --set gradient_accumulation_steps=N, which makes it a multiple"
             )
         own = batch // replicas
         if micro is None:

@@ -154,7 +154,7 @@ def _groups(model: nn.Module, names: list[str], batch: Batch) -> Iterator[list[s
 
 
 def _taken(model: nn.Module, names: list[str], batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Input and output [B, S, …] of the named layers, which lie in one group; nothing behind them is computed."""
+    """Input and output [B, S, …] of the named layers, which are of one group; nothing behind them is computed."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def take(name: str, x: Tensor, y: Tensor) -> None:
@@ -209,8 +209,8 @@ class _LayerSums:
     def solve(self, ranks: RunRanks) -> int:
         """Put the solution into the weights; 1 where inputs differed at all, else 0."""
         device = self.module.weight.device
-        told = ranks.sum(torch.tensor([self.differ, self.norm], dtype=torch.float64, device=device))
-        if told[0] <= _SAME**2 * told[1]:
+        totals = ranks.sum(torch.tensor([self.differ, self.norm], dtype=torch.float64, device=device))
+        if totals[0] <= _SAME**2 * totals[1]:
             return 0
         weight = self.module.weight.data.T if self.transposed else self.module.weight.data
         for (rows, _), inputs, products in zip(self.readers, self.inputs, self.products, strict=True):

@@ -95,10 +95,10 @@ def recipe_of(opened: Opened) -> Recipe:
 
     Those are in the order that `permute` gave them, and are not to be moved a second time.
     """
-    told = dict(opened.manifest.recipe)
-    told.setdefault("summary", "Rewritten by a list of passes.")
-    told.setdefault("paper", "-")
-    recipe = Recipe.model_validate(told)
+    entry = dict(opened.manifest.recipe)
+    entry.setdefault("summary", "Rewritten by a list of passes.")
+    entry.setdefault("paper", "-")
+    recipe = Recipe.model_validate(entry)
     for index, spec in enumerate(recipe.passes):
         if spec.pass_name == "permute":
             recipe = recipe.with_options(index, {"applied": True})

@@ -46,7 +46,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     position_ids  0, 1, … from the start of each segment
     segment_ids   0, 1, … for the examples of the row; its padding is one more segment
 
-    Held as int32 and a byte for each token, whatever the number of rows.
+    Held as int32 and a byte for each token, for any number of rows.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ def load_rows(
     not read. Of messages, what the assistant wrote is a target, with its end-of-turn token; of a text every token but
     the first, and an end-of-sequence token is put behind it where the tokenizer has one.
 
-    An example of more than `length` tokens is cut there ("truncate"), goes on in a segment of its own whose first
+    An example of more than `length` tokens is cut there ("truncate"), goes on in another segment whose first
     token is the last of the one before, so that no target is lost ("split", texts only), or is a fault ("refuse").
     One without a target in what truncation left is dropped and counted. With `packing`, several examples share a row
-    and an example never lies in two; without, each has a row of its own.
+    and an example is never in two; without, each has its own row.
 
     Raises RewriterError with the place and reason of all faults of the source, ten in full.
     """

@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes of `file` between `offsets`, counted from the file's start; row-major."""
+    """Where a tensor is: `nbytes` bytes of `file` between `offsets`, counted from the file's start; row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,9 +59,9 @@ class SafetensorsHeader:
 def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of a safetensors file.
 
-    Raises RewriterError, naming the file and the tensor, if the file is truncated, its length or its JSON lies, a name
-    comes twice, a dtype is unknown, sizes disagree with shape and dtype, or data overlap, leave holes or exceed the
-    file.
+    Raises RewriterError, naming the file and the tensor, if the file is truncated, its length or its JSON is false, a
+    name comes twice, a dtype is unknown, sizes disagree with shape and dtype, or data overlap, leave holes or exceed
+    the file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -1,7 +1,7 @@
 """Outputs that walk through one source together: each is filled and hashed by one thread at a time, written by others.
 
-A `Stream` is one output, made of pieces. `StreamRun` runs many: its threads always advance the stream that is furthest
-behind in the source, so the source is read from the disk once, whatever the number of outputs.
+A `Stream` is one output, made of pieces. `StreamRun` advances many: its threads always advance the stream that is
+furthest behind in the source, so the source is read from the disk once, for any number of outputs.
 """
 
 from __future__ import annotations

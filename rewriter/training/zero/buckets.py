@@ -97,7 +97,7 @@ class Bucket:
         return works
 
     def take(self, divide: float, keep: bool) -> None:
-        """Add the own section to the gradients of this rank's masters, and forget the rest."""
+        """Add the own section to the gradients of this rank's master weights, and forget the rest."""
         assert self.buffer is not None
         rank = group_rank(self.group)
         for section in self.sections:
@@ -145,7 +145,7 @@ def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
 class Reducer:
     """Fills buckets as backward gives gradients, and sums each as soon as it and those before it are complete.
 
-    All ranks reduce all buckets, in one order, whatever took part on each of them. `keep`: buckets stay in memory, so
+    All ranks reduce all buckets in one order, also where parameters took no part. `keep`: buckets stay in memory, so
     that several backward passes may fill them before they are reduced (`sync` False).
     """
 

@@ -1,7 +1,7 @@
 """FSDP2's own collectives, with quantized messages: what `set_custom_all_gather` and `set_custom_reduce_scatter` take.
 
 FSDP2 calls them with flat tensors that hold all parameters of a group, one after the other, padded to equal sizes: a
-rank's part is one row here. Every parameter begins with a block of its own and goes the same way, whatever its shape.
+rank's part is one row here. Every parameter begins with a new block, and parameters of all shapes go the same way.
 Both are called on FSDP2's own streams, and have written their output when the stream has passed them.
 """
 

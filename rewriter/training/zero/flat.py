@@ -25,7 +25,7 @@ ALIGNMENT = 64  # bytes: kernels that read vectors want parameters to begin wher
 class FlatParameter:
     """A parameter, its pieces in order of their owners, and what this rank steps of it: a master, or nothing.
 
-    The gradient of the master stands in `gradient`, in the masters' dtype, from the first backward pass on.
+    The gradient of the master stands in `gradient`, in the master weights' dtype, from the first backward pass on.
     """
 
     name: str
@@ -81,7 +81,7 @@ class FlatParameters:
 
     @property
     def separate(self) -> bool:
-        """Whether masters are other memory than the parameters."""
+        """Whether master weights are other memory than the parameters."""
         return self.master_S is not self.own_S
 
     def read_master(self, held: FlatParameter) -> None:
@@ -101,7 +101,7 @@ class FlatParameters:
                 )
 
     def publish(self) -> None:
-        """Round the masters to the parameters' dtype, and give all ranks all slices, in one collective."""
+        """Round the master weights to the parameters' dtype, and give all ranks all slices, in one collective."""
         if self.separate:
             self.own_S.copy_(self.master_S)
         if self.ranks > 1:

@@ -1,7 +1,7 @@
 """Where parameters stand in flat tensors: in those that FSDP2 communicates, in ours, where each begins with a block,
 and in the equal slices that ranks own.
 
-Without blocks of its own, a parameter would share a block and a scale with its neighbour: the gradient of a bias beside
+Otherwise a parameter would share a block and a scale with its neighbour: the gradient of a bias beside
 that of a matrix a thousand times as large would be lost.
 """
 

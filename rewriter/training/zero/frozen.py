@@ -116,7 +116,7 @@ def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 1
     Those of `nn.Linear` with `requires_grad` False and at least `min_elements` elements, as in the base layers of
     peft's LoRA. The layers compute with the dequantized weight in their input's dtype; gradients flow to their input.
     Call it after adapters were added and weights loaded, and before `fully_shard`, which then shards and gathers the
-    bytes. Weights that several modules share, and layers derived from `nn.Linear` that compute in a way of their own,
+    bytes. Weights that several modules share, and layers derived from `nn.Linear` that compute in another way,
     stay as they are.
 
     `fully_shard` takes such layers in torch 2.13; in 2.11 it refuses parameters of integers, frozen or not ("Only

@@ -27,11 +27,12 @@ def groups_of_parameters(model: nn.Module, params: Parameters | None) -> list[di
     return wanted if wanted and isinstance(wanted[0], dict) else [{"params": wanted}]
 
 
-class MasterOptimizer(Optimizer):
+class MasterWeightOptimizer(Optimizer):
     """Shows `param_groups` and `state` of an optimizer of master weights (`inner`).
 
-    A subclass makes the masters, and gives the tensors that hold them (`masters`), the groups of ranks that together
-    step the model (`rank_groups`), this rank's place among them (`place`), and what is done around a step.
+    A subclass makes the master weights, and gives the tensors that hold them (`master_weights`), the groups of ranks
+    that together step the model (`rank_groups`), this rank's place among them (`place`), and what is done around a
+    step.
     """
 
     name: str  # of the function that errors name
@@ -52,7 +53,7 @@ class MasterOptimizer(Optimizer):
         """Groups whose ranks together step all parameters."""
         raise NotImplementedError
 
-    def masters(self) -> list[Tensor]:
+    def master_weights(self) -> list[Tensor]:
         """The fp32 tensors that a checkpoint of this rank holds."""
         raise NotImplementedError
 
@@ -61,7 +62,7 @@ class MasterOptimizer(Optimizer):
         raise NotImplementedError
 
     def before_step(self) -> None:
-        """Complete the gradients of the masters."""
+        """Complete the gradients of the master weights."""
 
     def after_step(self) -> None:
         """Give all ranks the stepped parameters."""
@@ -73,7 +74,7 @@ class MasterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
-        """Step this rank's masters, then update the parameters of all ranks. All ranks call it.
+        """Step this rank's master weights, then update the parameters of all ranks. All ranks call it.
 
         `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
         """
@@ -94,11 +95,11 @@ class MasterOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: the optimizer's state, and "masters". Each rank saves and loads its own, on as many ranks in
-        the same layout; the model's own state_dict holds the parameters, and is loaded first."""
+        """Of this rank: the optimizer's state, and "master_weights". Each rank saves and loads its own, on as many
+        ranks in the same layout; the model's own state_dict holds the parameters, and is loaded first."""
         return {
             **self.inner.state_dict(),
-            "masters": [master.clone() for master in self.masters()],
+            "master_weights": [master.clone() for master in self.master_weights()],
             "place": self.place(),
         }
 
@@ -112,7 +113,7 @@ class MasterOptimizer(Optimizer):
         self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self._adopt()
         with torch.no_grad():
-            for master, saved in zip(self.masters(), state_dict["masters"], strict=True):
+            for master, saved in zip(self.master_weights(), state_dict["master_weights"], strict=True):
                 master.copy_(saved)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -121,8 +122,8 @@ class MasterOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def follow(self, model: nn.Module, parameters: Sequence[nn.Parameter], loaded: Callable[[int], None]) -> None:
-        """`model.zero_grad` clears masters too; `loaded` gets the index of each parameter that was loaded, even if
-        into a part of the model."""
+        """`model.zero_grad` clears master weights too; `loaded` gets the index of each parameter that was loaded, even
+        if into a part of the model."""
         places = {id(p): i for i, p in enumerate(parameters)}
         for module in model.modules():
             own = [places[id(p)] for p in module._parameters.values() if id(p) in places]

@@ -28,7 +28,7 @@ from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.fsdp import groups_of
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
-    MasterOptimizer,
+    MasterWeightOptimizer,
     Parameters,
     clip,
     differing,
@@ -56,12 +56,12 @@ def node_local_optimizer(
     mesh: two dimensions, between nodes and inside the node. optimizer: called with groups of parameters, as
     torch.optim's classes take them; it gets fp32 master weights, one-dimensional pieces that together hold each element
     on one rank, so its update must be elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params:
-    parameters of the model, or groups of them with options of their own; default all that require a gradient.
+    parameters of the model, or groups of them with their options; default all that require a gradient.
     gradients, weights: formats of what nodes exchange; gradients are dithered.
 
-    Keep the model in the 16-bit dtype that it computes in: masters are kept here. Call it on all ranks, with the same
-    weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks, as by
-    FSDP2, and accumulate over backward passes until `zero_grad`; each pass sends them between nodes, unless
+    Keep the model in the 16-bit dtype that it computes in: master weights are kept here. Call it on all ranks, with the
+    same weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks,
+    as by FSDP2, and accumulate over backward passes until `zero_grad`; each pass sends them between nodes, unless
     `model.set_requires_all_reduce(False)` puts that off, or `set_requires_gradient_sync(False)` all reduction.
     `model.zero_grad()` does what the optimizer's does; that of a part of the model does nothing.
 
@@ -85,12 +85,13 @@ def _format(what: str, name: str) -> Format:
         raise RewriterError(f"node_local_optimizer: {what}: {error}") from None
 
 
-class NodeLocalOptimizer(MasterOptimizer):
-    """What `node_local_optimizer` returns: steps this rank's masters by the given optimizer, then exchanges weights.
+class NodeLocalOptimizer(MasterWeightOptimizer):
+    """What `node_local_optimizer` returns: steps this rank's master weights by the given optimizer, then exchanges
+    weights.
 
-    An Optimizer of the masters: schedulers take it, `param_groups` and `state` are those of the optimizer inside.
-    After backward, gradients are in the masters' `.grad`, and the model's parameters have none; to clip them use
-    `clip_grad_norm_` here. Loading weights into the model renews the masters.
+    An Optimizer of the master weights: schedulers take it, `param_groups` and `state` are those of the optimizer
+    inside. After backward, gradients are in the master weights' `.grad`, and the model's parameters have none; to clip
+    them use `clip_grad_norm_` here. Loading weights into the model renews the master weights.
     """
 
     name = "node_local_optimizer"
@@ -137,15 +138,15 @@ class NodeLocalOptimizer(MasterOptimizer):
         names = {parameter: name for name, parameter in model.named_parameters()}
         found = []
         for group in groups_of_parameters(model, params):
-            masters = []
+            weights = []
             for parameter in group["params"]:
                 if parameter not in owners:
                     raise RewriterError(
                         f"node_local_optimizer: parameter {names.get(parameter, '(not of the model)')} is not one that "
                         "FSDP2 has sharded and that requires a gradient. Call fully_shard on the module that holds it"
                     )
-                masters += owners[parameter].masters_of(parameter)
-            found.append({**group, "params": masters})
+                weights += owners[parameter].master_weights_of(parameter)
+            found.append({**group, "params": weights})
         return found
 
     def _check_replicas(self) -> None:
@@ -161,7 +162,7 @@ class NodeLocalOptimizer(MasterOptimizer):
             )
 
     def after_step(self) -> None:
-        """Exchange what the masters differ by from what the nodes compute with."""
+        """Exchange what the master weights differ by from what the nodes compute with."""
         sent = [group.send() for group in self._groups]
         for group, transfer in zip(self._groups, sent, strict=True):
             group.receive(transfer)
@@ -186,7 +187,7 @@ class NodeLocalOptimizer(MasterOptimizer):
     def rank_groups(self) -> list[ProcessGroup]:
         return self._mesh.get_all_groups()
 
-    def masters(self) -> list[Tensor]:
+    def master_weights(self) -> list[Tensor]:
         return [group.master for group in self._groups]
 
     def place(self) -> tuple[int, ...]:

@@ -49,22 +49,22 @@ class SlicedGroup:
         self.master = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros(self.size, device=device)
         self.kept: Tensor | None = None  # gradients that the other nodes have not seen yet
-        self.masters = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
-        self.read_masters()
+        self.master_weights = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
+        self.read_master_weights()
         group.watch_reductions()
         group.module.set_all_reduce_hook(self._reduce)
         for i in range(len(self.parameters)):
             self._watch(i)
 
-    def masters_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def master_weights_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """What this rank steps of a parameter: one piece or none."""
-        mine = zip(self.pieces[self.node], self.masters, strict=True)
+        mine = zip(self.pieces[self.node], self.master_weights, strict=True)
         return [master for piece, master in mine if self.parameters[piece.parameter] is parameter]
 
     def _watch(self, index: int) -> None:
         self.parameters[index].register_post_accumulate_grad_hook(lambda p: self._take(index, p))
 
-    def read_masters(self) -> None:
+    def read_master_weights(self) -> None:
         """Take the replica's values."""
         self.master.copy_(self._replica())
 
@@ -129,11 +129,11 @@ class SlicedGroup:
         self.layout.unblocked(whole.view(1, -1)[:, : self.layout.m], reduced_N[None])
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Move what backward left in `.grad` to the masters' gradients, in fp32, and free it."""
+        """Move what backward left in `.grad` to the master weights' gradients, in fp32, and free it."""
         assert parameter.grad is not None
         shard = local_shard(parameter.grad)
         hold(shard)
-        for piece, master in zip(self.pieces[self.node], self.masters, strict=True):
+        for piece, master in zip(self.pieces[self.node], self.master_weights, strict=True):
             if piece.parameter != index:
                 continue
             place = self.gradient[piece.place]
@@ -146,7 +146,7 @@ class SlicedGroup:
     # --- weights, after a step ---
 
     def send(self) -> Transfer:
-        """Begin to exchange the differences between masters and replica."""
+        """Begin to exchange the differences between master weights and replica."""
         payload = quantize_rows((self.master - self._replica())[None], self.weights)
         return gather_start([payload], self.mesh.get_group(), f"{self.name} weights", axis=NODE)
 

@@ -1,7 +1,7 @@
 """ZeRO stages 1 and 2 on plain modules: every rank holds all parameters, and steps an equal part of them.
 
-Optimizer state and fp32 masters take 1 / ranks of what they take on one device; stage 2 also keeps no gradients but
-those of the own part. A step costs one all-reduce for each bucket of gradients and one all-gather for each dtype of
+Optimizer state and fp32 master weights take 1 / ranks of what they take on one device; stage 2 also keeps no gradients
+but those of the own part. A step costs one all-reduce for each bucket of gradients and one all-gather for each dtype of
 parameters (DeepSpeed's communication post, sections 2 and 3). Stage 3, which shards the parameters too, is FSDP2:
 `rewriter.training.shard_parameters`.
 """
@@ -25,7 +25,7 @@ from rewriter.training.zero.buckets import Reducer, buckets_of
 from rewriter.training.zero.flat import FlatParameter, FlatParameters
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
-    MasterOptimizer,
+    MasterWeightOptimizer,
     Parameters,
     clip,
     differing,
@@ -48,7 +48,7 @@ def zero_optimizer(
     bucket_bytes: int = BUCKET_BYTES,
     multi_rank_buckets: bool = True,
 ) -> ZeroOptimizer:
-    """Train `model`, which every rank of `group` holds whole, with an optimizer whose state lies 1 / ranks on each.
+    """Train `model`, which every rank of `group` holds whole, with 1 / ranks of the optimizer's state on each.
 
         optimizer = zero_optimizer(model, lambda groups: torch.optim.AdamW(groups, lr=1e-4), group, stage=2)
         for batch in batches:  # other rows on every rank
@@ -59,19 +59,20 @@ def zero_optimizer(
 
     group: the ranks that hold the same parameters and see other rows or tokens (of a mesh with tensor parallelism, not
     the world); None for one rank. optimizer: called with groups of parameters, as torch.optim's classes take them; it
-    gets fp32 masters, one-dimensional pieces that together hold each element on one rank, so its update must be
+    gets fp32 master weights, one-dimensional pieces that together hold each element on one rank, so its update must be
     elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params: parameters of the model, or groups of
-    them with options of their own; default all that require a gradient. divide: what the sum of gradients over `group`
+    them with their options; default all that require a gradient. divide: what the sum of gradients over `group`
     is divided by, default its size, for ranks whose loss is the mean over their own rows. bucket_bytes: of gradients
-    that are reduced together, in fp32 whatever the parameters' dtype. multi_rank_buckets: False sends each owner's part
-    by a reduce of its own, to measure what bucketing saves.
+    that are reduced together, in fp32 for parameters of any dtype. multi_rank_buckets: False sends each owner's part
+    by a separate reduce, to measure what bucketing saves.
 
     In place: parameters become views of one flat tensor for each dtype, so the model must be on its device and in its
-    dtype; 16-bit ones get fp32 masters. Gradients are summed while backward runs, and leave the parameters' `.grad`
-    None: those of the own part are in the masters' `.grad`, averaged, where several backward passes add up. Stage 1
-    keeps fp32 gradients of the whole model, so that `no_sync` can put the sum off to the last of several passes; stage
-    2 frees them bucket by bucket, and sums in every pass. A parameter that takes no part in any rank's backward pass
-    is not stepped. All ranks call backward equally often, each with some parameter taking part, and `step`.
+    dtype; 16-bit ones get fp32 master weights. Gradients are summed while backward runs, and leave the parameters'
+    `.grad` None: those of the own part are in the master weights' `.grad`, averaged, where several backward passes add
+    up. Stage 1 keeps fp32 gradients of the whole model, so that `no_sync` can put the sum off to the last of several
+    passes; stage 2 frees them bucket by bucket, and sums in every pass. A parameter that takes no part in any rank's
+    backward pass is not stepped. All ranks call backward equally often, each with some parameter taking part, and
+    `step`.
 
     Raises RewriterError where nothing is trained, a parameter is not the model's, comes twice or belongs to FSDP2,
     or ranks hold different parameters.
@@ -96,11 +97,11 @@ def zero_optimizer(
     )
 
 
-class ZeroOptimizer(MasterOptimizer):
-    """What `zero_optimizer` returns: an Optimizer of this rank's masters.
+class ZeroOptimizer(MasterWeightOptimizer):
+    """What `zero_optimizer` returns: an Optimizer of this rank's master weights.
 
     Schedulers take it; `param_groups` and `state` are those of the optimizer inside. `model.zero_grad()` does what the
-    optimizer's does. Loading weights into the model renews the masters.
+    optimizer's does. Loading weights into the model renews the master weights.
     """
 
     name = "zero_optimizer"
@@ -134,7 +135,7 @@ class ZeroOptimizer(MasterOptimizer):
             per_owner=not multi_rank_buckets,
             keep=stage == 1,
         )
-        super().__init__(optimizer([{**given, "params": _masters(given["params"], places)} for given in groups]))
+        super().__init__(optimizer([{**given, "params": _master_weights(given["params"], places)} for given in groups]))
         self.follow(model, [each.parameter for each in held], self._loaded)
 
     def _check_replicas(self) -> None:
@@ -216,7 +217,7 @@ class ZeroOptimizer(MasterOptimizer):
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """This rank's part of a parameter's gradient: zeros elsewhere, None where it has no part or none was computed.
 
-        In the parameter's shape and the masters' dtype; summed over the group it is the whole gradient.
+        In the parameter's shape and the master weights' dtype; summed over the group it is the whole gradient.
         """
         for _, held in self._places:
             if held.parameter is parameter and held.master is not None and held.master.grad is not None:
@@ -229,15 +230,15 @@ class ZeroOptimizer(MasterOptimizer):
     def rank_groups(self) -> list[ProcessGroup]:
         return [] if self.group is None else [self.group]
 
-    def masters(self) -> list[Tensor]:
-        """Those of 16-bit parameters: others are their own masters."""
+    def master_weights(self) -> list[Tensor]:
+        """Those of 16-bit parameters: others are their own master weights."""
         return [flat.master_S for flat in self._flats if flat.separate]
 
     def place(self) -> list[int]:
         return [group_rank(self.group), group_size(self.group)]
 
     def state_dict(self) -> dict[str, Any]:
-        """As `MasterOptimizer.state_dict`; either stage loads that of the other."""
+        """As `MasterWeightOptimizer.state_dict`; either stage loads that of the other."""
         return {**super().state_dict(), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,7 +295,7 @@ def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.P
     return list(kinds.values())
 
 
-def _masters(
+def _master_weights(
     parameters: Sequence[nn.Parameter], places: dict[nn.Parameter, tuple[FlatParameters, FlatParameter]]
 ) -> list[nn.Parameter]:
     found = [places[parameter][1].master for parameter in parameters if parameter in places]
