@@ -110,7 +110,7 @@ MORE_OF_TWO: list[Case] = [
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
-    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=500)
+    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=600)
     for index, (name, options) in enumerate(MORE_OF_TWO):
         expected = alone(name, **{k: v for k, v in options.items() if k in ("method", "lora", "base")})
         assert_same_training(tmp_path / str(index), expected)

@@ -96,12 +96,6 @@ def write_shards(
     return convert_files(checkpoint, [], plans, finished=finished)
 
 
-def copy_file(source: Path, target: Path, link: bool = False) -> str:
-    """Copy any one file as `convert_files` does, onto the disk; returns its sha256."""
-    nowhere = Checkpoint(source.parent, {})
-    return convert_files(nowhere, [(source, target)], [], link=link)[target]
-
-
 def plan_bytes(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> int:
     """Bytes of data that the plans will write, headers not counted. Raises RewriterError as `convert_files` does."""
     return sum(item.nbytes for plan in plans for item in _plan(checkpoint, plan))

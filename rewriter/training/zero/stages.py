@@ -214,19 +214,6 @@ class ZeroOptimizer(MasterWeightOptimizer):
         groups = self.rank_groups() if within is None else [*self.rank_groups(), within]
         return clip(gradients, squares, groups, max_norm)
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of a parameter's gradient: zeros elsewhere, None where it has no part or none was computed.
-
-        In the parameter's shape and the master weights' dtype; summed over the group it is the whole gradient.
-        """
-        for _, held in self._places:
-            if held.parameter is parameter and held.master is not None and held.master.grad is not None:
-                assert held.mine is not None
-                whole = held.master.grad.new_zeros(parameter.numel())
-                whole[held.mine.start : held.mine.end] = held.master.grad
-                return whole.view(parameter.shape)
-        return None
-
     def rank_groups(self) -> list[ProcessGroup]:
         return [] if self.group is None else [self.group]
 
