@@ -12,7 +12,6 @@ node and gradients of experts leave it; "D+E" has replicas on neighbours, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +26,10 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import all_to_all_rows_start, all_to_all_uneven_start, gather_start
+from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
 from rewriter.training.zero.master_weights import clip
 
 AXIS = "ep"
-BUCKET_BYTES = 64 << 20
 ORDERS = ("E+D", "D+E")
 
 
@@ -308,14 +307,6 @@ class _GradientSum:
             p.grad.copy_(place.div_(divide).view_as(p))
 
 
-def _gradient_sums(parameters: Iterable[nn.Parameter], group: ProcessGroup | None, name: str) -> list[_GradientSum]:
+def _gradient_sums(parameters: list[nn.Parameter], group: ProcessGroup | None, name: str) -> list[_GradientSum]:
     """In buckets of BUCKET_BYTES or of one parameter, each of one dtype."""
-    buckets: list[list[nn.Parameter]] = []
-    kind, size = None, 0
-    for p in reversed(list(parameters)):
-        if (p.dtype, p.device) != kind or size + 4 * p.numel() > BUCKET_BYTES:
-            buckets.append([])
-            kind, size = (p.dtype, p.device), 0
-        buckets[-1].append(p)
-        size += 4 * p.numel()
-    return [_GradientSum(bucket, group, name) for bucket in buckets]
+    return [_GradientSum([parameters[i] for i in each], group, name) for each in bucketed(parameters, BUCKET_BYTES)]

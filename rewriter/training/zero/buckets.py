@@ -23,6 +23,7 @@ from rewriter.runtime.collective_log import observe
 from rewriter.runtime.process_groups import group_rank
 from rewriter.training.zero.flat import FlatParameter
 
+BUCKET_BYTES = 64 << 20
 IN_FLIGHT = 2  # buckets whose memory exists at a time, besides the one that fills, where it is freed
 
 
@@ -121,25 +122,26 @@ class Bucket:
         return [ranks > 0 for ranks in self.buffer[section.flags : section.end].tolist()]
 
 
+def bucketed(parameters: Sequence[nn.Parameter], nbytes: int) -> list[list[int]]:
+    """Indices of parameters in reverse order, in buckets of at most `nbytes` of gradients (fp32, or wider where
+    parameters are), or of one parameter; each bucket of one dtype and device."""
+    made: list[list[int]] = []
+    kind, size = None, 0
+    for i in reversed(range(len(parameters))):
+        dtype = torch.promote_types(parameters[i].dtype, torch.float32)
+        needed = parameters[i].numel() * dtype.itemsize
+        if kind != (dtype, parameters[i].device) or size + needed > nbytes:
+            made.append([])
+            kind, size = (dtype, parameters[i].device), 0
+        made[-1].append(i)
+        size += needed
+    return made
+
+
 def buckets_of(parameters: Sequence[FlatParameter], group: ProcessGroup | None, bucket_bytes: int) -> list[Bucket]:
     """Parameters in reverse order, in buckets of at most `bucket_bytes` of gradients each, or of one parameter."""
-    filling: list[FlatParameter] = []
-    made: list[list[FlatParameter]] = []
-    size = 0
-    for held in reversed(parameters):
-        dtype = torch.promote_types(held.parameter.dtype, torch.float32)
-        needed = held.parameter.numel() * dtype.itemsize
-        alike = filling and _kind(filling[0].parameter) == _kind(held.parameter)
-        if not alike or size + needed > bucket_bytes:
-            filling, size = [], 0
-            made.append(filling)
-        filling.append(held)
-        size += needed
-    return [Bucket(each, group, f"gradients {i}") for i, each in enumerate(made)]
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return torch.promote_types(parameter.dtype, torch.float32), parameter.device
+    made = bucketed([held.parameter for held in parameters], bucket_bytes)
+    return [Bucket([parameters[i] for i in each], group, f"gradients {n}") for n, each in enumerate(made)]
 
 
 class Reducer:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +69,10 @@ def zero_plus_plus(
     """
     if weights is None and gradients is None and secondary is None:
         raise RewriterError("zero_plus_plus: nothing to do. Pass weights=, gradients= or secondary=")
-    for name in (weights, gradients):
-        if name is not None:
-            _known(name, hops=name is gradients)
+    if weights is not None:
+        _require_known("weights", weights, parse_format)
+    if gradients is not None:
+        _require_known("gradients", gradients, parse_hops)
     groups = [group for group in groups_of(model, "zero_plus_plus") if group.process_group.size() > 1]
     ranks = _ranks(model, groups)
     if secondary is not None:
@@ -122,11 +124,11 @@ def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
     return found.pop() if found else 1
 
 
-def _known(name: str, hops: bool) -> None:
+def _require_known(what: str, name: str, parse: Callable[[str], object]) -> None:
     try:
-        parse_hops(name) if hops else parse_format(name)
+        parse(name)
     except ValueError as error:
-        raise RewriterError(f"zero_plus_plus: {'gradients' if hops else 'weights'}: {error}") from None
+        raise RewriterError(f"zero_plus_plus: {what}: {error}") from None
 
 
 def _one_dtype(group: ParameterGroup) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.training.zero.buckets import Reducer, buckets_of
+from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer, buckets_of
 from rewriter.training.zero.flat import FlatParameter, FlatParameters
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
@@ -33,8 +33,6 @@ from rewriter.training.zero.master_weights import (
 )
 
 _OWNED = "_rewriter_zero_optimizer"  # set on a parameter whose gradients one takes
-
-BUCKET_BYTES = 64 << 20
 
 
 def zero_optimizer(
