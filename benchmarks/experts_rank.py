@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from expert_traffic import expert_traffic
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rewriter.runtime import record_events
-from rewriter.training.expert_parallel import ExpertParallel, expert_mesh, expert_parallel, traffic
+from rewriter.training import ExpertParallel, expert_mesh, shard_experts
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def build(spec: dict[str, Any], order: str) -> tuple[ExpertParallel, torch.optim
     )
     model = MixtralForCausalLM(config)
     world = spec["nodes"] * spec["local"]
-    parallel = expert_parallel(model, expert_mesh(world // spec["ep"], spec["ep"], order, "cpu"))
+    parallel = shard_experts(model, expert_mesh(world // spec["ep"], spec["ep"], order, "cpu"))
     return parallel, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
@@ -88,7 +89,7 @@ def step(spec: dict[str, Any], parallel: ExpertParallel, optimizer: torch.optim.
         optimizer.step()
     dist.barrier()
     seconds, after = time.perf_counter() - begin, sent(spec["interface"])
-    counted = traffic(events, spec["local"], dist.get_rank())
+    counted = expert_traffic(events, spec["local"], dist.get_rank())
     return {
         "seconds": seconds,
         "tokens sent": between - before,

@@ -47,13 +47,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "hpZ": {"secondary": LOCAL},
     "qgZ int8/int4": {"gradients": "int8/int4"},
     "all three": {"weights": "int8", "gradients": "int8/int4", "secondary": LOCAL},
-    "resident int4": {"resident": {"weights": "int4", "gradients": "int4-hadamard"}},
+    "node-local int4": {"node local": {"weights": "int4", "gradients": "int4-hadamard"}},
 }
 PLAIN = {  # what FSDP2's own collectives could be; gloo's gathers go round a ring
     "plain, direct gathers": {"gather": "direct"},
     "plain, hierarchical gathers": {"gather": "hierarchical"},
 }
-PROMISED = {"all three": 0.77, "resident int4": 0.55}  # M between nodes
+PROMISED = {"all three": 0.77, "node-local int4": 0.55}  # M between nodes
 
 TINY = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
 WHOLE = 4096  # a block that holds any rank's part of any of that model's tensors: one scale for each
@@ -63,8 +63,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     **{f"{name}, by tensor": {"weights": f"{name}@{WHOLE}"} for name in ("int8", "int6", "int4", "int2")},
     "all three 8, 8/4": {"weights": "int8", "gradients": "int8/int4-hadamard", "secondary": LOCAL},
     "all three 6, 8/4": {"weights": "int6", "gradients": "int8/int4-hadamard", "secondary": LOCAL},
-    "resident 4, 4": {"resident": {"weights": "int4", "gradients": "int4-hadamard"}},
-    "resident 2, 2": {"resident": {"weights": "int2", "gradients": "int2-hadamard"}},
+    "node-local 4, 4": {"node local": {"weights": "int4", "gradients": "int4-hadamard"}},
+    "node-local 2, 2": {"node local": {"weights": "int2", "gradients": "int2-hadamard"}},
 }
 
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rewriter.runtime import record_events
 from rewriter.runtime.exchange import all_to_all_start, gather_start
-from rewriter.training import node_mesh, node_resident, zero_plus_plus
+from rewriter.training import node_local_optimizer, node_mesh, zero_plus_plus
 from rewriter.training.zero.fsdp import DefaultAllGather, DefaultReduceScatter, reduction_factor
 
 RANKS, LOCAL = 4, 2
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def build(spec: dict[str, Any], system: dict[str, Any]) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
-    """The model, sharded, and its optimizer. `system`: arguments of zero_plus_plus or of node_resident ("resident"),
-    or how plain weights are gathered ("gather")."""
+    """The model, sharded, and its optimizer. `system`: arguments of zero_plus_plus or of node_local_optimizer
+    ("node local"), or how plain weights are gathered ("gather")."""
     torch.manual_seed(0)
     made = LlamaForCausalLM(LlamaConfig(**spec["sizes"]))
-    resident, nodes = system.get("resident"), node_mesh("cpu", LOCAL)
-    mesh = nodes["local"] if resident else init_device_mesh("cpu", (RANKS,))
-    if resident:
+    node_local, nodes = system.get("node local"), node_mesh("cpu", LOCAL)
+    mesh = nodes["local"] if node_local else init_device_mesh("cpu", (RANKS,))
+    if node_local:
         made = made.bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in [*made.model.layers, made]:
@@ -60,8 +60,10 @@ def build(spec: dict[str, Any], system: dict[str, Any]) -> tuple[LlamaForCausalL
     plus_plus = {key: value for key, value in system.items() if key in ("weights", "gradients", "secondary")}
     if plus_plus:
         zero_plus_plus(made, **plus_plus, node=LOCAL)
-    if resident:
-        return made, node_resident(made, nodes, lambda groups: torch.optim.AdamW(groups, lr=spec["lr"]), **resident)
+    if node_local:
+        return made, node_local_optimizer(
+            made, nodes, lambda groups: torch.optim.AdamW(groups, lr=spec["lr"]), **node_local
+        )
     return made, torch.optim.AdamW(made.parameters(), lr=spec["lr"])
 
 

@@ -50,21 +50,10 @@ def rewrite(
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:
     """Convert a checkpoint into a verified output directory: the options are those of `convert.conversion.convert`."""
-    from rewriter.weights.ahead import copies_ahead
+    with collector_paused():
+        from rewriter.convert.conversion import convert
 
-    # Weight files are copied while torch and transformers are imported and the model is traced. With these options they
-    # are not copied, or an interrupted run may have copied them.
-    place = Path(options.get("out") or Path.cwd())
-    wanted = not any(options.get(name) for name in ("dry_run", "link", "dtype", "resume")) and _is_free(place)
-    with copies_ahead(model, place, wanted) as ahead:
-        with collector_paused():
-            from rewriter.convert.conversion import convert
-
-        return convert(model, recipe, ahead=ahead, **options)
-
-
-def _is_free(place: Path) -> bool:
-    return not place.exists() or place == Path.cwd() or (place.is_dir() and not any(place.iterdir()))
+    return convert(model, recipe, **options)
 
 
 def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Report:

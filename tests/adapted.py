@@ -35,13 +35,13 @@ def root() -> Path:
     return path
 
 
-def write_source(path: Path, family: str = "llama", layers: int = 4) -> Path:
-    """A checkpoint of a few thousand parameters, in bf16, whose blocks write as much as the stream holds."""
+def write_source(path: Path, family: str = "llama", layers: int = 4, hidden: int = 32) -> Path:
+    """A small checkpoint, in bf16, whose blocks write as much as the stream holds."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
     config = AutoConfig.for_model(
-        family, **sizes, **experts, intermediate_size=64, vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
+        family, **sizes, **experts, intermediate_size=2 * hidden, vocab_size=VOCABULARY, max_position_embeddings=LENGTH,
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, tie_word_embeddings=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -56,17 +56,18 @@ def write_source(path: Path, family: str = "llama", layers: int = 4) -> Path:
     return path
 
 
-def directory(recipe: str, tp: int = 1, family: str = "llama") -> Path:
+def directory(recipe: str, tp: int = 1, family: str = "llama", hidden: int = 32) -> Path:
     """The family's checkpoint, rewritten; made once."""
-    return _directory(recipe, tp, family)
+    return _directory(recipe, tp, family, hidden)
 
 
 @functools.cache
-def _directory(recipe: str, tp: int, family: str) -> Path:
-    source = root() / family
+def _directory(recipe: str, tp: int, family: str, hidden: int) -> Path:
+    name = family if hidden == 32 else f"{family}-{hidden}"
+    source = root() / name
     if not source.exists():
-        write_source(source, family)
-    path = root() / f"{family}-{recipe}-tp{tp}"
+        write_source(source, family, hidden=hidden)
+    path = root() / f"{name}-{recipe}-tp{tp}"
     convert(source, recipe, out=path, tp=tp, verify="none")
     return path
 

@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from rewriter import RewriterError
 from rewriter.adapt import checkpoints, rewritten_source
 from rewriter.adapt.adaptation import AdaptReport, adapt
-from rewriter.adapt.job import Job, place_of
+from rewriter.adapt.job import AdaptJob, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.rewritten_source import Opened, write_source
 from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
 from rewriter.emit.manifest import read_manifest
@@ -78,13 +78,13 @@ def test_the_loss_falls_and_the_result_is_what_was_measured(plain: Path) -> None
     # the loss in the manifest is that of the file, read as any user reads it
     model = AutoModelForCausalLM.from_pretrained(plain, trust_remote_code=True, dtype=torch.float32)
     from rewriter.adapt.evaluate import evaluate
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
     from rewriter.adapt.students import HuggingFaceModel
     from rewriter.adapt.token_rows import load_rows
     from rewriter.verify.drift import load_tokenizer
 
     rows = load_rows(adapted.text_file(20, 1), load_tokenizer(str(plain)), length=adapted.LENGTH)
-    again = evaluate(HuggingFaceModel(model, None), rows, 4, Ranks(), torch.device("cpu"))
+    again = evaluate(HuggingFaceModel(model, None), rows, 4, RunRanks(), torch.device("cpu"))
     assert math.isclose(again, done.losses["after"], rel_tol=1e-5)
     names = {name: t.dtype for name, t in load_file(plain / "model.safetensors").items()}
     assert names == {n: t.dtype for n, t in load_file(adapted.directory("ladder") / "model.safetensors").items()}
@@ -226,6 +226,47 @@ def test_with_adapters_the_teacher_has_no_weights_of_its_own(tmp_path: Path, mon
     assert changed == {name for name in before if "proj" in name}
 
 
+def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 holds a quarter of fp32 and its scales; only adapters move; what is stored is the source's weights with
+    them, not the dequantized ones."""
+    from rewriter.adapt import adapted_output, student_setup
+    from rewriter.training.zero.frozen import FrozenLinear
+
+    done, before, after = [], {}, {}
+    quantize, merge = student_setup.quantize_frozen, adapted_output.merge
+
+    def quantized(module: Any, format: str) -> Any:
+        done.append(quantize(module, format))
+        before.update({n: p.detach().clone() for n, p in module.named_parameters()})
+        return done[-1]
+
+    def merged(built: Any) -> None:
+        module = built.model.module
+        after.update({n: p.detach().clone() for n, p in module.named_parameters()})
+        after["base"] = {n: m.dequantized() for n, m in module.named_modules() if isinstance(m, FrozenLinear)}
+        merge(built)
+
+    monkeypatch.setattr(student_setup, "quantize_frozen", quantized)
+    monkeypatch.setattr(adapted_output, "merge", merged)
+    source = adapted.directory("ladder", hidden=256)
+    out = tmp_path / "out"
+    run(out, files=(source, adapted.text_file(), adapted.text_file(20, 1)), lora=4, base="int8")
+
+    assert len(done[0].weights) == 4 * 5  # of each layer all but keys and values, which are small
+    assert 0.25 < done[0].after / done[0].before < 0.27
+    moved = {n for n in before if not torch.equal(before[n], after[n])}
+    assert moved == {n for n in before if "lora_" in n}
+    stored, exact = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    for name, base in after["base"].items():
+        path = name.removesuffix(".base_layer")
+        key = path.removeprefix("base_model.model.") + ".weight"
+        change = 2 * after[f"{path}.lora_B.default.weight"] @ after[f"{path}.lora_A.default.weight"]
+        assert (stored[key] == (exact[key].float() + change).bfloat16()).float().mean() > 0.999, key
+        assert (stored[key] == (base + change).bfloat16()).float().mean() < 0.8, key
+    for name in exact:
+        assert torch.equal(stored[name], exact[name]) or "proj" in name, name
+
+
 def test_annealing_begins_at_the_original_and_ends_at_the_recipe(tmp_path: Path) -> None:
     run(tmp_path / "out", method="distill", anneal=4)
     lines = read_metrics(tmp_path / "out" / "training")
@@ -242,10 +283,10 @@ def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:
 
 
 def test_a_directory_where_a_run_is_at_work_is_not_to_be_deleted(tmp_path: Path) -> None:
-    running = Job(tmp_path / "out", {}, resume=False)
+    running = AdaptJob(tmp_path / "out", {}, resume=False)
     for resume in (False, True):
         with pytest.raises(RewriterError, match=r"another run is at work there\. Wait for it"):
-            Job(tmp_path / "out", {}, resume)
+            AdaptJob(tmp_path / "out", {}, resume)
     running.close(done=False)
     assert not list(tmp_path.iterdir()), "without a checkpoint there is nothing to go on from"
 
@@ -257,7 +298,7 @@ def test_the_pieces_of_an_optimizer_that_two_ranks_had_are_refused_by_one(tmp_pa
     optimizer = torch.optim.SGD(model.parameters())
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with pytest.raises(RewriterError, match=r"in pieces: optimizer-0-of-2\.pt, .* Resume on as many ranks"):
-        checkpoints.load_rest(tmp_path, model, optimizer, constant, Ranks(), 0)
+        checkpoints.load_rest(tmp_path, model, optimizer, constant, RunRanks(), 0)
 
 
 # Refusals
@@ -275,12 +316,23 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"length": 1}, r"--length 1: expected 2 or more"),
         ({"sp": 2, "settings": {"gradient_checkpointing": True}}, r"--set gradient_checkpointing with --sp 2"),
         ({"tp": 2, "settings": {"neftune_noise_alpha": 5}}, r"--set neftune_noise_alpha with --tp 2"),
+        ({"ep": 2, "tp": 2}, r"--tp with --ep 2: its ranks share heads and channels"),
+        ({"ep": 2, "zero": "3"}, r"--zero with --ep 2: each rank steps all that it holds"),
+        ({"ep": 0}, r"--ep 0: expected 1 or more"),
+        ({"base": "int8"}, r"--base int8: weights that are trained cannot be quantized\. Add --lora R"),
+        ({"base": "int9", "lora": 4}, r"--base: .*int9"),
+        ({"base": "int8", "lora": 4, "zero": "plus-plus"}, r"--base int8 with --zero plus-plus: .*Use --zero 3"),
+        ({"tp": 2, "zero": "node-local"}, r"--zero node-local with --tp 2"),
     ]
     for options, message in cases:
         with pytest.raises(RewriterError, match=message):
             Options(**options)
     with pytest.raises(RewriterError, match=r"--tp × --sp = 2 ranks share .* but 1 runs\. Start it with torchrun"):
         adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(sp=2))
+    with pytest.raises(RewriterError, match=r"--ep 2 ranks share the experts of a layer, but 1 runs"):
+        adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(ep=2))
+    with pytest.raises(RewriterError, match="bound to tp=2, and its file computes the lanes of all ranks"):
+        adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(ep=2))
     with pytest.raises(RewriterError, match="bound to tp=2, so it cannot be trained with --tp 4"):
         adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(tp=4))
     with pytest.raises(RewriterError, match="48 positions"):
@@ -373,14 +425,14 @@ def test_settings_are_the_trainers() -> None:
 
 def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
     from rewriter.adapt.batches import Order
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
 
     settings, seen = {"num_train_epochs": 3}, []
     for replicas in (1, 2, 4):
         sizes = schedule(settings, None, 50, replicas)
         assert (sizes.batch, sizes.steps) == (32, 4)
         # ranks in pairs that share rows
-        orders = [list(Order(50, sizes, Ranks(2 * replica, 2 * replicas, 2), 7)) for replica in range(replicas)]
+        orders = [list(Order(50, sizes, RunRanks(2 * replica, 2 * replicas, 2), 7)) for replica in range(replicas)]
         each = range(sizes.accumulation)
         seen.append([
             [row for order in orders for i in each for row in order[step * sizes.accumulation + i]]
@@ -390,7 +442,7 @@ def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
     flat = [row for step in seen[0] for row in step]
     assert sorted(flat[:50]) == sorted(flat[50:100]) == list(range(50)), "an epoch has every row once"
     assert flat[:50] != flat[50:100]
-    with pytest.raises(RewriterError, match="32 rows cannot be dealt to 3"):
+    with pytest.raises(RewriterError, match="32 rows cannot be divided over 3"):
         schedule(settings, None, 50, 3)
 
 
@@ -401,7 +453,7 @@ def test_a_step_sees_the_same_rows_on_any_number_of_ranks() -> None:
 def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_path: Path) -> None:
     """By a pseudo-inverse over the same tokens: each layer's solution is the one of the normal equations."""
     from rewriter.adapt.refit import RIDGE, refit
-    from rewriter.adapt.run_ranks import Ranks
+    from rewriter.adapt.run_ranks import RunRanks
     from rewriter.tracing.meta_model import find_layers
 
     directory = adapted.directory(recipe, tp)
@@ -427,7 +479,7 @@ def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_
         return float((ours - theirs).norm() / theirs.norm())
 
     worse = error()
-    done = refit(student, teacher, [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)], Ranks())
+    done = refit(student, teacher, [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)], RunRanks())
     assert done.tokens == 16 * 32
     assert error() < 0.7 * worse
     z, y = seen["z"].double(), seen["x out"].flatten(0, 1).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ Case = tuple[str, dict[str, Any]]
 def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> None:
     """Each case in turn, into directories `out`/0, 1, …; every rank calls it."""
     rewritten_source.trace = adapted.trace_once
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")  # for node-local weights
     world = 1 if group is None else group.size()
     for index, (name, options) in enumerate(cases):
         replicas = world // (options.get("tp", 1) * options.get("sp", 1))
@@ -47,14 +49,15 @@ def files() -> dict[str, Path]:
         "ladder": adapted.directory("ladder", 2),
         "desync": adapted.directory("desync-4x-sum", 2),
         "mixtral": adapted.directory("ladder", 2, "mixtral"),
+        "wide": adapted.directory("ladder", 2, hidden=256),
     }
 
 
-def alone(name: str, method: str = "sft", lora: int = 0) -> Path:
+def alone(name: str, method: str = "sft", lora: int = 0, base: str | None = None) -> Path:
     """The result on one device, trained once."""
-    out = adapted.root() / f"alone-{name}-{method}-{lora}"
+    out = adapted.root() / f"alone-{name}-{method}-{lora}-{base}"
     if not out.exists():
-        train(None, files(), out, [(name, {"method": method, "lora": lora})])
+        train(None, files(), out, [(name, {"method": method, "lora": lora, "base": base})])
     return out / "0"
 
 
@@ -72,7 +75,7 @@ def assert_same_training(result: Path, expected: Path) -> None:
         assert differs < 0.02, f"{name}: {differs:.1%} of its elements"
 
 
-TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2})]
+TWO: list[Case] = [("ladder", {"zero": "3"}), ("desync", {"tp": 2}), ("mixtral", {"ep": 2})]
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +86,10 @@ def two() -> Path:
     return out
 
 
-@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp"])
+@pytest.mark.parametrize("index", range(len(TWO)), ids=["fsdp2", "tp", "ep"])
 def test_two_ranks_train_as_one_device(index: int, two: Path) -> None:
-    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too."""
+    """Data-parallel by FSDP2; tensor-parallel, a checkpoint bound to its ranks, which one device computes too;
+    expert-parallel."""
     assert_same_training(two / str(index), alone(TWO[index][0]))
 
 
@@ -99,14 +103,17 @@ MORE_OF_TWO: list[Case] = [
     ("ladder", {"tp": 2, "method": "distill"}),
     ("ladder", {"zero": "3", "method": "distill"}),
     ("ladder", {"zero": "3", "lora": 4}),
+    ("mixtral", {"ep": 2, "method": "distill", "lora": 4}),
+    ("wide", {"zero": "3", "lora": 4, "base": "int8"}),
 ]
 
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_device_in_every_other_way(tmp_path: Path) -> None:
-    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=500)
+    run_ranks(train, 2, files(), tmp_path, MORE_OF_TWO, timeout=600)
     for index, (name, options) in enumerate(MORE_OF_TWO):
-        assert_same_training(tmp_path / str(index), alone(name, options.get("method", "sft"), options.get("lora", 0)))
+        expected = alone(name, **{k: v for k, v in options.items() if k in ("method", "lora", "base")})
+        assert_same_training(tmp_path / str(index), expected)
 
 
 FOUR: list[Case] = [
@@ -117,15 +124,54 @@ FOUR: list[Case] = [
     ("desync", {"tp": 2, "zero": "3"}),
     ("ladder", {"sp": 2, "zero": "3"}),
     ("ladder", {"tp": 2, "sp": 2}),
+    ("mixtral", {"ep": 2, "ep_order": "D+E"}),
+    ("mixtral", {"ep": 2, "ep_order": "E+D"}),
 ]
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_device(tmp_path: Path) -> None:
-    """dp 4 by ZeRO 1 and FSDP2; tp 2 × dp 2 with summed gradients and with FSDP2; sequence ranks with either."""
+    """dp 4 by ZeRO 1 and FSDP2; tp 2 × dp 2 with summed gradients and with FSDP2; sequence ranks with either; experts
+    on pairs of neighbours, and of ranks far apart."""
     run_ranks(train, 4, files(), tmp_path, FOUR, timeout=900)
     for index, (name, _) in enumerate(FOUR):
         assert_same_training(tmp_path / str(index), alone(name))
+
+
+def on_two_nodes(group: Any, files: dict[str, Path], out: Path) -> tuple[list[int], list[torch.Tensor]]:
+    """Node-local training on nodes of two ranks: the ranks that this rank's weights are sharded over, and its shards
+    after the last step."""
+    from rewriter.adapt import adapted_output
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found: list[Any] = []
+    merge = adapted_output.merge
+
+    def watched(built: Any) -> None:
+        parameters = list(built.model.module.parameters())
+        found.append(parameters[0].device_mesh.mesh.tolist())
+        found.append([p.to_local().clone() for p in parameters])
+        merge(built)
+
+    adapted_output.merge = watched
+    train(group, files, out, [("ladder", {"zero": "node-local"})])
+    return found[0], found[1]
+
+
+def test_weights_stay_in_their_node(tmp_path: Path) -> None:
+    """Nodes hold equal bits, and training is that of one device but for what messages between nodes round."""
+    ranks = run_ranks(on_two_nodes, 4, files(), tmp_path, timeout=300)
+    assert [held for held, _ in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for (_, one), (_, other) in zip(ranks[:2], ranks[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    ours, theirs = (read_metrics(path / "training") for path in (tmp_path / "0", alone("ladder")))
+    assert len(ours) == len(theirs) == STEPS
+    assert math.isclose(ours[0]["loss"], theirs[0]["loss"], rel_tol=2e-5)
+    assert theirs[-1]["loss"] < 0.8 * theirs[0]["loss"]
+    for a, b in zip(ours, theirs, strict=True):
+        assert math.isclose(a["loss"], b["loss"], rel_tol=0.03), (a, b)
+        assert math.isclose(a["grad_norm"], b["grad_norm"], rel_tol=0.1), (a, b)
+    assert a["loss"] != b["loss"], "messages were not quantized"
 
 
 def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any]) -> None:
@@ -133,7 +179,8 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     from rewriter.adapt.trainer import AdaptTrainer
 
     rewritten_source.trace = adapted.trace_once
-    before, calls = AdaptTrainer.training_step, []
+    before, calls, name = AdaptTrainer.training_step, [], "mixtral" if "ep" in options else "ladder"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
 
     def step(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
@@ -146,7 +193,7 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     for resume in (False, True):
         try:
             adapt(
-                files["ladder"], data=files["text"], evaluation=files["evaluation"], out=out, verify="none",
+                files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none",
                 resume=resume, options=Options(length=adapted.LENGTH, settings=settings, **options),
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -155,14 +202,19 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero": "3", "dp": 2}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"zero": "2", "dp": 2}, {"tp": 2}))],
-    ids=["fsdp2", "zero 2", "tp"],
+    [
+        {"zero": "3", "dp": 2},
+        {"ep": 2, "dp": 2},
+        {"zero": "node-local", "dp": 2},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"zero": "2", "dp": 2}, {"tp": 2})),
+    ],
+    ids=["fsdp2", "ep", "node-local", "zero 2", "tp"],
 )
 def test_ranks_that_are_interrupted_go_on_with_the_same_losses(
     options: dict[str, Any], two: Path, tmp_path: Path
 ) -> None:
     run_ranks(halves, 2, files(), tmp_path / "out", dict(options), timeout=240)
-    case = ("ladder", {k: v for k, v in options.items() if k != "dp"})
+    case = ("mixtral" if "ep" in options else "ladder", {k: v for k, v in options.items() if k != "dp"})
     undisturbed = two / str(TWO.index(case)) if case in TWO else tmp_path / "0"
     if case not in TWO:
         run_ranks(train, 2, files(), tmp_path, [case], timeout=240)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Slice, Stack, Tensor, Transpose
-from rewriter.weights import Checkpoint, ShardPlan, convert_files, copy_file, plan_bytes, write_shards
+from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes, write_shards
 from rewriter.weights import copy_files as convert_module
 from rewriter.weights import sink as sink_module
 
@@ -27,6 +27,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right.contiguous())
+
+
+def copy_file(source: Path, target: Path, link: bool = False) -> str:
+    """Copy one file that is no checkpoint's."""
+    return convert_files(Checkpoint(source.parent, {}), [(source, target)], [], link=link)[target]
 
 
 def sha256(path: Path) -> str:

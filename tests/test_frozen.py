@@ -1,11 +1,9 @@
 """Frozen weights kept quantized: the function, gradients and bytes of layers whose weight is a payload, alone, with
-peft's adapters and under FSDP2; and weights written quantized after training, with what that does to the loss."""
+peft's adapters and under FSDP2."""
 
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import dequantize, parse_format, quantize
-from rewriter.training import export_quantized, load_quantized, quantize_frozen, zero_plus_plus
-from rewriter.training.zero.frozen import FrozenLinear
-from rewriter.training.zero.quantized_export import DESCRIPTION, WEIGHTS
+from rewriter.training import quantize_frozen, zero_plus_plus
 
 WIDTH, DEPTH, SMALL = 128, 3, 4096
 
@@ -277,7 +272,7 @@ def beside_zero_plus_plus(group: Any) -> dict[str, Any]:
     return {"gradients": gradients(models[1], x[rows], labels[rows]), "refusal": refusal}
 
 
-def on_ranks(group: Any, folder: str) -> dict[str, Any]:
+def on_ranks(group: Any) -> dict[str, Any]:
     exact, mixed = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     return {
         "plain": sharded(group, None, exact),
@@ -286,49 +281,6 @@ def on_ranks(group: Any, folder: str) -> dict[str, Any]:
         "mixed": sharded(group, "int8", mixed),
         "plain mixed": sharded(group, None, mixed),
         "plus plus": beside_zero_plus_plus(group),
-        "exported": exporting(group, folder),
-    }
-
-
-def exporting(group: Any, folder: str) -> dict[str, Any]:
-    """What a sharded model writes, and whether it still has its weights."""
-    model = Stack().requires_grad_(True)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
-    x, labels = batch()
-    rows = slice(group.rank() * 3, group.rank() * 3 + 3)
-    given = [{"x": x[rows], "labels": labels[rows]}]
-    done = export_quantized(model, Path(folder, "sharded"), "int4@32", batches=given)
-    model(x[rows])  # gathers again what it computes with
-    model.reshard()
-    after = {n: p.full_tensor() for n, p in model.named_parameters()}
-
-    def refused(m: nn.Module, **options: Any) -> str:
-        with pytest.raises(RewriterError) as told:
-            export_quantized(m, Path(folder, options.pop("name", "no")), "int4@32", **options)
-        return str(told.value)
-
-    refusal = refused(model, name="sharded")
-    split = Stack()  # this rank's own, as of a tensor-parallel model
-    with torch.no_grad():
-        split.head.weight[3, 5] += group.rank()
-    parts = refused(split)
-    counts = refused(model, batches=given * (group.rank() > 0))
-    sharded = refused(model, alone=True)
-    if group.rank() == 1:  # the others do not wait
-        whole = Stack().requires_grad_(True)
-        whole.load_state_dict(before)
-        done_alone = export_quantized(whole, Path(folder, "alone"), "int4@32", batches=given, alone=True)
-        assert done_alone.bytes_after == done.bytes_after
-    return {
-        "parts": parts,
-        "counts": counts,
-        "alone": sharded,
-        "losses": (done.loss_before, done.loss_after),
-        "kept": all(torch.equal(before[n], after[n]) for n in before),
-        "refusal": refusal,
     }
 
 
@@ -336,17 +288,16 @@ TAKES_BYTES = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def by_rank() -> list[dict[str, Any]]:
     if not TAKES_BYTES:
         pytest.skip("FSDP2 refuses parameters of integers")
-    folder = tmp_path_factory.mktemp("frozen")
-    return run_ranks(on_ranks, 4, str(folder)), folder
+    return run_ranks(on_ranks, 4)
 
 
 @pytest.mark.parametrize(("name", "format", "limit"), [("int8", "int8", 1e-5), ("int4", "int4@32", 1e-5)])
 def test_sharded_gradients_are_those_of_one_device(by_rank, name, format, limit):
     wanted = gradients(rounded(Stack(), format, BASES), *batch())
-    for found in by_rank[0]:
+    for found in by_rank:
         assert found[name]["gradients"].keys() == wanted.keys()
         for parameter, gradient in wanted.items():
             error = (found[name]["gradients"][parameter] - gradient).norm() / gradient.norm()
@@ -356,7 +307,7 @@ def test_sharded_gradients_are_those_of_one_device(by_rank, name, format, limit)
 def test_in_mixed_precision_bytes_stay_whole(by_rank):
     """A policy that casts parameters must not cast a payload."""
     wanted = gradients(rounded(Stack(), "int8", BASES), *batch())
-    for found in by_rank[0]:
+    for found in by_rank:
         for parameter, gradient in wanted.items():
             error = (found["mixed"]["gradients"][parameter] - gradient).norm() / gradient.norm()
             assert error < 0.03, parameter
@@ -365,7 +316,7 @@ def test_in_mixed_precision_bytes_stay_whole(by_rank):
 def test_a_step_gathers_and_a_rank_holds_bytes_of_payloads(by_rank):
     """Forward and backward gather each layer: the root stays, and 3 · 128 rows of 144 bytes stand for 512."""
     rows = DEPTH * WIDTH
-    for found in by_rank[0]:
+    for found in by_rank:
         for name, size in (("int8", 144), ("int4", 80)):
             assert found["plain"]["gathered"] - found[name]["gathered"] == 2 * rows * (WIDTH * 4 - size)
             assert found["plain"]["held"] - found[name]["held"] == rows * (WIDTH * 4 - size) // 4
@@ -376,218 +327,8 @@ def test_a_step_gathers_and_a_rank_holds_bytes_of_payloads(by_rank):
 
 def test_gradients_may_travel_quantized_beside_it_and_weights_do_already(by_rank):
     wanted = gradients(rounded(Stack(), "int8", BASES), *batch())
-    for found in by_rank[0]:
+    for found in by_rank:
         assert "gathered as ['torch.float32', 'torch.uint8']" in found["plus plus"]["refusal"]
         for parameter, gradient in wanted.items():
             error = (found["plus plus"]["gradients"][parameter] - gradient).norm() / gradient.norm()
             assert 0 < error < 0.02, parameter
-
-
-# --- written after training ---
-
-
-def test_a_sharded_model_writes_what_one_device_writes_and_keeps_its_weights(by_rank, tmp_path):
-    found, folder = by_rank
-    x, labels = batch()
-    done = export_quantized(Stack(), tmp_path / "alone", "int4@32", batches=[{"x": x, "labels": labels}])
-    assert (folder / "sharded" / DESCRIPTION).read_bytes() == (tmp_path / "alone" / DESCRIPTION).read_bytes()
-    alone, together = (load_file(path / WEIGHTS) for path in (tmp_path / "alone", folder / "sharded"))
-    assert alone.keys() == together.keys()
-    assert all(torch.equal(alone[name], together[name]) for name in alone)
-    for rank in found:
-        assert rank["exported"]["losses"] == pytest.approx((done.loss_before, done.loss_after), rel=1e-6)
-        assert rank["exported"]["kept"]
-        assert "exists. Choose another folder" in rank["exported"]["refusal"]
-        assert rank["exported"]["parts"].startswith("export_quantized: head.weight differs between ranks")
-        assert "ranks have 0 to 1 batches" in rank["exported"]["counts"]
-        assert "one cannot export it alone" in rank["exported"]["alone"]
-    assert sorted(path.name for path in folder.iterdir()) == ["alone", "sharded"]
-    assert (folder / "alone" / WEIGHTS).read_bytes() == (folder / "sharded" / WEIGHTS).read_bytes()
-
-
-@pytest.mark.parametrize("format", ["int8", "int4-hadamard@32"])
-def test_losses_are_those_of_the_weights_that_are_read_back(tmp_path, format):
-    model = Stack()
-    model.head.weight.requires_grad_(False)
-    x, labels = batch()
-    batches = [{"x": x[:8], "labels": labels[:8]}, {"x": x[8:], "labels": labels[8:]}]
-    before = copy.deepcopy(model.state_dict())
-    done = export_quantized(model, tmp_path / "out", format, batches=batches)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    read = Stack()
-    read.load_state_dict(load_quantized(tmp_path / "out"))
-
-    def mean(m: nn.Module) -> float:
-        return sum(float(m(**b).loss.detach()) for b in batches) / 2
-
-    assert done.loss_before == pytest.approx(mean(model), rel=1e-6)
-    assert done.loss_after == pytest.approx(mean(read), rel=1e-6)
-    assert done.difference == done.loss_after - done.loss_before != 0
-    exactly = rounded(model, format, [n for n, p in model.named_parameters() if p.dim() == 2])
-    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), exactly.parameters(), strict=True))
-    assert done.bytes_before == sum(p.nbytes for p in model.parameters())
-    assert done.bytes_after == sum(t.nbytes for t in load_file(tmp_path / "out" / WEIGHTS).values())
-
-
-def test_weights_that_are_quantized_already_are_written_as_they_are_and_ties_are_kept(tmp_path):
-    model = Stack()
-    model.first, model.second = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
-    model.second.weight = model.first.weight
-    model.register_buffer("scale", torch.arange(6.0).view(2, 3))
-    quantize_frozen(model, "int8", min_elements=SMALL)
-    export_quantized(model, tmp_path / "out", "int4")
-    table = json.loads((tmp_path / "out" / DESCRIPTION).read_text())
-    assert table["weights"][BASES[0]] == {"format": "int8", "shape": [WIDTH, WIDTH], "dtype": "float32"}
-    assert table["weights"]["head.weight"]["format"] == "int4"
-    assert table["tied"] == {"second.weight": "first.weight"}
-    read = load_quantized(tmp_path / "out")
-    assert torch.equal(read[BASES[0]], model.layers[0].base_layer.dequantized())
-    assert torch.equal(read["second.weight"], read["first.weight"])
-    assert torch.equal(read["scale"], model.scale)
-    assert isinstance(model.layers[0].base_layer, FrozenLinear)
-
-
-class Deep(nn.Module):
-    """Layers that are all trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 16)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Output:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return Output(F.cross_entropy(self.head(x), labels))
-
-
-def task(rows: int, seed: int) -> dict[str, Tensor]:
-    generator, teacher = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)
-    x = torch.randn(rows, WIDTH, generator=generator)
-    scores = torch.tanh(x) @ torch.randn(WIDTH, 16, generator=teacher)
-    return {"x": x, "labels": (scores + torch.randn(rows, 16, generator=generator)).argmax(1)}
-
-
-def trained(group: Any, folder: str, steps: int) -> dict[str, tuple[float, float]]:
-    """Losses before and after, written in 2 bits, of a model trained with exact and with quantized gathers."""
-    found = {}
-    for weights in (None, "int2@32"):
-        model = Deep()
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        if weights is not None:
-            zero_plus_plus(model, weights=weights, node=2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        for step in range(steps):
-            model(**task(64, step * 4 + group.rank())).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        evaluation = [task(512, 10**6 + group.rank())]
-        done = export_quantized(model, Path(folder, str(weights)), "int2@32", batches=evaluation)
-        found[str(weights)] = done.loss_before, done.loss_after
-    return found
-
-
-@pytest.mark.slow
-def test_a_model_that_was_trained_with_quantized_weights_loses_nothing_when_it_is_written(tmp_path):
-    """ZeRO++: "the model trained with ZeRO++ is naturally weight-quantized". The one that was not loses a tenth."""
-    found = run_ranks(trained, 4, str(tmp_path), 150, timeout=240)[0]
-    before, after = found["None"]
-    assert after - before > 0.05
-    assert before < 1.0 < torch.tensor(16.0).log()
-    before, after = found["int2@32"]
-    assert abs(after - before) < 1e-3
-    assert after < found["None"][1]
-
-
-# --- directories that are not as they were written ---
-
-
-def change(path: Path, function: Any) -> None:
-    table = json.loads((path / DESCRIPTION).read_text())
-    function(table)
-    (path / DESCRIPTION).write_text(json.dumps(table))
-
-
-def entry(**values: Any) -> Any:
-    return lambda path: change(path, lambda table: table["weights"]["head.weight"].update(values))
-
-
-def shorter(path: Path) -> None:
-    tensors = load_file(path / WEIGHTS)
-    save_file({**tensors, "head.weight": tensors["head.weight"][:, :-16].contiguous()}, path / WEIGHTS)
-
-
-def cut(path: Path) -> None:
-    data = (path / WEIGHTS).read_bytes()
-    (path / WEIGHTS).write_bytes(data[: len(data) // 2])
-
-
-DAMAGED = {
-    "format": (entry(format="int5"), r"head\.weight: format 'int5': expected one of int8"),
-    "format type": (entry(format=8), r"head\.weight: format 8; expected a name"),
-    "other format": (
-        entry(format="int4"),
-        r"head\.weight: torch.uint8 \[8, 144\]; expected torch.uint8 \[8, 80\] for int4",
-    ),
-    "shape": (entry(shape=[9, 128]), r"expected torch.uint8 \[9, 144\]"),
-    "shape type": (entry(shape=[8, -128]), r"shape \[8, -128\]; expected two sizes"),
-    "shape size": (entry(shape=[1 << 62, 128]), r"expected torch.uint8 \[4611686018427387904, 144\]"),
-    "dtype": (entry(dtype="float64"), r"dtype 'float64'; expected one of float32"),
-    "no table": (lambda p: change(p, lambda t: t["weights"].update({"head.weight": 3})), "3; expected format, shape"),
-    "payload": (shorter, r"torch.uint8 \[8, 128\]; expected torch.uint8 \[8, 144\]"),
-    "missing": (lambda p: change(p, lambda t: t["weights"].update(x={})), "it has no x, which quantization.json lists"),
-    "tie": (lambda p: change(p, lambda t: t["tied"].update(x="y")), "x is tied to y, which is not there"),
-    "tie type": (lambda p: change(p, lambda t: t["tied"].update(x=[1])), "'tied' names things that are no names"),
-    "tables": (lambda p: change(p, lambda t: t.pop("tied")), "expected tables 'weights' and 'tied'"),
-    "version": (lambda p: change(p, lambda t: t.update(version=9)), "version 9; expected 1"),
-    "json": (lambda p: (p / DESCRIPTION).write_text("{"), "cannot be read as JSON"),
-    "bytes": (lambda p: (p / DESCRIPTION).write_bytes(b"\xff"), "cannot be read as JSON"),
-    "list": (lambda p: (p / DESCRIPTION).write_text("[]"), "version None; expected 1"),
-    "no json": (lambda p: (p / DESCRIPTION).unlink(), r"quantization.json is not there"),
-    "no weights": (lambda p: (p / WEIGHTS).unlink(), r"model.safetensors: cannot be read"),
-    "cut": (cut, r"model.safetensors: cannot be read"),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_directory_is_refused_by_name(tmp_path, damage, message):
-    export_quantized(Stack(), tmp_path / "out", "int8")
-    damage(tmp_path / "out")
-    with pytest.raises(RewriterError, match=message):
-        load_quantized(tmp_path / "out")
-
-
-def test_nothing_is_left_of_an_export_that_fails(tmp_path, monkeypatch):
-    model = Stack()
-    model.head.double()
-    with pytest.raises(RewriterError, match=r"head\.weight is torch.float64; expected one of float32"):
-        export_quantized(model, tmp_path / "out", "int8")
-    with pytest.raises(RewriterError, match="format 'int5'"):
-        export_quantized(Stack(), tmp_path / "out", "int5")
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("rewriter.training.zero.quantized_export.save_file", full)
-    with pytest.raises(RewriterError, match="no space left"):
-        export_quantized(Stack(), tmp_path / "out", "int8")
-    assert not list(tmp_path.iterdir())
-
-
-def test_weights_come_back_when_a_loss_fails(tmp_path):
-    model, calls = Stack(), []
-    before = copy.deepcopy(model.state_dict())
-
-    def failing(m: nn.Module, given: Any) -> Tensor:
-        calls.append(given)
-        if len(calls) == 2:
-            raise KeyError("loss")
-        return torch.zeros(())
-
-    with pytest.raises(KeyError, match="loss"):
-        export_quantized(model, tmp_path / "out", "int2", batches=[0], loss=failing)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ from rewriter.runtime.quantized.autograd import (
 )
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
-from rewriter.training.zero.nodes import grid as grid_of
+from rewriter.training.zero.nodes import node_groups
 
 AXES = ("node", "local")
 
@@ -560,7 +560,7 @@ def timeouts(group):
     made = topology.background(topology.topology_of(given)).intra.group
     dist.new_group([0])  # again: those of zero_plus_plus are made otherwise
     return [
-        process_groups._timeout(g).seconds for g in (given, made, *grid_of(given, 2, "cpu").mesh.get_all_groups())
+        process_groups._timeout(g).seconds for g in (given, made, *node_groups(given, 2, "cpu").get_all_groups())
     ] == [47] * 4
 
 

@@ -11,6 +11,7 @@ import runtime_reference as reference
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from zero_gradients import gradient_of
 
 from rewriter import RewriterError
 from rewriter.ops import SequencePlan
@@ -103,7 +104,7 @@ def put_together(model, optimizer):
     """Gradients from the ranks that own their parts."""
     found = {}
     for name, p in model.named_parameters():
-        part = optimizer.gradient(p)
+        part = gradient_of(optimizer, p)
         found[name] = torch.zeros_like(p) if part is None else part
         torch.distributed.all_reduce(found[name], group=optimizer.group)
     return found

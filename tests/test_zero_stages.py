@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_gradients import gradient_of
 
 from rewriter import RewriterError
 from rewriter.training import zero_optimizer
@@ -195,7 +196,7 @@ def nothing_gathered(patch):
 def gathered_before_the_step(patch):
     from rewriter.training.zero import stages
 
-    step = stages.StagedOptimizer.step
+    step = stages.ZeroOptimizer.step
 
     def faulty(self, *a, **k):
         before = [flat.own_S.clone() for flat in self._flats]
@@ -214,7 +215,7 @@ def gathered_before_the_step(patch):
             inner.setattr(stages.FlatParameters, "publish", stale)
             return step(self, *a, **k)
 
-    patch(stages.StagedOptimizer, "step", faulty)
+    patch(stages.ZeroOptimizer, "step", faulty)
 
 
 def unused_are_stepped(patch):
@@ -553,7 +554,7 @@ def test_a_second_gradient_after_the_bucket_was_sent_is_refused():
     loss(made, False).backward()
     loss(plain, False).backward()
     for p, q in zip(made.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(optimizer.gradient(p), q.grad)
+        assert torch.equal(gradient_of(optimizer, p), q.grad)
 
 
 def test_buckets_are_sent_while_backward_runs(monkeypatch):

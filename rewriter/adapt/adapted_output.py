@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from rewriter.adapt.options import FREE, Options, Schedule
 from rewriter.adapt.rewritten_source import Opened, rewritten, write_source
+from rewriter.adapt.run_data import RunData
 from rewriter.adapt.run_log import METRICS, read_metrics
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.student_setup import Student
-from rewriter.adapt.students import base_of
+from rewriter.adapt.students import HuggingFaceModel, base_of
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import Level, save
 from rewriter.emit.manifest import AdaptationEntry
@@ -27,14 +28,23 @@ from rewriter.weights import Checkpoint
 
 
 def merge(built: Student) -> None:
-    """Add adapters to the weights that they adapt: what is stored has none.
+    """Add adapters to the weights that they adapt: what is stored has none. Of a quantized base, to the exact weights,
+    which are loaded again.
 
     What is around the model stays: by it FSDP2 gathers what is in no layer.
     """
     module = built.model.module
-    if base_of(module) is not module:
-        free_gathered(module)
-        cast(Any, module).merge_and_unload()
+    if base_of(module) is module:
+        return
+    free_gathered(module)
+    if built.exact is not None:
+        trained = {name: _whole(p) for name, p in module.named_parameters() if p.requires_grad}
+        device = next(module.parameters()).device
+        module = built.exact()
+        module.load_state_dict(trained, strict=False)
+        built.model, built.optimizer, built.make_optimizer = HuggingFaceModel(module, built.model.group), None, None
+        module.to(device)  # once nothing holds the quantized model
+    cast(Any, module).merge_and_unload()
 
 
 @torch.no_grad()
@@ -47,14 +57,17 @@ def round_to(module: nn.Module, dtype: torch.dtype) -> None:
             local.copy_(local.to(dtype))
 
 
-def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: Ranks, tp: int) -> None:
+def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: RunRanks, tp: int) -> None:
     """Write the trained weights under the source's names, beside the source's config. Every rank calls it."""
     like, trained, module = Checkpoint.open(source), run / "trained", built.model.module
     free_gathered(module)
     program = built.program
     if program is None:
         base = base_of(module)
-        state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
+        if built.experts is not None:
+            state = built.experts.full_state_dict()
+        else:
+            state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
         ranks.on_first(lambda: write_model(base, state, like, run / "made", trained))
     else:
         shards = run / "shards"
@@ -80,24 +93,24 @@ def _whole(tensor: Tensor) -> Tensor:
 def entry(
     options: Options,
     settings: Mapping[str, Any],
-    told: Mapping[str, Any],
+    data: RunData,
     sizes: Schedule,
     losses: dict[str, float],
     run: Path,
-    ranks: Ranks,
+    ranks: RunRanks,
 ) -> AdaptationEntry:
-    """What the manifest says of a run. `told` are its data in words and counts."""
+    """What the manifest says of a run."""
     plain = {f.name: f.default for f in dataclasses.fields(Options)}
     given = {k: v for k, v in asdict(options).items() if k != "settings" and v != plain[k]}
     return AdaptationEntry(
         method=options.method,
-        data=told["data"],
-        counts=told["counts"],
-        evaluation=told["evaluation"],
+        data=data.data,
+        counts=data.counts,
+        evaluation=data.evaluation,
         steps=sizes.steps,
-        tokens=sizes.steps * sizes.batch * told["length"] + options.refit,
+        tokens=sizes.steps * sizes.batch * data.length + options.refit,
         rows_per_step=sizes.batch,
-        length=told["length"],
+        length=data.length,
         settings={k: v for k, v in settings.items() if k not in (*FREE, "num_train_epochs")},
         options=given,
         ranks={"dp": ranks.replicas, "sp": options.sp, "tp": options.tp},

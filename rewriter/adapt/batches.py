@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from rewriter.adapt.options import Schedule
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 
 
 class Order(Sampler[list[int]]):
     """The rows of every backward pass of a rank, in order: lists of `schedule.micro_batch` indices.
 
-    Epochs follow one another, each a permutation of all rows of its own; step g takes the next `schedule.batch` rows,
+    Epochs follow one another, each another permutation of all rows; step g takes the next `schedule.batch` rows,
     and ranks take neighbouring parts of them. It depends on the seed and the rows alone.
     """
 
-    def __init__(self, rows: int, schedule: Schedule, ranks: Ranks, seed: int) -> None:
+    def __init__(self, rows: int, schedule: Schedule, ranks: RunRanks, seed: int) -> None:
         self.rows, self.schedule, self.ranks, self.seed = rows, schedule, ranks, seed
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class ChatEncoder:
 
     The assistant's are what the template marks with `{% generation %}`. Where it has no such marks, they are found by
     prefixes: what the template renders up to the start of an assistant turn (with the prompt to generate it) and what
-    it renders up to its end must both be prefixes of the whole, and the turn is what lies between: its content and its
+    it renders up to its end must both be prefixes of the whole, and the turn is what is between: its content and its
     end-of-turn token. A template that renders a turn in another way once others follow it (some drop the reasoning of
     earlier turns) is refused, since no place in the whole is then that turn's for sure.
     """
@@ -122,7 +122,7 @@ class ChatEncoder:
 
 
 def _flags(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Whether each token lies in a span or reaches into it from before.
+    """Whether each token is in a span or reaches into it from before.
 
     By the first and last token of a span: those between may have no characters (white space, with some tokenizers).
     """

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_sharded
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.common.errors import RewriterError
-from rewriter.training.zero.stages import StagedOptimizer
+from rewriter.training.zero.master_weights import MasterWeightOptimizer
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULE = "schedule.json"
@@ -52,7 +52,7 @@ def _complete(run: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def begin(run: Path, step: int, ranks: Ranks) -> Path:
+def begin(run: Path, step: int, ranks: RunRanks) -> Path:
     """Where to write the checkpoint of a step; what an interrupted run left there is gone."""
     staging = run / f".checkpoint-{step}.partial"
     if ranks.first:
@@ -62,7 +62,7 @@ def begin(run: Path, step: int, ranks: Ranks) -> Path:
     return staging
 
 
-def commit(staging: Path, step: int, keep: int | None, ranks: Ranks) -> None:
+def commit(staging: Path, step: int, keep: int | None, ranks: RunRanks) -> None:
     """Give a complete checkpoint its name, and delete those before the last `keep`."""
     ranks.barrier()
     if ranks.first:
@@ -74,7 +74,9 @@ def commit(staging: Path, step: int, keep: int | None, ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def save(place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: Ranks, own: int) -> None:
+def save(
+    place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: RunRanks, own: int
+) -> None:
     """Write trained parameters, the optimizer's and the scheduler's state, and every rank's random state.
 
     `own` is this rank's number among those that share rows: their parameters have the same names and other values.
@@ -83,7 +85,7 @@ def save(place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRSched
         "model": {_part(own): get_model_state_dict(model, options=_TRAINED)},
         "random": _random_state(ranks),
     }
-    if isinstance(optimizer, StagedOptimizer):  # its state is of this rank's pieces, which have no names
+    if isinstance(optimizer, MasterWeightOptimizer):  # its state is of this rank's pieces, which have no names
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
         state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
@@ -92,7 +94,7 @@ def save(place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRSched
         (place / _SCHEDULE).write_text(json.dumps(_plain(scheduler.state_dict())), encoding="utf-8")
 
 
-def load_model(place: Path, model: nn.Module, ranks: Ranks, own: int) -> None:
+def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
     """Read the trained parameters back, in place."""
     state = {"model": {_part(own): get_model_state_dict(model, options=_TRAINED)}}
     read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
@@ -101,20 +103,20 @@ def load_model(place: Path, model: nn.Module, ranks: Ranks, own: int) -> None:
 
 
 def load_rest(
-    place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: Ranks, own: int
+    place: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, ranks: RunRanks, own: int
 ) -> None:
     """Read back what `save` wrote beside the parameters, the random state excepted.
 
-    Raises RewriterError where the optimizer's state lies in pieces of other ranks.
+    Raises RewriterError where the optimizer's state is in pieces of other ranks.
     """
-    pieces, staged = sorted(path.name for path in place.glob("optimizer-*.pt")), isinstance(optimizer, StagedOptimizer)
-    if (_own_optimizer(ranks) not in pieces) if staged else pieces:
+    pieces = sorted(path.name for path in place.glob("optimizer-*.pt"))
+    if (_own_optimizer(ranks) not in pieces) if isinstance(optimizer, MasterWeightOptimizer) else pieces:
         of = f"in pieces: {', '.join(pieces)}" if pieces else "not in pieces"
         raise RewriterError(
             f"--resume: {place} has the optimizer's state {of}. Resume on as many ranks as it was written on, or use "
             "--zero 3 from the start, whose checkpoints go on with any number"
         )
-    if isinstance(optimizer, StagedOptimizer):
+    if isinstance(optimizer, MasterWeightOptimizer):
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
         state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}
@@ -123,7 +125,7 @@ def load_rest(
     scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
 
 
-def load_random_state(place: Path, ranks: Ranks) -> None:
+def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
     state = {"random": _random_state(ranks)}
     metadata = FileSystemReader(str(place / "state")).read_metadata()
@@ -139,11 +141,11 @@ def load_random_state(place: Path, ranks: Ranks) -> None:
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 
-def _own_optimizer(ranks: Ranks) -> str:
+def _own_optimizer(ranks: RunRanks) -> str:
     return f"optimizer-{ranks.rank}-of-{ranks.world}.pt"
 
 
-def _random_state(ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
+def _random_state(ranks: RunRanks) -> dict[str, dict[str, torch.Tensor]]:
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         own["cuda"] = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""The loss on rows that are not trained on: the mean over all their targets, on whatever number of ranks."""
+"""The loss on rows that are not trained on: the mean over all their targets, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, Subset
 
 from rewriter.adapt import losses
 from rewriter.adapt.batches import stack
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import Model
 from rewriter.runtime.loss import IGNORED
 from rewriter.training.zero.comm_hooks import exact_weights
@@ -17,7 +17,9 @@ MOST_HELD_OUT = 256
 
 
 @torch.no_grad()
-def evaluate(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torch.device, bf16: bool = False) -> float:
+def evaluate(
+    model: Model, rows: Dataset, batch: int, ranks: RunRanks, device: torch.device, bf16: bool = False
+) -> float:
     """Mean cross entropy in nats per target, the same on every rank. The model's mode is restored."""
     training = model.module.training
     model.module.eval()
@@ -29,7 +31,7 @@ def evaluate(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torc
     return float(totals[0] / totals[1].clamp(min=1))
 
 
-def _totals(model: Model, rows: Dataset, batch: int, ranks: Ranks, device: torch.device, bf16: bool) -> torch.Tensor:
+def _totals(model: Model, rows: Dataset, batch: int, ranks: RunRanks, device: torch.device, bf16: bool) -> torch.Tensor:
     """float64 [2]: the sum of this rank's losses, and how many they are."""
     count = len(rows)  # type: ignore[arg-type]
     totals = torch.zeros(2, dtype=torch.float64, device=device)

@@ -19,7 +19,7 @@ def isolates_segments(model: Any) -> bool:
     `model` is a causal LM of transformers, called as in training with packed rows: input_ids and position_ids that
     restart at 0, no attention mask, no cache. Measured by one forward and backward pass over two rows of 24 tokens, in
     eval mode: nothing of a segment's logits may depend on the embedding of a token of an earlier one (the gradient is
-    exactly 0, in whatever dtype), and they are those of the segment alone, up to rounding. False where positions or
+    exactly 0, in any dtype), and they are those of the segment alone, up to rounding. False where positions or
     boundaries are not heeded; such a model has to be trained on rows without packing. Its gradients and mode stay as
     they were.
     """

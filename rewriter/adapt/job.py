@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ _JOB = "job.json"
 _FACTS = "facts.json"
 
 
-class Job:
+class AdaptJob:
     """`.NAME.adapting` beside NAME. Rank 0 opens it, which no other run can meanwhile.
 
     Raises RewriterError where another run is at work, an interrupted one is neither to be resumed nor gone, or the
@@ -26,16 +27,16 @@ class Job:
 
     def __init__(self, out: Path, described: Mapping[str, Any], resume: bool) -> None:
         self.place = place_of(out)
-        told = json.loads(json.dumps(dict(described)))
+        description = json.loads(json.dumps(dict(described)))
         if self.place.exists() and not (self.place / _JOB).is_file():
             raise RewriterError(f"{self.place}: exists, and is not a run of `rewrite adapt`. Move it away.")
         interrupted = self.place.exists()
         if not interrupted:
             self.place.mkdir(parents=True)
-            (self.place / _JOB).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            (self.place / _JOB).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         self._lock = os.open(self.place / _JOB, os.O_RDONLY)
         try:
-            # first of all: nobody is to be told to delete what another run writes
+            # before any advice to delete what another run writes
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if interrupted and not resume:
                 raise RewriterError(
@@ -43,7 +44,7 @@ class Job:
                     "delete the directory to start over."
                 )
             if interrupted:
-                _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), told)
+                _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), description)
         except BlockingIOError as error:
             os.close(self._lock)
             raise RewriterError(
@@ -60,7 +61,7 @@ class Job:
         os.close(self._lock)
 
     def remember(self, **facts: Any) -> dict[str, Any]:
-        """All facts that were told so far, these included; they outlive an interruption."""
+        """All facts so far, these included; they outlive an interruption."""
         file = self.place / _FACTS
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         known |= facts
@@ -73,6 +74,15 @@ class Job:
 def place_of(out: Path) -> Path:
     """Where a run works whose result goes to `out`."""
     return out.with_name(f".{out.name}.adapting")
+
+
+def identity(source: str) -> str:
+    """What tells data from other data: the hash of a file, or the id of the Hub."""
+    path = Path(source)
+    if not path.is_file():
+        return source
+    with path.open("rb") as file:
+        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _compare(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

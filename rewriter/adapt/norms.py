@@ -1,4 +1,4 @@
-"""The norm of a gradient that lies on many ranks: every element of the model counts once."""
+"""The norm of a gradient that is sharded over ranks: every element of the model counts once."""
 
 from __future__ import annotations
 

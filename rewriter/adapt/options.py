@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import read
+from rewriter.kernels import parse_format
 from rewriter.recipes.recipe import Adaptation
 
 Method = Literal["sft", "distill"]
-Zero = Literal["1", "2", "3", "plus-plus"]
+Zero = Literal["1", "2", "3", "plus-plus", "node-local"]
+ExpertOrder = Literal["D+E", "E+D"]
 TooLong = Literal["truncate", "split", "refuse"]
 AnnealOrder = Literal["together", "first-to-last", "last-to-first"]
 
@@ -66,7 +68,10 @@ class Options:
     anneal: int = 0
     anneal_order: AnnealOrder = "together"
     lora: int = 0
+    base: str | None = None
     zero: Zero | None = None
+    ep: int = 1
+    ep_order: ExpertOrder = "D+E"
     tp: int = 1
     sp: int = 1
     from_scratch: bool = False
@@ -78,11 +83,12 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("--method", self.method, Method)
         _one_of("--zero", self.zero, Zero, optional=True)
+        _one_of("--ep-order", self.ep_order, ExpertOrder)
         _one_of("--too-long", self.too_long, TooLong)
         _one_of("--anneal-order", self.anneal_order, AnnealOrder)
         for name, value, least in (
-            ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--anneal", self.anneal, 0), ("--lora", self.lora, 0),
-            ("--refit", self.refit, 0),
+            ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
+            ("--lora", self.lora, 0), ("--refit", self.refit, 0),
             ("--length", self.length, 2), ("--cross-entropy", self.cross_entropy, 0),
             ("--hidden-states", self.hidden_states, 0),
         ):  # fmt: skip
@@ -97,7 +103,45 @@ class Options:
         """Whether the runtime module trains, its ranks sharing heads, channels or tokens."""
         return self.tp > 1 or self.sp > 1
 
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights of the Hugging Face model."""
+        return self.zero in ("3", "plus-plus", "node-local")
+
     def _check_combinations(self) -> None:
+        self._check_method()
+        self._check_base()
+        if self.ep > 1:
+            self._check_experts()
+        if self.sharded:
+            self._check_sharded()
+
+    def _check_base(self) -> None:
+        if self.base is None:
+            return
+        try:
+            parse_format(self.base)
+        except ValueError as error:
+            raise RewriterError(f"--base: {error}") from None
+        if not self.lora:
+            raise RewriterError(f"--base {self.base}: weights that are trained cannot be quantized. Add --lora R")
+        if self.zero == "plus-plus":
+            raise RewriterError(
+                f"--base {self.base} with --zero plus-plus: weights that are quantized already are gathered as they "
+                "are. Use --zero 3"
+            )
+
+    def _check_experts(self) -> None:
+        for name, used, instead in (
+            ("--tp", self.tp > 1, "its ranks share heads and channels, experts too. Use one of the two"),
+            ("--sp", self.sp > 1, "experts are sharded in the Hugging Face model. Train on data-parallel ranks"),
+            ("--zero", self.zero, "each rank steps all that it holds. Leave out --zero"),
+            ("--base", self.base, "experts are not quantized. Leave out one of the two"),
+        ):
+            if used:
+                raise RewriterError(f"{name} with --ep {self.ep}: {instead}")
+
+    def _check_method(self) -> None:
         distills = self.method == "distill"
         for name, used in (("--hidden-states", self.hidden_states), ("--cross-entropy", self.cross_entropy)):
             if used and not distills:
@@ -116,8 +160,8 @@ class Options:
         ):
             if used and self.refit:
                 raise RewriterError(f"--refit {self.refit} with {name}: {why}. Leave out one of the two")
-        if not self.sharded:
-            return
+
+    def _check_sharded(self) -> None:
         where = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}"
         for name, used, instead in (
             ("--lora", self.lora, "adapters are added to the Hugging Face model. Train on data-parallel ranks"),
@@ -130,7 +174,7 @@ class Options:
         for name in ("neftune_noise_alpha", "gradient_checkpointing"):
             if self.settings.get(name):
                 raise RewriterError(f"--set {name} with {where}: the sharded module has none. Use data-parallel ranks")
-        if self.zero in ("1", "2", "plus-plus"):
+        if self.zero not in (None, "3"):
             raise RewriterError(f"--zero {self.zero} with {where}: it is for data-parallel ranks alone. Use --zero 3")
 
 
@@ -197,7 +241,7 @@ def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, r
     """The sizes for `rows` rows of data and so many data-parallel ranks.
 
     A step sees `gradient_accumulation_steps × per_device_train_batch_size × replicas` rows where the former is set;
-    else as many as the recipe's `batch_size`, on whatever number of ranks. Raises RewriterError where that does not
+    else as many as the recipe's `batch_size`, on any number of ranks. Raises RewriterError where that does not
     divide.
     """
     micro = settings.get("per_device_train_batch_size")
@@ -209,8 +253,8 @@ def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, r
         batch = BATCH if adapt is None else adapt.batch_size
         if batch % replicas:
             raise RewriterError(
-                f"a step of {batch} rows cannot be dealt to {replicas} data-parallel ranks. Use a number of ranks that "
-                "divides it, or --set gradient_accumulation_steps=N, which makes it a multiple"
+                f"a step of {batch} rows cannot be divided over {replicas} data-parallel ranks. Use a number of ranks "
+                "that divides it, or --set gradient_accumulation_steps=N, which makes it a multiple"
             )
         own = batch // replicas
         if micro is None:

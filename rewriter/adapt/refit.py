@@ -14,13 +14,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.batches import stack
+from rewriter.adapt.options import Options
+from rewriter.adapt.run_ranks import RunRanks
+from rewriter.adapt.students import HuggingFaceModel, Model
+from rewriter.adapt.teacher import frozen, load_model
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.loss import IGNORED
 from rewriter.tracing.meta_model import find_layers
@@ -46,7 +51,7 @@ class Refitted:
 
 @torch.no_grad()
 def refit(
-    student: Any, teacher: Any, batches: Sequence[Batch], ranks: Ranks,
+    student: Any, teacher: Any, batches: Sequence[Batch], ranks: RunRanks,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Refitted:  # fmt: skip
     """Refit the linear layers in the student's decoder layers, in place, to the teacher's; both as transformers has
@@ -68,7 +73,7 @@ def refit(
             if not isinstance(teacher.get_submodule(name), LINEAR):
                 raise RewriterError(f"--refit: {name} is no linear layer in the original. Train without --refit")
         for group in _groups(student, names, batches[0]):
-            sums = [_Sums(student.get_submodule(name)) for name in group]
+            sums = [_LayerSums(student.get_submodule(name)) for name in group]
             seen = 0
             for batch in batches:
                 real = _real(batch)
@@ -83,6 +88,34 @@ def refit(
     student.train(modes[0]), teacher.train(modes[1])
     total = ranks.sum(torch.tensor(float(tokens))) / ranks.within
     return Refitted(changed, int(total))
+
+
+def refit_to_original(
+    module: nn.Module, original: Path | None, rows: Any, options: Options, micro_batch: int, seed: int,
+    ranks: RunRanks, device: torch.device, measured: Callable[[Model], float],
+    progress: Callable[..., None],
+) -> dict[str, float]:  # fmt: skip
+    """Refit the student to the original model in a directory, on the rows that training begins with (in the order of
+    `seed`); the losses of the student before, of the original, and of the refitted student.
+
+    Raises RewriterError where the original is not known.
+    """
+    if original is None:
+        raise RewriterError(
+            f"--refit {options.refit}: the weights were trained since the rewrite, so they are no longer the "
+            "original's. Give that as --teacher"
+        )
+    student = HuggingFaceModel(module, ranks.group)
+    found = {"before": measured(student)}
+    theirs = frozen(load_model(original, device))
+    found["original"] = measured(HuggingFaceModel(theirs, ranks.group))
+    wanted = -(-options.refit // len(rows[0]["input_ids"]))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[:wanted]
+    own = order[ranks.replica :: ranks.replicas] or order[:1]
+    batches = [stack([rows[i] for i in own[at : at + micro_batch]]) for at in range(0, len(own), micro_batch)]
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
+    refit(module, theirs, batches, ranks, progress)
+    return found | {"refitted": measured(student)}
 
 
 def _real(batch: Batch) -> Tensor:
@@ -121,7 +154,7 @@ def _groups(model: nn.Module, names: list[str], batch: Batch) -> Iterator[list[s
 
 
 def _taken(model: nn.Module, names: list[str], batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Input and output [B, S, …] of the named layers, which lie in one group; nothing behind them is computed."""
+    """Input and output [B, S, …] of the named layers, which are of one group; nothing behind them is computed."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def take(name: str, x: Tensor, y: Tensor) -> None:
@@ -147,7 +180,7 @@ def _run(model: nn.Module, batch: Batch) -> None:
     model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
 
 
-class _Sums:
+class _LayerSums:
     """Σ z zᵀ and Σ (y − b) zᵀ of one layer, fp64, for every set of rows that reads the same inputs."""
 
     def __init__(self, module: Any) -> None:
@@ -173,11 +206,11 @@ class _Sums:
                 self.inputs[index] = self.inputs[index] + z.T @ z
                 self.products[index] = self.products[index] + y[:, rows].T @ z
 
-    def solve(self, ranks: Ranks) -> int:
+    def solve(self, ranks: RunRanks) -> int:
         """Put the solution into the weights; 1 where inputs differed at all, else 0."""
         device = self.module.weight.device
-        told = ranks.sum(torch.tensor([self.differ, self.norm], dtype=torch.float64, device=device))
-        if told[0] <= _SAME**2 * told[1]:
+        totals = ranks.sum(torch.tensor([self.differ, self.norm], dtype=torch.float64, device=device))
+        if totals[0] <= _SAME**2 * totals[1]:
             return 0
         weight = self.module.weight.data.T if self.transposed else self.module.weight.data
         for (rows, _), inputs, products in zip(self.readers, self.inputs, self.products, strict=True):

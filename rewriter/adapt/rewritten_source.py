@@ -95,10 +95,10 @@ def recipe_of(opened: Opened) -> Recipe:
 
     Passes that have changed the weights already (`permute`) leave them as they are.
     """
-    told = dict(opened.manifest.recipe)
-    told.setdefault("summary", "Rewritten by a list of passes.")
-    told.setdefault("paper", "-")
-    recipe = Recipe.model_validate(told)
+    entry = dict(opened.manifest.recipe)
+    entry.setdefault("summary", "Rewritten by a list of passes.")
+    entry.setdefault("paper", "-")
+    recipe = Recipe.model_validate(entry)
     for index, rewrite in enumerate(recipe.build()):
         if rewrite.again:
             recipe = recipe.with_options(index, rewrite.again)

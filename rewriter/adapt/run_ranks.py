@@ -1,4 +1,4 @@
-"""The processes of one run: which rows of a batch a rank computes, and what it tells the others."""
+"""The processes of one run: which rows of a batch a rank computes, and what ranks exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewriter.common.errors import RewriterError
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RunRanks:
     """This process among all. `replicas` see different rows, of which this is number `replica`; `within` ranks share
     the rows of one replica (tp × sp)."""
 
@@ -71,31 +71,38 @@ class Ranks:
             raise RewriterError(f"rank 0 failed: {message}")
         return result
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """All ranks; None for a single one."""
+        return None if self.world == 1 else dist.group.WORLD
+
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """All ranks as one dimension "dp"; None for a single one."""
         return None if self.world == 1 else init_device_mesh(device.type, (self.world,), mesh_dim_names=("dp",))
 
 
-def join(within: int, device: torch.device) -> Ranks:
+def join(within: int, device: torch.device, ep: int = 1) -> RunRanks:
     """Join the process group that torchrun describes, if it started this process and there is none yet.
 
-    Raises RewriterError where the number of processes is not a multiple of `within`.
+    Raises RewriterError where the number of processes is not a multiple of `within` and of `ep`.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world % within:
-        return _wrong(world, within)
+        raise _wrong(f"--tp × --sp = {within} ranks share the rows of a batch", world, within)
+    if world % ep:
+        raise _wrong(f"--ep {ep} ranks share the experts of a layer", world, ep)
     if world == 1:
-        return Ranks()
+        return RunRanks()
     if not dist.is_initialized():
         if device.type == "cuda":
             dist.init_process_group("nccl", device_id=device)
         else:
             dist.init_process_group("gloo")
-    return Ranks(dist.get_rank(), world, within)
+    return RunRanks(dist.get_rank(), world, within)
 
 
-def _wrong(world: int, within: int) -> Ranks:
-    raise RewriterError(
-        f"--tp × --sp = {within} ranks share the rows of a batch, but {world} run{'s' * (world == 1)}. Start it with "
-        f"torchrun --nproc-per-node {within}, or a multiple of {within} for data parallelism"
+def _wrong(what: str, world: int, multiple: int) -> RewriterError:
+    return RewriterError(
+        f"{what}, but {world} run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {multiple}, or a "
+        f"multiple of {multiple} for data parallelism"
     )

@@ -1,4 +1,4 @@
-"""Student and teacher of a run, on whatever ranks it has."""
+"""Student and teacher of a run, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from rewriter.adapt import teacher as teachers
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
-from rewriter.adapt.rewritten_source import Opened, original, rewritten
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.rewritten_source import Opened, original, rewritten, write_source
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.unshard import shares, write_model
@@ -29,8 +30,20 @@ from rewriter.ir import Program
 from rewriter.runtime.load import load as load_sharded
 from rewriter.runtime.module import RuntimeModel
 from rewriter.tracing.meta_model import find_layers, load_config
-from rewriter.training import shard_parameters, zero_optimizer, zero_plus_plus
-from rewriter.training.zero.stages import StagedOptimizer
+from rewriter.training import (
+    ExpertParallel,
+    NodeLocalOptimizer,
+    ZeroOptimizer,
+    expert_mesh,
+    node_local_optimizer,
+    node_mesh,
+    quantize_frozen,
+    shard_experts,
+    shard_parameters,
+    zero_optimizer,
+    zero_plus_plus,
+)
+from rewriter.training.zero.master_weights import MakeOptimizer
 from rewriter.weights import Checkpoint
 
 PLUS_PLUS: Mapping[str, Any] = {"weights": "int8", "gradients": "int8/int4-hadamard"}
@@ -39,19 +52,30 @@ PLUS_PLUS: Mapping[str, Any] = {"weights": "int8", "gradients": "int8/int4-hadam
 
 @dataclass
 class Student:
-    """What a run trains. `own` is this rank's number among tensor-parallel ranks, `program` theirs (None for one)."""
+    """What a run trains.
+
+    own: this rank's number among those that hold other parameters under the same names (tensor- or expert-parallel
+    ranks). program: of a sharded module. exact: loads the model as it was before its base was quantized, with new
+    adapters, on the CPU. optimizer: one of master weights, once it is made. mesh: what FSDP2 shards over.
+    """
 
     model: Model
     own: int = 0
     program: Program | None = None
     annealed: bool = False
     make_optimizer: Callable[[AdaptTrainer], torch.optim.Optimizer] | None = None
-    staged: StagedOptimizer | None = None
+    optimizer: ZeroOptimizer | NodeLocalOptimizer | None = None
+    experts: ExpertParallel | None = None
+    exact: Callable[[], nn.Module] | None = None
+    mesh: DeviceMesh | None = None
 
     def clip(self, largest: float) -> Tensor:
-        """Scale gradients to a norm of at most `largest` over all ranks; returns the norm."""
-        if self.staged is not None:
-            return self.staged.clip_grad_norm_(largest)
+        """Complete the gradients of a step and scale them to a norm of at most `largest` over all ranks; the norm."""
+        if self.experts is not None:
+            self.experts.reduce_gradients()
+            return self.experts.clip_grad_norm_(largest)
+        if self.optimizer is not None:
+            return self.optimizer.clip_grad_norm_(largest)
         module = self.model.module
         if self.program is None or not isinstance(module, RuntimeModel) or module_ranks(self.program) == 1:
             return clip_gradients(module, largest)
@@ -70,7 +94,19 @@ def module_ranks(program: Program) -> int:
     return program.mesh.get("tp", 1)
 
 
-def random_weights(source: Path, seed: int) -> None:
+def prepare_source(opened: Opened, source: Path, options: Options, seed: int) -> None:
+    """Write the original model over the directory's weights to `source`, or over random ones, unless it is there."""
+    if source.exists():
+        return
+    partial = source.with_name("source.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_source(opened, partial)
+    if options.from_scratch:
+        _random_weights(partial, seed)
+    partial.rename(source)
+
+
+def _random_weights(source: Path, seed: int) -> None:
     """Replace the weights in `source` by those that its architecture starts training from."""
     like = Checkpoint.open(source)
     set_seed(seed)
@@ -79,7 +115,7 @@ def random_weights(source: Path, seed: int) -> None:
 
 
 def student(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool,
+    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool,
     prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> Student:  # fmt: skip
     """The model to train, from the weights in `source`. Every rank calls it. `prepare` is called with the module while
@@ -88,12 +124,12 @@ def student(
     Raises RewriterError for options that the directory or the ranks cannot serve.
     """
     if options.sharded:
-        return _sharded(opened, source, run, options, ranks, device, bf16)
-    return _whole(opened, source, run, options, ranks, device, bf16, prepare)
+        return _runtime_student(opened, source, run, options, ranks, device, bf16)
+    return _hugging_face_student(opened, source, run, options, ranks, device, bf16, prepare)
 
 
-def _sharded(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool
+def _runtime_student(
+    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool
 ) -> Student:
     program = rewritten(opened, source, tp=options.tp, sp=options.sp)
     module = _runtime(program, run / "student", ranks, device)
@@ -102,7 +138,7 @@ def _sharded(
     return Student(ShardedModel(module), ranks.rank % options.tp, program)
 
 
-def _runtime(program: Program, place: Path, ranks: Ranks, device: torch.device) -> RuntimeModel:
+def _runtime(program: Program, place: Path, ranks: RunRanks, device: torch.device) -> RuntimeModel:
 
     def write() -> None:
         if not place.exists():
@@ -114,45 +150,67 @@ def _runtime(program: Program, place: Path, ranks: Ranks, device: torch.device) 
     return module
 
 
-def _whole(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device, bf16: bool,
+def _hugging_face_student(
+    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool,
     prepare: Callable[[nn.Module], None],
 ) -> Student:  # fmt: skip
-    annealed = options.anneal > 0
-    place = run / "student"
-    ranks.on_first(lambda: _write_student(opened, source, place, annealed))
-    module = teachers.load_model(place, device, opened.manifest.adapted.modeling is not None)
+    place, remote = run / "student", opened.manifest.adapted.modeling is not None
+    ranks.on_first(lambda: _write_student(opened, source, place, options.anneal > 0))
+    module = teachers.load_model(place, device, remote)
     prepare(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
-    mesh = ranks.mesh(device)
-    built = Student(HuggingFaceModel(module, None if mesh is None else mesh.get_group()), annealed=annealed)
-    zero = options.zero or ("1" if ranks.world > 1 else None)
-    if mesh is None:
-        return built
-    if zero in ("1", "2"):
-        stage = int(zero)
-
-        def make(trainer: AdaptTrainer) -> torch.optim.Optimizer:
-            cls, keywords = Trainer.get_optimizer_cls_and_kwargs(trainer.args, module)
-            decayed = set(trainer.get_decay_parameter_names(module))
-            groups: list[dict[str, Any]] = []
-            for decays in (True, False):
-                chosen = [p for n, p in module.named_parameters() if p.requires_grad and (n in decayed) == decays]
-                if chosen:
-                    groups.append({"params": chosen, "weight_decay": trainer.args.weight_decay if decays else 0.0})
-            group = mesh.get_group()
-            built.staged = zero_optimizer(
-                module, lambda given: cls(given, **keywords), group, stage=stage, params=groups
-            )
-            return built.staged
-
-        built.make_optimizer = make
-    else:
-        _fully_shard(module, mesh, bf16)
-        if zero == "plus-plus":
-            zero_plus_plus(module, **PLUS_PLUS)
+    built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
+    if options.base is not None:
+        quantize_frozen(module, options.base)
+        cpu = torch.device("cpu")
+        built.exact = lambda: _with_adapters(teachers.load_model(place, cpu, remote), options.lora, opened)
+    if ranks.world > 1:
+        _distribute(built, options, ranks, device, bf16)
     return built
+
+
+def _distribute(built: Student, options: Options, ranks: RunRanks, device: torch.device, bf16: bool) -> None:
+    """Shard experts, weights or the optimizer of a Hugging Face model over data-parallel ranks."""
+    module, zero = built.model.module, options.zero or "1"
+    if options.ep > 1:
+        mesh = expert_mesh(ranks.world // options.ep, options.ep, options.ep_order, device.type)
+        built.experts, built.own = shard_experts(base_of(module), mesh), mesh.get_local_rank("ep")
+        return
+    if not options.fully_sharded:
+        built.make_optimizer = _maker(
+            built, lambda make, groups: zero_optimizer(module, make, ranks.group, stage=int(zero), params=groups)
+        )
+        return
+    nodes = node_mesh(device.type) if zero == "node-local" else None
+    built.mesh = ranks.mesh(device) if nodes is None else nodes["local"]
+    _fully_shard(module, built.mesh, bf16)
+    if zero == "plus-plus":
+        zero_plus_plus(module, **PLUS_PLUS)
+    elif nodes is not None:
+        built.make_optimizer = _maker(
+            built, lambda make, groups: node_local_optimizer(module, nodes, make, params=groups)
+        )
+
+
+def _maker(
+    built: Student, wrap: Callable[[MakeOptimizer, list[dict[str, Any]]], ZeroOptimizer | NodeLocalOptimizer]
+) -> Callable[[AdaptTrainer], torch.optim.Optimizer]:
+    """What makes the optimizer that the trainer's arguments describe, of the master weights that `wrap` makes."""
+
+    def make(trainer: AdaptTrainer) -> torch.optim.Optimizer:
+        module = built.model.module
+        cls, keywords = Trainer.get_optimizer_cls_and_kwargs(trainer.args, module)
+        decayed = set(trainer.get_decay_parameter_names(module))
+        groups: list[dict[str, Any]] = []
+        for decays in (True, False):
+            chosen = [p for n, p in module.named_parameters() if p.requires_grad and (n in decayed) == decays]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": trainer.args.weight_decay if decays else 0.0})
+        built.optimizer = wrap(lambda given: cls(given, **keywords), groups)
+        return built.optimizer
+
+    return make
 
 
 def _write_student(opened: Opened, source: Path, place: Path, annealed: bool) -> None:
@@ -187,14 +245,14 @@ def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
         raise RewriterError(f"--lora {rank}: {opened.root}: {' '.join(str(error).split()):.300}") from error
 
 
-def _fully_shard(module: nn.Module, mesh: Any, bf16: bool) -> None:
+def _fully_shard(module: nn.Module, mesh: DeviceMesh | None, bf16: bool) -> None:
     _, layers = find_layers(base_of(module))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     for part in [*layers, module]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
-def teacher(built: Student, source: Path, run: Path, options: Options, ranks: Ranks, device: torch.device) -> Model:
+def teacher(built: Student, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device) -> Model:
     """The original model, frozen, on the ranks of the student. With adapters it reads the student's own weights."""
     if options.sharded:
         program = original(source, tp=options.tp, sp=options.sp)
@@ -202,16 +260,23 @@ def teacher(built: Student, source: Path, run: Path, options: Options, ranks: Ra
         module.requires_grad_(False)
         return ShardedModel(module)
     group = built.model.group
-    if options.lora and options.zero not in ("3", "plus-plus"):
+    if options.lora and options.base is None and options.ep == 1 and not options.fully_sharded:
         return HuggingFaceModel(teachers.sharing(built.model.module, source, device), group)
     whole = teachers.frozen(teachers.load_model(source, device))
-    if options.zero in ("3", "plus-plus") and ranks.world > 1:
-        _fully_shard(whole, ranks.mesh(device), False)
+    if built.experts is not None:
+        shard_experts(whole, built.experts.mesh)
+    elif built.mesh is not None:
+        _fully_shard(whole, built.mesh, False)
     return HuggingFaceModel(whole, group)
 
 
 def require_serves(opened: Opened, options: Options) -> None:
-    """Refuse a number of tensor-parallel ranks that the directory cannot be trained on."""
+    """Refuse ranks that the directory cannot be trained on."""
+    if opened.bound and options.ep > 1:
+        raise RewriterError(
+            f"{opened.root} is bound to tp={opened.tensor_parallel}, and its file computes the lanes of all ranks, so "
+            f"--ep {options.ep} cannot shard its experts. Use --tp {opened.tensor_parallel}"
+        )
     if opened.bound and options.tp not in (1, opened.tensor_parallel):
         raise RewriterError(
             f"{opened.root} is bound to tp={opened.tensor_parallel}, so it cannot be trained with --tp {options.tp}. "

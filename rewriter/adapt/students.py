@@ -32,7 +32,7 @@ class Model(Protocol):
     group: ProcessGroup | None
 
     def __call__(self, batch: Batch, hidden: bool = False, module: nn.Module | None = None) -> Computed:
-        """Compute a batch, with `module` in place of its own where a trainer has wrapped that."""
+        """Compute a batch, with `module` in place of `self.module` where a trainer has wrapped that."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from rewriter.adapt.options import Options
+from rewriter.adapt.rewritten_source import Opened, source_config
 from rewriter.adapt.students import base_of
 from rewriter.common.errors import RewriterError
 from rewriter.tracing.meta_model import load_config, parameters_on_meta
@@ -20,6 +23,38 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
         directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
     )
     return model.to(device)
+
+
+def original_directory(opened: Opened, options: Options, source: Path, teacher: Any) -> Path | None:
+    """The directory of the original model; None where it is not known, or nothing to compare with.
+
+    Raises RewriterError where `teacher` is another model than the one that was rewritten.
+    """
+    if options.from_scratch:
+        return None
+    if teacher is None:
+        return source if opened.manifest.adaptation is None else None
+    place = Path(teacher)
+    config = {}
+    if (place / "config.json").is_file():
+        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    expected = source_config(opened)
+    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
+        if config.get(name) != expected.get(name):
+            raise RewriterError(
+                f"--teacher {place}: its {name} is {config.get(name)!r}, that of the rewritten model "
+                f"{expected.get(name)!r}. Give the model that was rewritten"
+            )
+    return place
+
+
+def require_teacher(opened: Opened, options: Options, teacher: Any) -> None:
+    """Refuse to distil from weights that are no longer the original's."""
+    if options.method == "distill" and teacher is None and opened.manifest.adaptation is not None:
+        raise RewriterError(
+            f"{opened.root} has been trained since it was rewritten, so its weights are no longer the original's. Give "
+            "the original model as --teacher"
+        )
 
 
 def frozen(model: nn.Module) -> nn.Module:

@@ -46,7 +46,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     position_ids  0, 1, … from the start of each segment
     segment_ids   0, 1, … for the examples of the row; its padding is one more segment
 
-    Held as int32 and a byte for each token, whatever the number of rows.
+    Held as int32 and a byte for each token, for any number of rows.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ def load_rows(
     not read. Of messages, what the assistant wrote is a target, with its end-of-turn token; of a text every token but
     the first, and an end-of-sequence token is put behind it where the tokenizer has one.
 
-    An example of more than `length` tokens is cut there ("truncate"), goes on in a segment of its own whose first
+    An example of more than `length` tokens is cut there ("truncate"), goes on in another segment whose first
     token is the last of the one before, so that no target is lost ("split", texts only), or is a fault ("refuse").
     One without a target in what truncation left is dropped and counted. With `packing`, several examples share a row
-    and an example never lies in two; without, each has a row of its own.
+    and an example is never in two; without, each has its own row.
 
     Raises RewriterError with the place and reason of all faults of the source, ten in full.
     """
@@ -120,7 +120,7 @@ def load_rows(
         raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
     if too_long not in get_args(TooLong):
         raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
-    reader = _Reader(tokenizer, length, too_long)
+    reader = _SegmentCollector(tokenizer, length, too_long)
     faults = Faults()
     for place, example in read_examples(source, faults):
         try:
@@ -140,7 +140,7 @@ def load_rows(
     return reader.rows(packing)
 
 
-class _Reader:
+class _SegmentCollector:
     """Collects the segments of examples in arrays that hold 5 bytes for each token."""
 
     def __init__(self, tokenizer: Any, length: int, too_long: TooLong) -> None:

@@ -1,8 +1,8 @@
-"""transformers' Trainer, for a model whose distribution is its own.
+"""transformers' Trainer, for a model that is distributed by itself.
 
-Every rank's Trainer believes that it is alone: there is no DDP, and accelerate shards nothing. Data are dealt by
-`Order`, gradients are summed by the model or its optimizer, checkpoints are written by all ranks together. Logging,
-schedules, accumulation, mixed precision and the loop itself are the Trainer's.
+Every rank's Trainer believes that it is alone: there is no DDP, and accelerate shards nothing. `Order` assigns rows to
+ranks, the model or its optimizer sums gradients, and all ranks write checkpoints together. Logging, schedules,
+accumulation, mixed precision and the loop itself are the Trainer's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +23,11 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from rewriter.adapt import checkpoints, losses
 from rewriter.adapt.batches import Order, stack
-from rewriter.adapt.run_ranks import Ranks
+from rewriter.adapt.options import Schedule
+from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import Batch, Model
 from rewriter.common.errors import RewriterError
-from rewriter.training.zero.stages import StagedOptimizer
+from rewriter.training import ZeroOptimizer
 
 _PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 Loss = Callable[[Model, Batch, nn.Module], dict[str, Tensor]]
@@ -53,6 +54,33 @@ def on_device(arguments: TrainingArguments, device: torch.device) -> TrainingArg
     return arguments
 
 
+def training_arguments(
+    settings: Mapping[str, Any], sizes: Schedule, run: Path, device: torch.device
+) -> TrainingArguments:
+    """The Trainer's arguments of a run in the directory `run`. Raises RewriterError for values that it refuses."""
+    chosen = {k: v for k, v in settings.items() if k not in ("num_train_epochs", "data_seed")}
+    chosen |= {
+        "max_steps": sizes.steps,
+        "per_device_train_batch_size": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "save_steps": settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
+        "eval_strategy": "steps" if "eval_steps" in settings else "no",
+    }
+    try:
+        with alone():
+            arguments = TrainingArguments(
+                output_dir=str(run),
+                report_to="none",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                logging_nan_inf_filter=False,
+                **chosen,
+            )
+    except (TypeError, ValueError) as error:
+        raise RewriterError(f"--set: {' '.join(str(error).split()):.300}") from error
+    return on_device(arguments, device)
+
+
 class AdaptTrainer(Trainer):
     """Trains `student` by `loss`.
 
@@ -69,7 +97,7 @@ class AdaptTrainer(Trainer):
         arguments: TrainingArguments,
         rows: Dataset[dict[str, Tensor]],
         order: Order,
-        ranks: Ranks,
+        ranks: RunRanks,
         *,
         own: int = 0,
         clip: Callable[[float], Tensor],
@@ -82,7 +110,7 @@ class AdaptTrainer(Trainer):
             super().__init__(student.module, arguments, stack, rows, rows, callbacks=callbacks)
         self.student, self.loss, self.order, self.ranks, self.own = student, loss, order, ranks, own
         self.clip, self.evaluation, self.make_optimizer = clip, evaluation, optimizer
-        self.remove_callback(PrinterCallback)  # Metrics tells what it would print
+        self.remove_callback(PrinterCallback)  # Metrics prints instead
         self.parts: dict[str, float] = {}
         self._made = False
         self._targets = 1
@@ -115,16 +143,16 @@ class AdaptTrainer(Trainer):
             self.student.module.set_requires_gradient_sync(last)
         inputs = self._prepare_inputs(inputs)
         optimizer = self._raw()
-        put_off = optimizer.no_sync() if isinstance(optimizer, StagedOptimizer) and not last else None
+        put_off = optimizer.no_sync() if isinstance(optimizer, ZeroOptimizer) and not last else None
         with self.compute_loss_context_manager(), put_off or contextlib.nullcontext():
             sums = self.loss(self.student, inputs, model)
             self.accelerator.backward(sums["loss"] * (self.ranks.replicas / self._targets))
-        told = torch.stack([value.detach().float() for value in sums.values()]) / self._targets
+        means = torch.stack([value.detach().float() for value in sums.values()]) / self._targets
         if self.student.group is not None:
-            self.ranks.sum(told, self.student.group)
-        for name, value in zip(sums, told.unbind(), strict=True):
+            self.ranks.sum(means, self.student.group)
+        for name, value in zip(sums, means.unbind(), strict=True):
             self._sums[name] = self._sums[name] + value if name in self._sums else value
-        return told[list(sums).index("loss")]
+        return means[list(sums).index("loss")]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = self.clip(self.args.max_grad_norm)

@@ -43,10 +43,21 @@ def adapt(
         Literal["together", "first-to-last", "last-to-first"], typer.Option(help="All layers, or one after another.")
     ] = "together",
     lora: Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")] = 0,
-    zero: Annotated[
-        Literal["1", "2", "3", "plus-plus"] | None,
-        typer.Option(help="What data-parallel ranks shard: optimizer, gradients, weights; quantized (plus-plus)."),
+    base: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="lora: keep the frozen weights quantized while training: int8.")
     ] = None,
+    zero: Annotated[
+        Literal["1", "2", "3", "plus-plus", "node-local"] | None,
+        typer.Option(
+            help="What data-parallel ranks shard: optimizer, gradients, weights; with quantized messages between nodes "
+            "(plus-plus), or weights inside each node (node-local)."
+        ),
+    ] = None,
+    ep: Annotated[int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")] = 1,
+    ep_order: Annotated[
+        Literal["D+E", "E+D"],
+        typer.Option(help="Neighbouring ranks hold the same experts (D+E), or different ones (E+D)."),
+    ] = "D+E",
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
     from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")] = False,
@@ -69,11 +80,11 @@ def adapt(
 ) -> None:
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.
 
-    Settings are the recipe's, or the paper's, where --set does not say. With --tp or --sp it starts so many ranks on
-    this machine; under torchrun, ranks beyond tp × sp are data-parallel.
+    Settings are the recipe's, or the paper's, where --set does not say. With --tp, --sp or --ep it starts so many ranks
+    on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
-    if tp * sp > 1 and not launching.is_rank():
-        launching.start_ranks(context.obj, tp * sp)
+    if tp * sp * ep > 1 and not launching.is_rank():
+        launching.start_ranks(context.obj, tp * sp * ep)
         return
     from rewriter.adapt.options import parse_settings
     from rewriter.cli.progress import Progress
@@ -88,8 +99,9 @@ def adapt(
         report = api.adapt(
             directory, data=data, out=out, eval=eval, teacher=teacher, method=method, temperature=temperature,
             cross_entropy=cross_entropy, hidden_states=hidden_states, refit=refit, anneal=anneal,
-            anneal_order=anneal_order, lora=lora, zero=zero, tp=tp, sp=sp, from_scratch=from_scratch, length=length,
-            too_long=too_long, packing=packing, set=settings, resume=resume, verify=verify, progress=progress,
+            anneal_order=anneal_order, lora=lora, base=base, zero=zero, ep=ep, ep_order=ep_order, tp=tp, sp=sp,
+            from_scratch=from_scratch, length=length, too_long=too_long, packing=packing, set=settings, resume=resume,
+            verify=verify, progress=progress,
         )  # fmt: skip
     if not launching.is_first():
         return

@@ -1,6 +1,6 @@
 """How a runtime parameter is made from checkpoint tensors. No torch: these are names, dimensions and ranges.
 
-A parameter that a rank holds is a rearrangement of what lies on disk: the tensor itself, some of its rows or columns,
+A parameter that a rank holds is a rearrangement of what is on disk: the tensor itself, some of its rows or columns,
 the fusion of several tensors. Every element of the result is an element of a source, so a shard needs no arithmetic.
 `rewriter.weights` reads the elements.
 """

@@ -42,7 +42,6 @@ from rewriter.verify.real_weights import RealWeights
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
-    from rewriter.weights.ahead import Ahead
 
 Level = Literal["none", "shrunken", "full"]
 Progress = Callable[..., None]
@@ -90,15 +89,14 @@ def convert(
     set: Mapping[str, Any] | None = None,
     text: str | None = None,
     progress: Progress = _silent,
-    ahead: Ahead | None = None,
 ) -> Report:
     """Convert a Hugging Face checkpoint by a recipe; see `rewrite MODEL --help` for the options.
 
     `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. `out` defaults to
-    MODEL-RECIPE[-spN][-tpN] in the current directory; `text` replaces the packaged calibration text; `ahead` may
-    hold copies of the weight files. Everything that can be refused without work is refused first, then the rehearsal
-    runs, then files are written beside their final place and renamed. Raises RewriterError for bad input,
-    VerificationError when the result does not compute what the recipe says; nothing is left then.
+    MODEL-RECIPE[-spN][-tpN] in the current directory; `text` replaces the packaged calibration text. Everything that
+    can be refused without work is refused first, then the rehearsal runs, then files are written beside their final
+    place and renamed. Raises RewriterError for bad input, VerificationError when the result does not compute what the
+    recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
     check_bound(loaded, loaded.build(), tp, sp)
@@ -128,7 +126,6 @@ def convert(
         link=link,
         text=text,
         progress=progress,
-        ahead=ahead,
     )
 
 
@@ -145,7 +142,6 @@ def save(
     link: bool = False,
     text: str | None = None,
     progress: Progress = _silent,
-    ahead: Ahead | None = None,
     adaptation: AdaptationEntry | None = None,
     beside: Mapping[str, Path] | None = None,
 ) -> Report:
@@ -188,7 +184,7 @@ def save(
         measured: Drift | None = None
         if verify != "none":
             found = _rehearse(program, dtype, progress)
-        hashes = output_files.write(layout, output, link, progress, ahead)
+        hashes = output_files.write(layout, output, link, progress)
         golden: Golden | None = None
         real: RealWeights | None = None
         if verify != "none":

@@ -23,7 +23,6 @@ from rewriter.emit.reduction_pattern import sentences
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.ahead import Ahead
 from rewriter.weights.checkpoint import INDEX, SINGLE
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -134,12 +133,10 @@ def write(
     output: OutputDirectory,
     link: bool = False,
     progress: Callable[..., None] = lambda *_: None,
-    ahead: Ahead | None = None,
 ) -> dict[str, str]:
     """Write everything but manifest and card; returns the sha256 of the source's weight files by name.
 
-    Files that an interrupted run finished are kept; those that `ahead` has copied are taken from it. Raises
-    RewriterError and OSError as `convert_files` does.
+    Files that an interrupted run finished are kept. Raises RewriterError and OSError as `convert_files` does.
     """
     output.require_space(layout.nbytes())
     for name, text in layout.texts.items():
@@ -160,18 +157,7 @@ def write(
         progress("weights", done, total)
 
     progress("weights", 0, total)
-    begun = ahead.stop() if ahead is not None else set()
-    others = [copy for copy in copies if copy[0] not in begun]
-    convert_files(layout.checkpoint, others, plans, link=link, finished=finished)
-    failed = []
-    for source, target in copies:
-        if ahead is not None and source in begun:
-            if digest := ahead.take(source, target):
-                finished(target, digest)
-            else:
-                failed.append((source, target))
-    if failed:
-        convert_files(layout.checkpoint, failed, [], link=link, finished=finished)
+    convert_files(layout.checkpoint, copies, plans, link=link, finished=finished)
     hashes: dict[str, str] = {}
     copied = dict(layout.copies)
     for file in layout.checkpoint.files:

@@ -1,9 +1,9 @@
-"""Expert parallelism: the experts of a layer are dealt over the ranks of an axis "ep", and tokens travel to them.
+"""Expert parallelism: the experts of a layer are sharded over the ranks of an axis "ep", and tokens travel to them.
 
-Every rank computes other rows, and holds all parameters but the experts', of which it has E / ep. A layer of experts
-sends each token to the ranks that hold the experts its router chose (dispatch), which compute as the source does, and
-add nothing up: results go back (combine), where the router's weights are. Gradients travel the same ways backward.
-An expert is held by as many ranks as the axis "dp" has, its replicas.
+Every rank computes its own rows, and holds all parameters except those of experts, of which it has E / ep. A layer of
+experts sends each token to the ranks that hold the experts its router chose (dispatch), which compute as the source
+does, and add nothing up: results go back (combine), where the router's weights are. Gradients travel the same ways
+backward. An expert is held by as many ranks as the axis "dp" has, its replicas.
 
 Where ranks are on several nodes the order of the two axes decides what crosses between them (DeepSpeed's communication
 post, section 2): "E+D" has the experts of a layer on neighbours and replicas far apart, so that tokens stay in the
@@ -12,7 +12,6 @@ node and gradients of experts leave it; "D+E" has replicas on neighbours, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
-from rewriter.runtime.collective_log import Event, observe
+from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import all_to_all_rows_start, all_to_all_uneven_start, gather_start
+from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
+from rewriter.training.zero.master_weights import clip
 
 AXIS = "ep"
-BUCKET_BYTES = 64 << 20
 ORDERS = ("E+D", "D+E")
 
 
 def expert_mesh(dp: int, ep: int, order: str = "D+E", device_type: str = "cuda") -> DeviceMesh:
-    """A mesh ("dp", "ep") of all dp · ep ranks: replicas of an expert, and the ranks that experts are dealt over.
+    """A mesh ("dp", "ep") of all dp · ep ranks: replicas of an expert, and the ranks that experts are sharded over.
 
     order: "E+D", ranks that follow each other hold different experts; "D+E", they are replicas of the same ones.
     Every rank calls it.
@@ -51,7 +51,7 @@ def expert_mesh(dp: int, ep: int, order: str = "D+E", device_type: str = "cuda")
 # --- a layer ---
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """Rows to the ranks of a group, and gradients of what arrived back."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class ParallelExperts(nn.Module):
         order = chosen.argsort(stable=True)[: sum(sends)]  # by expert, so by rank
         token = order // per_token
 
-        rows = _Exchange.apply(x_ND[token], sends, receives, self.ranks, "experts dispatch")
+        rows = _TokenExchange.apply(x_ND[token], sends, receives, self.ranks, "experts dispatch")
         if len(rows):
             experts = torch.arange(self.num_experts, device=rows.device).repeat(len(receives))
             index = experts.repeat_interleave(arriving_PE.flatten(), output_size=len(rows))
@@ -101,7 +101,7 @@ class ParallelExperts(nn.Module):
             out = rows
             for parameter in self.parameters(recurse=False):
                 out = out + parameter.reshape(-1)[:0].sum().to(rows.dtype)
-        back = _Exchange.apply(out, receives, sends, self.ranks, "experts combine")
+        back = _TokenExchange.apply(out, receives, sends, self.ranks, "experts combine")
 
         weighted = back * top_k_weights.reshape(-1)[order][:, None]
         return torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
@@ -128,11 +128,11 @@ def _parallel_class(source: type[nn.Module]) -> type[nn.Module]:
 # --- a model ---
 
 
-def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
-    """Deal the experts of every layer of `model`, a Hugging Face model, over the axis "ep" of `mesh`, in place.
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
+    """Shard the experts of every layer of `model`, a Hugging Face model, over the axis "ep" of `mesh`, in place.
 
         mesh = expert_mesh(dp=2, ep=4)
-        parallel = expert_parallel(model, mesh)
+        parallel = shard_experts(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         for ids in batches:  # other rows on every rank
             model(input_ids=ids, labels=ids).loss.backward()
@@ -150,12 +150,12 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     """
     names = mesh.mesh_dim_names or ()
     if set(names) != {"dp", AXIS}:
-        raise RewriterError(f"expert_parallel: a mesh with dimensions {names}, expected ('dp', '{AXIS}'): expert_mesh")
+        raise RewriterError(f"shard_experts: a mesh with dimensions {names}, expected ('dp', '{AXIS}'): expert_mesh")
     found = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not found:
         others = sorted({type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()})
         raise RewriterError(
-            f"expert_parallel: {type(model).__name__} has no experts of transformers' ExpertsInterface"
+            f"shard_experts: {type(model).__name__} has no experts of transformers' ExpertsInterface"
             + (f"; {', '.join(others)} compute on their own" if others else "")
             + ". Train it with data parallelism"
         )
@@ -163,12 +163,12 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> ExpertParallel:
     tensors: dict[str, int] = {}
     for name, module in found.items():
         if isinstance(module, ParallelExperts):
-            raise RewriterError(f"expert_parallel: the experts of {name} are dealt already. Load the model again first")
+            raise RewriterError(f"shard_experts: the experts of {name} are sharded already. Load the model again first")
         total = int(module.num_experts)
         if total % ranks:
             near = [n for n in range(1, total + 1) if total % n == 0]
             raise RewriterError(
-                f"expert_parallel: {name} has {total} experts, which do not divide by ep {ranks}. Possible: "
+                f"shard_experts: {name} has {total} experts, which do not divide by ep {ranks}. Possible: "
                 f"{', '.join(map(str, near))}"
             )
         for key in _stacked(name, module, total):
@@ -199,12 +199,12 @@ def _stacked(name: str, module: nn.Module, total: int) -> list[str]:
     for key, parameter in found.items():
         if parameter.shape[0] != total:
             raise RewriterError(
-                f"expert_parallel: {name}.{key} has shape {list(parameter.shape)}, expected {total} experts first"
+                f"shard_experts: {name}.{key} has shape {list(parameter.shape)}, expected {total} experts first"
             )
     others = [key for key, _ in module.named_parameters(recurse=False) if key not in found]
     if others:
         raise RewriterError(
-            f"expert_parallel: {type(module).__name__} ({name}) also has {', '.join(others)}, of which it is not known "
+            f"shard_experts: {type(module).__name__} ({name}) also has {', '.join(others)}, of which it is not known "
             "whether experts share them"
         )
     return list(found)
@@ -212,7 +212,7 @@ def _stacked(name: str, module: nn.Module, total: int) -> list[str]:
 
 @dataclass(eq=False)
 class ExpertParallel:
-    """A model whose experts are dealt over ranks: gradients, their norm, and full weights.
+    """A model whose experts are sharded over ranks: gradients, their norm, and full weights.
 
     experts: by name of a parameter, how many of its experts this rank holds.
     """
@@ -240,8 +240,8 @@ class ExpertParallel:
         """
         ranks = float(self.mesh.size()) if divide is None else divide
         sums = [
-            *_sums(self._parameters(True), self.replicas, "gradients of experts"),
-            *_sums(self._parameters(False), self.everyone, "gradients"),
+            *_gradient_sums(self._parameters(True), self.replicas, "gradients of experts"),
+            *_gradient_sums(self._parameters(False), self.everyone, "gradients"),
         ]
         for each in sums:
             each.finish(ranks)
@@ -254,10 +254,8 @@ class ExpertParallel:
         device = next(self.model.parameters()).device
         squares = sum((g.double().square().sum() for g in own), torch.zeros((), dtype=torch.float64, device=device))
         dist.all_reduce(squares, group=self.mesh.get_group(AXIS))
-        norm = (squares + sum(g.double().square().sum() for g in shared)).sqrt()
-        if own or shared:
-            torch._foreach_mul_([*own, *shared], (max_norm / (norm + 1e-6)).clamp(max=1.0).to((own + shared)[0].dtype))
-        return norm
+        squares += sum(g.double().square().sum() for g in shared)
+        return clip([*own, *shared], squares, [], max_norm)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -277,17 +275,8 @@ class ExpertParallel:
                 found[name] = value.detach().cpu()
         return found
 
-    def load_full_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Load what `full_state_dict` gave, of which every rank passes all and takes its part."""
-        place = self.mesh.get_local_rank(AXIS)
-        own = {
-            name: value[place * n : (place + 1) * n] if (n := self.experts.get(name)) else value
-            for name, value in state_dict.items()
-        }
-        self.model.load_state_dict(own)
 
-
-class _Sum:
+class _GradientSum:
     """Gradients of some parameters in one fp32 tensor, with the number of ranks that have each, on their way."""
 
     def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, name: str) -> None:
@@ -318,45 +307,6 @@ class _Sum:
             p.grad.copy_(place.div_(divide).view_as(p))
 
 
-def _sums(parameters: Iterable[nn.Parameter], group: ProcessGroup | None, name: str) -> list[_Sum]:
+def _gradient_sums(parameters: list[nn.Parameter], group: ProcessGroup | None, name: str) -> list[_GradientSum]:
     """In buckets of BUCKET_BYTES or of one parameter, each of one dtype."""
-    buckets: list[list[nn.Parameter]] = []
-    kind, size = None, 0
-    for p in reversed(list(parameters)):
-        if (p.dtype, p.device) != kind or size + 4 * p.numel() > BUCKET_BYTES:
-            buckets.append([])
-            kind, size = (p.dtype, p.device), 0
-        buckets[-1].append(p)
-        size += 4 * p.numel()
-    return [_Sum(bucket, group, name) for bucket in buckets]
-
-
-# --- what crosses between nodes ---
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a rank sends to ranks of other nodes: gradients of experts, other gradients, and tokens both ways."""
-
-    experts: float
-    others: float
-    tokens: float
-
-
-def traffic(events: Sequence[Event], local: int, rank: int) -> Traffic:
-    """Of `rank`, of what `record_events` saw there, where nodes are `local` ranks that follow each other.
-
-    Tokens are counted as they were sent. Sums of gradients are counted as a ring's, which sends 2 (P − 1) / P of the
-    tensor to the next of P ranks.
-    """
-    found = {"experts": 0.0, "others": 0.0, "tokens": 0.0}
-    for event in events:
-        if event.kind == "wire" and event.axis == AXIS and event.to:
-            crossing = (n for peer, n in zip(event.members, event.to, strict=True) if peer // local != rank // local)
-            found["tokens"] += sum(crossing)
-        elif event.kind == "start" and event.name in ("gradients of experts", "gradients"):
-            following = event.members[(event.members.index(rank) + 1) % event.ranks]
-            if following // local != rank // local:
-                which = "experts" if event.name == "gradients of experts" else "others"
-                found[which] += 2 * (event.ranks - 1) / event.ranks * event.bytes
-    return Traffic(**found)
+    return [_GradientSum([parameters[i] for i in each], group, name) for each in bucketed(parameters, BUCKET_BYTES)]

@@ -1,6 +1,6 @@
 """Runtime modules whose parameters, or whose optimizer, are sharded over data- and sequence-parallel ranks.
 
-Gradients are reduced in fp32 whatever the parameter's dtype. Tensor-parallel ranks take no part: their parameters are
+Gradients are reduced in fp32 for parameters of any dtype. Tensor-parallel ranks take no part: their parameters are
 their own.
 """
 
@@ -19,7 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.gradient_sums import leave_gradients
 from rewriter.runtime.module import RuntimeModel
 from rewriter.training.zero.master_weights import Parameters
-from rewriter.training.zero.stages import StagedOptimizer, zero_optimizer
+from rewriter.training.zero.stages import ZeroOptimizer, zero_optimizer
 
 
 def shard_parameters(
@@ -45,7 +45,7 @@ def shard_parameters(
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduced)
     for module in [*_read_by_others(model), *_layers(model), model]:
         sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-        # A sum, divided afterwards: gloo has no other, and NCCL's division before the sum would need one of its own.
+        # A sum, divided afterwards: gloo has no other, and NCCL's division before the sum would need another.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(model.replicas.data_parallel))
     return model
@@ -58,7 +58,7 @@ def shard_optimizer(
     stage: int,
     params: Parameters | None = None,
     **options: Any,
-) -> StagedOptimizer:
+) -> ZeroOptimizer:
     """ZeRO stage 1 or 2 over all data- and sequence-parallel ranks: `zero_optimizer`, with its arguments and errors.
 
     Gradients are summed over the ranks of a sequence and averaged over replicas. Each tensor-parallel rank shards the

@@ -1,7 +1,7 @@
 """Weights: safetensors in, safetensors out, streamed. Pickled weights are never opened."""
 
 from rewriter.weights.checkpoint import Checkpoint
-from rewriter.weights.copy_files import ShardPlan, convert_files, copy_file, plan_bytes, write_shards
+from rewriter.weights.copy_files import ShardPlan, convert_files, plan_bytes, write_shards
 from rewriter.weights.header import TensorInfo
 from rewriter.weights.space import require_space
 
@@ -10,7 +10,6 @@ __all__ = [
     "ShardPlan",
     "TensorInfo",
     "convert_files",
-    "copy_file",
     "plan_bytes",
     "require_space",
     "write_shards",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
-from rewriter.weights.header import BITS, Header, TensorInfo, parse_json, read_header
+from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,11 @@ class Checkpoint:
     """The tensors of one checkpoint. Made by `Checkpoint.open`; nothing but headers is read until a tensor is asked
     for.
 
-    `tensors` maps each name to where it lies, file by file and in the order of the data; `files` are the weight files
+    `tensors` maps each name to where it is, file by file and in the order of the data; `files` are the weight files
     in that order; `metadata` is each file's own. The files must not change while this object is in use.
     """
 
-    def __init__(self, directory: Path, headers: Mapping[Path, Header]) -> None:
+    def __init__(self, directory: Path, headers: Mapping[Path, SafetensorsHeader]) -> None:
         self.directory = directory
         self.files: tuple[Path, ...] = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = {n: info for h in headers.values() for n, info in h.tensors.items()}
@@ -93,7 +93,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def info(self, name: str) -> TensorInfo:
-        """Where a tensor lies. Raises RewriterError if the checkpoint has none of this name."""
+        """Where a tensor is. Raises RewriterError if the checkpoint has none of this name."""
         if name not in self.tensors:
             raise RewriterError(f"{name}: {self.directory} has no tensor of this name.")
         return self.tensors[name]
@@ -119,7 +119,7 @@ class Checkpoint:
                 mapping.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as it lies on disk, without a copy: a CPU tensor over the mapped file, of the stored dtype and
+        """A tensor as it is on disk, without a copy: a CPU tensor over the mapped file, of the stored dtype and
         shape.
 
         Raises RewriterError for an unknown name and for packed dtypes (F4, F6), which torch cannot address.
@@ -223,7 +223,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, Header]) -> None:
+def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, SafetensorsHeader]) -> None:
     for name, file in weight_map.items():
         if name not in headers[root / file].tensors:
             raise RewriterError(f"{root / file}: it lacks {name!r}, which {INDEX} places there. Download both again.")

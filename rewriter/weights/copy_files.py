@@ -22,7 +22,7 @@ from rewriter.weights.header import BITS, encode_header
 from rewriter.weights.regions import Block, blocks, fill, tiles
 from rewriter.weights.sink import reflink_into
 from rewriter.weights.space import available, disk_full, is_disk_full
-from rewriter.weights.streams import Finished, Pass, Piece, Stream
+from rewriter.weights.streams import Finished, Stream, StreamPiece, StreamRun
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def convert_files(
     for plan, items in zip(plans, planned, strict=True):
         streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items), write=True))
     try:
-        return Pass(checkpoint, streams, finished).run(workers or min(8, _processors()))
+        return StreamRun(checkpoint, streams, finished).run(workers or min(8, _processors()))
     except OSError as error:
         if is_disk_full(error) and streams:
             raise disk_full(streams[0].path.parent, needed, available(streams[0].path.parent)) from error
@@ -94,12 +94,6 @@ def write_shards(
 ) -> dict[Path, str]:
     """Write safetensors files from a checkpoint: `convert_files` without copies."""
     return convert_files(checkpoint, [], plans, finished=finished)
-
-
-def copy_file(source: Path, target: Path, link: bool = False) -> str:
-    """Copy any one file as `convert_files` does, onto the disk; returns its sha256."""
-    nowhere = Checkpoint(source.parent, {})
-    return convert_files(nowhere, [(source, target)], [], link=link)[target]
 
 
 def plan_bytes(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> int:
@@ -166,7 +160,7 @@ def _converts(dtype: str) -> bool:
     return dtype in ("F64", "F32", "F16", "BF16")
 
 
-def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[Piece]:
+def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[StreamPiece]:
     header = encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, plan.metadata)
     yield from _constant(header)
     for item in items:
@@ -175,7 +169,7 @@ def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Plan
         for part, shape in tiles(parts, item.shape, element, PIECE):
             nbytes, mapped = element * prod(shape), sum(block.span for block in part)
             position = item.span[0] + item.span[1] * done // item.nbytes
-            yield Piece(nbytes, position, mapped, _filler(part, shape, item.dtype))
+            yield StreamPiece(nbytes, position, mapped, _filler(part, shape, item.dtype))
             done += nbytes
 
 
@@ -183,13 +177,13 @@ def _filler(parts: list[Block], shape: tuple[int, ...], dtype: str) -> Callable[
     return lambda target: fill(parts, shape, dtype, target)
 
 
-def _constant(data: bytes) -> Iterator[Piece]:
+def _constant(data: bytes) -> Iterator[StreamPiece]:
     for start in range(0, len(data), PIECE):
         part = data[start : start + PIECE]
-        yield Piece(len(part), 0, 0, lambda target, part=part: target.__setitem__(slice(None), part))  # type: ignore[misc]
+        yield StreamPiece(len(part), 0, 0, lambda target, part=part: target.__setitem__(slice(None), part))  # type: ignore[misc]
 
 
-def _file_pieces(path: Path, place: int) -> Iterator[Piece]:
+def _file_pieces(path: Path, place: int) -> Iterator[StreamPiece]:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
 
@@ -204,4 +198,4 @@ def _file_pieces(path: Path, place: int) -> Iterator[Piece]:
 
         for offset in range(0, size, PIECE):
             nbytes = min(PIECE, size - offset)
-            yield Piece(nbytes, place + offset, 0, lambda target, offset=offset: read(target, offset))  # type: ignore[misc]
+            yield StreamPiece(nbytes, place + offset, 0, lambda target, offset=offset: read(target, offset))  # type: ignore[misc]

@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes of `file` between `offsets`, counted from the file's start; row-major."""
+    """Where a tensor is: `nbytes` bytes of `file` between `offsets`, counted from the file's start; row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """One file's checked header: `tensors` in the order of their data, `metadata`, and the file's `size` in bytes."""
 
     tensors: Mapping[str, TensorInfo]
@@ -56,12 +56,12 @@ class Header:
     size: int
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SafetensorsHeader:
     """Read and check the header of a safetensors file.
 
-    Raises RewriterError, naming the file and the tensor, if the file is truncated, its length or its JSON lies, a name
-    comes twice, a dtype is unknown, sizes disagree with shape and dtype, or data overlap, leave holes or exceed the
-    file.
+    Raises RewriterError, naming the file and the tensor, if the file is truncated, its length or its JSON is false, a
+    name comes twice, a dtype is unknown, sizes disagree with shape and dtype, or data overlap, leave holes or exceed
+    the file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -96,7 +96,7 @@ def read_header(path: Path) -> Header:
         end = info.offsets[1]
     if end != size:
         raise _broken(path, f"its tensors end at byte {end} and the file at {size}")
-    return Header(in_order, metadata, size)
+    return SafetensorsHeader(in_order, metadata, size)
 
 
 def encode_header(

@@ -54,7 +54,7 @@ class Block:
         return whole
 
     def cut(self, dim: int, low: int, high: int) -> Block | None:
-        """The part whose result indices along `dim` lie in [low, high), in the same coordinates; None: no such part."""
+        """The part whose result indices along `dim` are in [low, high), in the same coordinates; None: no such part."""
         begin, size = self.start[dim], self.shape[dim]
         if low <= begin and begin + size <= high:
             return self
@@ -127,7 +127,7 @@ def _transposed(block: Block, dim0: int, dim1: int) -> Block:
 
 
 def _taken(block: Block, dim: int, places: NDArray[np.intp]) -> Iterator[Block]:
-    """The blocks of the result whose elements lie in `block`: one for each run of places inside it."""
+    """The blocks of the result whose elements are in `block`: one for each run of places inside it."""
     begin = block.start[dim]
     inside = (begin <= places) & (places < begin + block.shape[dim])
     edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))

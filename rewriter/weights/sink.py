@@ -25,14 +25,10 @@ class Sink:
     """One new file, written at given offsets, then closed with everything on the disk.
 
     `write` takes aligned offsets and lengths from several threads; `finish` takes the rest that is not a whole block.
-    `fd` is the file if it is open already.
     """
 
-    def __init__(self, path: Path, fd: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        if fd is not None:
-            self._fd = fd
-            return
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags | O_DIRECT, 0o666)

@@ -1,7 +1,7 @@
 """Outputs that walk through one source together: each is filled and hashed by one thread at a time, written by others.
 
-A `Stream` is one output, made of pieces. `Pass` runs many: its threads always advance the stream that is furthest
-behind in the source, so the source is read from the disk once, whatever the number of outputs.
+A `Stream` is one output, made of pieces. `StreamRun` advances many: its threads always advance the stream that is
+furthest behind in the source, so the source is read from the disk once, for any number of outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Finished = Callable[[Path, str], None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamPiece:
     """`nbytes` of an output; `write` puts them into memory of that size.
 
     `position` is about the place in the source that they come from, `mapped` how many bytes of mapped files are
@@ -37,7 +37,7 @@ class Piece:
 class Stream:
     """One output: its pieces, taken by one thread at a time, a buffer at once; written by other threads."""
 
-    def __init__(self, path: Path, position: int, pieces: Iterator[Piece], write: bool) -> None:
+    def __init__(self, path: Path, position: int, pieces: Iterator[StreamPiece], write: bool) -> None:
         self.path = path
         self.position = position
         self.mapped = 0
@@ -46,7 +46,7 @@ class Stream:
         self.digest = hashlib.sha256()
         self._pieces = pieces
         self._write = write
-        self._next: Piece | None = None
+        self._next: StreamPiece | None = None
         self._begun = False
         self._sink: Sink | None = None
         self._carry = b""
@@ -107,7 +107,7 @@ class Stream:
             complete(self)
 
 
-class Pass:
+class StreamRun:
     """All streams, advanced together. One object, one run."""
 
     def __init__(self, checkpoint: Checkpoint, streams: Sequence[Stream], finished: Finished | None) -> None:

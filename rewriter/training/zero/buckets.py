@@ -23,6 +23,7 @@ from rewriter.runtime.collective_log import observe
 from rewriter.runtime.process_groups import group_rank
 from rewriter.training.zero.flat import FlatParameter
 
+BUCKET_BYTES = 64 << 20
 IN_FLIGHT = 2  # buckets whose memory exists at a time, besides the one that fills, where it is freed
 
 
@@ -52,7 +53,7 @@ class Bucket:
             for piece, i in pieces:
                 if piece.owner == owner:
                     place = slice(self.size, self.size + piece.end - piece.start)
-                    self.places[i].append((place, slice(piece.start, piece.end)))
+                    self.places[i].append((place, piece.source))
                     self.size = place.stop
                     held.append(i)
             self.sections.append(Section(owner, begin, self.size, self.size + len(held), held))
@@ -97,16 +98,14 @@ class Bucket:
         return works
 
     def take(self, divide: float, keep: bool) -> None:
-        """Add the own section to the gradients of this rank's masters, and forget the rest."""
+        """Add the own section to the gradients of this rank's master weights, and forget the rest."""
         assert self.buffer is not None
         rank = group_rank(self.group)
         for section in self.sections:
             if section.owner != rank:
                 continue
-            elsewhere = self.filled.issuperset(
-                section.parameters
-            )  # else others must be asked, which the host waits for
-            used = [True] * len(section.parameters) if elsewhere else self._used(section)
+            complete = self.filled.issuperset(section.parameters)  # else the host waits for the numbers of ranks
+            used = [True] * len(section.parameters) if complete else self._used(section)
             for i, is_used in zip(section.parameters, used, strict=True):
                 held = self.parameters[i]
                 place = next(
@@ -123,31 +122,32 @@ class Bucket:
         return [ranks > 0 for ranks in self.buffer[section.flags : section.end].tolist()]
 
 
+def bucketed(parameters: Sequence[nn.Parameter], nbytes: int) -> list[list[int]]:
+    """Indices of parameters in reverse order, in buckets of at most `nbytes` of gradients (fp32, or wider where
+    parameters are), or of one parameter; each bucket of one dtype and device."""
+    made: list[list[int]] = []
+    kind, size = None, 0
+    for i in reversed(range(len(parameters))):
+        dtype = torch.promote_types(parameters[i].dtype, torch.float32)
+        needed = parameters[i].numel() * dtype.itemsize
+        if kind != (dtype, parameters[i].device) or size + needed > nbytes:
+            made.append([])
+            kind, size = (dtype, parameters[i].device), 0
+        made[-1].append(i)
+        size += needed
+    return made
+
+
 def buckets_of(parameters: Sequence[FlatParameter], group: ProcessGroup | None, bucket_bytes: int) -> list[Bucket]:
     """Parameters in reverse order, in buckets of at most `bucket_bytes` of gradients each, or of one parameter."""
-    filling: list[FlatParameter] = []
-    made: list[list[FlatParameter]] = []
-    size = 0
-    for held in reversed(parameters):
-        dtype = torch.promote_types(held.parameter.dtype, torch.float32)
-        needed = held.parameter.numel() * dtype.itemsize
-        alike = filling and _kind(filling[0].parameter) == _kind(held.parameter)
-        if not alike or size + needed > bucket_bytes:
-            filling, size = [], 0
-            made.append(filling)
-        filling.append(held)
-        size += needed
-    return [Bucket(each, group, f"gradients {i}") for i, each in enumerate(made)]
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return torch.promote_types(parameter.dtype, torch.float32), parameter.device
+    made = bucketed([held.parameter for held in parameters], bucket_bytes)
+    return [Bucket([parameters[i] for i in each], group, f"gradients {n}") for n, each in enumerate(made)]
 
 
 class Reducer:
     """Fills buckets as backward gives gradients, and sums each as soon as it and those before it are complete.
 
-    All ranks reduce all buckets, in one order, whatever took part on each of them. `keep`: buckets stay in memory, so
+    All ranks reduce all buckets in one order, also where parameters took no part. `keep`: buckets stay in memory, so
     that several backward passes may fill them before they are reduced (`sync` False).
     """
 
@@ -223,7 +223,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what backward passes left that were told not to."""
+        """Reduce what backward passes under `no_sync` left."""
         if self.pending:
             self._next = 0
             self._reduce_rest()

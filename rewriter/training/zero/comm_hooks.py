@@ -1,7 +1,7 @@
 """FSDP2's own collectives, with quantized messages: what `set_custom_all_gather` and `set_custom_reduce_scatter` take.
 
 FSDP2 calls them with flat tensors that hold all parameters of a group, one after the other, padded to equal sizes: a
-rank's part is one row here. Every parameter begins with a block of its own and goes the same way, whatever its shape.
+rank's part is one row here. Every parameter begins with a new block, and parameters of all shapes go the same way.
 Both are called on FSDP2's own streams, and have written their output when the stream has passed them.
 """
 
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start
-from rewriter.training.zero.flat_layout import Layout
+from rewriter.training.zero.flat_layout import BlockLayout
 from rewriter.training.zero.fsdp import AllGather, DefaultAllGather, ParameterGroup, ReduceScatter, reduction_factor
-from rewriter.training.zero.nodes import Grid
 
 _exact = False  # whether a block of `exact_weights` is running
 
@@ -62,9 +62,9 @@ class QuantizedAllGather(AllGather):
     rounding them again, in other blocks, would give backward other weights than forward's.
     """
 
-    def __init__(self, grid: Grid, format: str, sizes: Sequence[int], name: str, secondary_axis: str) -> None:
-        self.grid, self.format, self.name, self.secondary_axis = grid, format, name, secondary_axis
-        self.layout = Layout(sizes, parse_format(format).block)
+    def __init__(self, mesh: DeviceMesh, format: str, sizes: Sequence[int], name: str, secondary_axis: str) -> None:
+        self.mesh, self.format, self.name, self.secondary_axis = mesh, format, name, secondary_axis
+        self.layout = BlockLayout(sizes, parse_format(format).block)
         self._exact = DefaultAllGather()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,18 +76,16 @@ class QuantizedAllGather(AllGather):
         ranks = group.size()
         if _exact:
             return self._exact(output_tensor, input_tensor, group, async_op)
-        if ranks != self.grid.ranks:
+        if ranks != self.mesh.size():
             received = input_tensor.nbytes * (ranks - 1)
             observe("wire", f"{self.name} secondary", input_tensor, group, received, received, self.secondary_axis)
             return self._exact(output_tensor, input_tensor, group, async_op)
-        # `input_tensor` lies in `output_tensor`: it is quantized before anything is written there
+        # `input_tensor` is a part of `output_tensor`: it is quantized before anything is written there
         mine = self.layout.blocked(input_tensor.view(1, -1))[0]
         output_RN = output_tensor.view(ranks, -1)
         in_place = self.layout.n == self.layout.m
         found_RM = output_RN if in_place else output_RN.new_empty(ranks, self.layout.m)
-        all_gather_start(
-            mine, self.grid.mesh, self.format, dtype=mine.dtype, out=found_RM, name=self.name, wait=True
-        ).wait()
+        all_gather_start(mine, self.mesh, self.format, dtype=mine.dtype, out=found_RM, name=self.name, wait=True).wait()
         if not in_place:
             self.layout.unblocked(found_RM, output_RN)
         return None
@@ -101,8 +99,10 @@ class QuantizedReduceScatter(ReduceScatter):
     between the replicas of HSDP, whose errors are averaged too.
     """
 
-    def __init__(self, grid: Grid, format: str, parameters: ParameterGroup, name: str, seeds: Seeds) -> None:
-        self.grid, self.format, self.name, self.seeds = grid, format, name, seeds
+    def __init__(
+        self, mesh: DeviceMesh, format: str, parameters: ParameterGroup, name: str, seeds: SeedCounter
+    ) -> None:
+        self.mesh, self.format, self.name, self.seeds = mesh, format, name, seeds
         self.parameters = parameters
         self.block = max(hop.block for hop in parse_formats(format))
 
@@ -114,7 +114,7 @@ class QuantizedReduceScatter(ReduceScatter):
     ) -> None:
         ranks = group.size()
         rows_RN = input_tensor.view(ranks, -1)
-        layout = Layout([p.padded for p in self.parameters.reduced], self.block)
+        layout = BlockLayout([p.padded for p in self.parameters.reduced], self.block)
         if rows_RN.shape[1] != layout.n:
             raise RewriterError(
                 f"gradients: FSDP2 reduces {rows_RN.shape[1]} elements of {self.name}, and parameters with gradients "
@@ -123,7 +123,7 @@ class QuantizedReduceScatter(ReduceScatter):
         replicas, replica = self.parameters.replicas
         mine_M = reduce_scatter_start(
             layout.blocked(rows_RN),
-            self.grid.mesh,
+            self.mesh,
             self.format,
             seed=self.seeds.next() * replicas + replica,
             factor=reduction_factor(op, ranks),
@@ -133,7 +133,7 @@ class QuantizedReduceScatter(ReduceScatter):
         layout.unblocked(mine_M[None], output_tensor[None])
 
 
-class Seeds:
+class SeedCounter:
     """A number for every reduction that dithers, the same on all ranks, since these call in the same order."""
 
     def __init__(self) -> None:

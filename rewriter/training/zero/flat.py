@@ -5,7 +5,7 @@ Shape suffixes: N elements of the flat tensor, S = N / ranks of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,32 +16,23 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import all_gather_flat
 from rewriter.runtime.process_groups import group_rank, group_size
+from rewriter.training.zero.flat_layout import OwnedPiece, owned_pieces
 
 ALIGNMENT = 64  # bytes: kernels that read vectors want parameters to begin where an allocation might
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `start` to `end` of a parameter, which stand from `at` on in the slice of rank `owner`."""
-
-    owner: int
-    start: int
-    end: int
-    at: int
 
 
 @dataclass(eq=False)
 class FlatParameter:
     """A parameter, its pieces in order of their owners, and what this rank steps of it: a master, or nothing.
 
-    The gradient of the master stands in `gradient`, in the masters' dtype, from the first backward pass on.
+    The gradient of the master stands in `gradient`, in the master weights' dtype, from the first backward pass on.
     """
 
     name: str
     parameter: nn.Parameter
     start_N: int
-    pieces: list[Piece]
-    mine: Piece | None = None
+    pieces: list[OwnedPiece]
+    mine: OwnedPiece | None = None
     master: nn.Parameter | None = None
     gradient: Tensor | None = None
 
@@ -73,35 +64,30 @@ class FlatParameters:
         own = group_rank(group)
         self.own_S = self.data_N[own * self.size : (own + 1) * self.size]
         self.parameters = []
-        for (name, parameter), start in zip(named, starts, strict=True):
+        for i, ((name, parameter), start) in enumerate(zip(named, starts, strict=True)):
             place = self.data_N[start : start + parameter.numel()].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
-            self.parameters.append(FlatParameter(name, parameter, start, list(self._pieces(start, parameter.numel()))))
+            pieces = list(owned_pieces(i, start, parameter.numel(), self.size))
+            self.parameters.append(FlatParameter(name, parameter, start, pieces))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.master_S = self.own_S if dtype == first.dtype else self.own_S.to(dtype)
         self.gradient_S = torch.zeros(self.size, dtype=dtype, device=first.device)
         for held in self.parameters:
             held.mine = next((piece for piece in held.pieces if piece.owner == own), None)
             if held.mine is not None:
-                where = slice(held.mine.at, held.mine.at + held.mine.end - held.mine.start)
-                held.master = nn.Parameter(self.master_S[where])
-                held.gradient = self.gradient_S[where]
-
-    def _pieces(self, start: int, count: int) -> Iterator[Piece]:
-        for owner in range(start // self.size, -(-(start + count) // self.size)):
-            first, last = max(start, owner * self.size), min(start + count, (owner + 1) * self.size)
-            yield Piece(owner, first - start, last - start, first - owner * self.size)
+                held.master = nn.Parameter(self.master_S[held.mine.place])
+                held.gradient = self.gradient_S[held.mine.place]
 
     @property
     def separate(self) -> bool:
-        """Whether masters are other memory than the parameters."""
+        """Whether master weights are other memory than the parameters."""
         return self.master_S is not self.own_S
 
     def read_master(self, held: FlatParameter) -> None:
         """Take the value that the parameter was loaded with."""
         if held.mine is not None and held.master is not None and self.separate:
-            held.master.copy_(held.parameter.detach().view(-1)[held.mine.start : held.mine.end])
+            held.master.copy_(held.parameter.detach().view(-1)[held.mine.source])
 
     def check(self) -> None:
         """Raises RewriterError for a parameter that is no view of the flat tensor any more."""
@@ -115,7 +101,7 @@ class FlatParameters:
                 )
 
     def publish(self) -> None:
-        """Round the masters to the parameters' dtype, and give all ranks all slices, in one collective."""
+        """Round the master weights to the parameters' dtype, and give all ranks all slices, in one collective."""
         if self.separate:
             self.own_S.copy_(self.master_S)
         if self.ranks > 1:

@@ -1,19 +1,51 @@
-"""Where parameters stand in the flat tensors that FSDP2 communicates, and in ours, where each begins with a block.
+"""Where parameters stand in flat tensors: in those that FSDP2 communicates, in ours, where each begins with a block,
+and in the equal slices that ranks own.
 
-Without that a block would hold the end of one parameter and the beginning of the next, and one scale for both: the
-gradient of a bias beside that of a matrix a thousand times as large would be lost.
+Otherwise a parameter would share a block and a scale with its neighbour: the gradient of a bias beside
+that of a matrix a thousand times as large would be lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
-class Layout:
+@dataclass(frozen=True)
+class OwnedPiece:
+    """Elements `start` to `end` of a parameter, which stand from `at` on in the slice of rank `owner`."""
+
+    parameter: int
+    owner: int
+    start: int
+    end: int
+    at: int
+
+    @property
+    def source(self) -> slice:
+        """Where it is in the parameter."""
+        return slice(self.start, self.end)
+
+    @property
+    def place(self) -> slice:
+        """Where it is in the owner's slice."""
+        return slice(self.at, self.at + self.end - self.start)
+
+
+def owned_pieces(parameter: int, begin: int, count: int, size: int) -> Iterator[OwnedPiece]:
+    """The pieces of a parameter of `count` elements from `begin` on in a flat tensor, of which rank r owns elements
+    r · size to (r + 1) · size."""
+    for owner in range(begin // size, -(-(begin + count) // size)):
+        first, last = max(begin, owner * size), min(begin + count, (owner + 1) * size)
+        if first < last:
+            yield OwnedPiece(parameter, owner, first - begin, last - begin, first - owner * size)
+
+
+class BlockLayout:
     """`sizes` elements of each parameter, one after the other (N in all); in blocks, zeros fill up each one's last
     (M in all, a multiple of `block`)."""
 

@@ -1,4 +1,4 @@
-"""Frozen weights kept quantized: the base of a LoRA model in a half or a quarter of its bytes.
+"""FrozenWeights weights kept quantized: the base of a LoRA model in a half or a quarter of its bytes.
 
 A weight that is not trained is read only, so it can be a payload (`rewriter.kernels`): sharded, gathered and saved for
 backward as bytes, dequantized in forward where it is used and once more in backward. ZeRO++ (`zero-plus-plus.md`,
@@ -22,7 +22,7 @@ from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_row
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenWeights:
     """What `quantize_frozen` did. `weights`: by name, (bytes before, bytes after). `kept`: frozen matrices that stay as
     they are, with the reason."""
 
@@ -110,13 +110,13 @@ class FrozenLinear(nn.Module):
         )
 
 
-def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 16) -> Frozen:
+def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 16) -> FrozenWeights:
     """Keep the frozen weights of `model`'s linear layers as payloads of `format`, in place; says what was done.
 
     Those of `nn.Linear` with `requires_grad` False and at least `min_elements` elements, as in the base layers of
     peft's LoRA. The layers compute with the dequantized weight in their input's dtype; gradients flow to their input.
     Call it after adapters were added and weights loaded, and before `fully_shard`, which then shards and gathers the
-    bytes. Weights that several modules share, and layers derived from `nn.Linear` that compute in a way of their own,
+    bytes. Weights that several modules share, and layers derived from `nn.Linear` that compute in another way,
     stay as they are.
 
     `fully_shard` takes such layers in torch 2.13; in 2.11 it refuses parameters of integers, frozen or not ("Only
@@ -157,7 +157,7 @@ def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 1
             f"quantize_frozen: {type(model).__name__} has no frozen weight of a linear layer to quantize"
             f"{f' ({why})' if why else ''}. Freeze what is not trained first: parameter.requires_grad_(False)"
         )
-    return Frozen(weights, kept)
+    return FrozenWeights(weights, kept)
 
 
 def _reason(linear: nn.Linear, uses: Counter[int], min_elements: int) -> str | None:

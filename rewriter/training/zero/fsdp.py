@@ -58,7 +58,7 @@ class ParameterGroup:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks that parameters are dealt over."""
+        """The ranks that parameters are sharded over."""
         return self._group.mesh_info.shard_process_group
 
     @property
@@ -81,7 +81,7 @@ class ParameterGroup:
 
     def watch_reductions(self) -> None:
         """Have `reduced` say what each reduction holds. FSDP2 leaves out parameters without a gradient, and its
-        reduce-scatter is told the number of elements alone; by then the gradients are gone."""
+        reduce-scatter is given the number of elements alone; by then the gradients are gone."""
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
@@ -171,7 +171,7 @@ class ParameterGroup:
         whole parameters.
 
         What `fully_shard(…, reshard_after_forward=N)` does. `set_reshard_after_forward` takes no number, and each call
-        of either makes process groups of its own; those of one mesh serve the whole model.
+        of either makes new process groups; those of one mesh serve the whole model.
         """
         info = None if mesh is None else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         for p in self._group.fsdp_params:

@@ -1,4 +1,4 @@
-"""An Optimizer of masters: what schedulers, trainers and users hold where a rank steps only its part of the weights."""
+"""The base of optimizers of fp32 master weights, for ranks that step only their part of the weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
+from rewriter.training.zero.scaling import overflowed
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+"""Called with groups of parameters, as torch.optim's classes take them."""
 
 
 def groups_of_parameters(model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
@@ -23,10 +27,16 @@ def groups_of_parameters(model: nn.Module, params: Parameters | None) -> list[di
     return wanted if wanted and isinstance(wanted[0], dict) else [{"params": wanted}]
 
 
-class MasterOptimizer(Optimizer):
-    """Shows `param_groups` and `state` of an optimizer of masters. A subclass makes them, steps and clears them."""
+class MasterWeightOptimizer(Optimizer):
+    """Shows `param_groups` and `state` of an optimizer of master weights (`inner`).
 
-    name: str  # what errors call it
+    A subclass makes the master weights, and gives the tensors that hold them (`master_weights`), the groups of ranks
+    that together step the model (`rank_groups`), this rank's place among them (`place`), and what is done around a
+    step.
+    """
+
+    name: str  # of the function that errors name
+    place_words: str  # what the numbers of `place` are
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self._complete = inner, False
@@ -37,9 +47,83 @@ class MasterOptimizer(Optimizer):
     def _adopt(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def _follow(self, model: nn.Module, parameters: Sequence[nn.Parameter], loaded: Callable[[int], None]) -> None:
-        """`model.zero_grad` clears masters too; `loaded` gets the index of each parameter that was loaded, even if
-        into a part of the model."""
+    # --- what a subclass gives ---
+
+    def rank_groups(self) -> list[ProcessGroup]:
+        """Groups whose ranks together step all parameters."""
+        raise NotImplementedError
+
+    def master_weights(self) -> list[Tensor]:
+        """The fp32 tensors that a checkpoint of this rank holds."""
+        raise NotImplementedError
+
+    def place(self) -> Sequence[int]:
+        """The shape of the ranks, and this rank's position among them: equal when state is saved and loaded."""
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        """Complete the gradients of the master weights."""
+
+    def after_step(self) -> None:
+        """Give all ranks the stepped parameters."""
+        raise NotImplementedError
+
+    # --- an Optimizer ---
+
+    _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
+        """Step this rank's master weights, then update the parameters of all ranks. All ranks call it.
+
+        `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if hasattr(self, "found_inf"):
+            raise RewriterError(
+                f"{self.name}: this version of torch tells optimizers of this rank's overflow only. Train in "
+                "bfloat16, without GradScaler"
+            )
+        self.before_step()
+        if grad_scaler is not None and overflowed(grad_scaler, self, self.rank_groups()):
+            return None
+        self.inner.step()
+        self.after_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: the optimizer's state, and "master_weights". Each rank saves and loads its own, on as many
+        ranks in the same layout; the model's own state_dict holds the parameters, and is loaded first."""
+        return {
+            **self.inner.state_dict(),
+            "master_weights": [master.clone() for master in self.master_weights()],
+            "place": self.place(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises RewriterError for the state of another rank, or of ranks in another layout."""
+        if state_dict.get("place") != self.place():
+            raise RewriterError(
+                f"{self.name}: state of {state_dict.get('place')}, expected {self.place()} ({self.place_words}). Load "
+                "what this rank has saved, on as many ranks"
+            )
+        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self._adopt()
+        with torch.no_grad():
+            for master, saved in zip(self.master_weights(), state_dict["master_weights"], strict=True):
+                master.copy_(saved)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._complete:
+            raise RewriterError(f"{self.name}: parameter groups are given once. Pass them all as params=")
+        super().add_param_group(param_group)
+
+    def follow(self, model: nn.Module, parameters: Sequence[nn.Parameter], loaded: Callable[[int], None]) -> None:
+        """`model.zero_grad` clears master weights too; `loaded` gets the index of each parameter that was loaded, even
+        if into a part of the model."""
         places = {id(p): i for i, p in enumerate(parameters)}
         for module in model.modules():
             own = [places[id(p)] for p in module._parameters.values() if id(p) in places]
@@ -53,15 +137,6 @@ class MasterOptimizer(Optimizer):
 
         model.zero_grad = zero_both  # type: ignore[method-assign]
 
-    def _load_inner(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self._adopt()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._complete:
-            raise RewriterError(f"{self.name}: parameter groups are given once. Pass them all as params=")
-        super().add_param_group(param_group)
-
 
 def _each(loaded: Callable[[int], None], own: list[int], module: nn.Module, keys: Any) -> None:
     for index in own:
@@ -74,5 +149,13 @@ def clip(gradients: Sequence[Tensor], squares: Tensor, groups: Sequence[ProcessG
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if gradients:
-        torch._foreach_mul_(list(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(list(gradients), (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
     return norm
+
+
+def differing(values: Tensor, group: ProcessGroup) -> Tensor:
+    """bool: where the ranks of `group` hold different `values` (int64); equal on all of them."""
+    least, most = values.clone(), values.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return least != most

@@ -1,4 +1,4 @@
-"""Weights that stay in the node: what crosses nodes is gradients once and weight differences once per step.
+"""Node-local weights: what crosses nodes is gradients once and weight differences once per step.
 
 ZeRO++ gathers quantized weights from all nodes in every forward: a step moves 0.5 M of weights between nodes at 8 bits
 (M: bytes of the 16-bit parameters), and every rank computes with rounded weights. Here each node holds the whole model,
@@ -14,50 +14,54 @@ above; scaled blocks follow at any rate and with any dtype of the replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format
-from rewriter.training.zero.comm_hooks import Seeds
+from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.fsdp import groups_of
-from rewriter.training.zero.master_weights import MasterOptimizer, Parameters, clip, groups_of_parameters
-from rewriter.training.zero.scaling import overflowed
+from rewriter.training.zero.master_weights import (
+    MakeOptimizer,
+    MasterWeightOptimizer,
+    Parameters,
+    clip,
+    differing,
+    groups_of_parameters,
+)
 from rewriter.training.zero.slices import SlicedGroup
 
 
-def node_resident(
+def node_local_optimizer(
     model: nn.Module,
     mesh: DeviceMesh,
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+    optimizer: MakeOptimizer,
     *,
     params: Parameters | None = None,
     gradients: str = "int4-hadamard",
     weights: str = "int4",
-) -> NodeResident:
+) -> NodeLocalOptimizer:
     """Train `model`, sharded inside each node by FSDP2, over the nodes of `mesh`.
 
         mesh = node_mesh("cuda")                                  # dimensions ("node", "local")
         for layer in [*model.layers, model]:
             fully_shard(layer, mesh=mesh["local"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        optimizer = node_resident(model, mesh, lambda groups: torch.optim.AdamW(groups, lr=1e-4))
+        optimizer = node_local_optimizer(model, mesh, lambda groups: torch.optim.AdamW(groups, lr=1e-4))
 
     mesh: two dimensions, between nodes and inside the node. optimizer: called with groups of parameters, as
     torch.optim's classes take them; it gets fp32 master weights, one-dimensional pieces that together hold each element
     on one rank, so its update must be elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params:
-    parameters of the model, or groups of them with options of their own; default all that require a gradient.
+    parameters of the model, or groups of them with their options; default all that require a gradient.
     gradients, weights: formats of what nodes exchange; gradients are dithered.
 
-    Keep the model in the 16-bit dtype that it computes in: masters are kept here. Call it on all ranks, with the same
-    weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks, as by
-    FSDP2, and accumulate over backward passes until `zero_grad`; each pass sends them between nodes, unless
+    Keep the model in the 16-bit dtype that it computes in: master weights are kept here. Call it on all ranks, with the
+    same weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks,
+    as by FSDP2, and accumulate over backward passes until `zero_grad`; each pass sends them between nodes, unless
     `model.set_requires_all_reduce(False)` puts that off, or `set_requires_gradient_sync(False)` all reduction.
     `model.zero_grad()` does what the optimizer's does; that of a part of the model does nothing.
 
@@ -66,47 +70,51 @@ def node_resident(
     """
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         raise RewriterError(
-            f"node_resident: a mesh of {mesh.ndim} dimensions named {mesh.mesh_dim_names}, expected two with names, "
-            "nodes and the ranks of a node, as rewriter.training.node_mesh makes"
+            f"node_local_optimizer: a mesh of {mesh.ndim} dimensions named {mesh.mesh_dim_names}, expected two with "
+            "names, nodes and the ranks of a node, as rewriter.training.node_mesh makes"
         )
-    return NodeResident(model, mesh, optimizer, params, _format("gradients", gradients), _format("weights", weights))
+    return NodeLocalOptimizer(
+        model, mesh, optimizer, params, _format("gradients", gradients), _format("weights", weights)
+    )
 
 
 def _format(what: str, name: str) -> Format:
     try:
         return parse_format(name)
     except ValueError as error:
-        raise RewriterError(f"node_resident: {what}: {error}") from None
+        raise RewriterError(f"node_local_optimizer: {what}: {error}") from None
 
 
-class NodeResident(MasterOptimizer):
-    """What `node_resident` returns: steps this rank's masters by the given optimizer, then exchanges weights.
+class NodeLocalOptimizer(MasterWeightOptimizer):
+    """What `node_local_optimizer` returns: steps this rank's master weights by the given optimizer, then exchanges
+    weights.
 
-    An Optimizer of the masters: schedulers take it, `param_groups` and `state` are those of the optimizer inside.
-    After backward, gradients are in the masters' `.grad`, and the model's parameters have none; to clip them use
-    `clip_grad_norm_` here. Loading weights into the model renews the masters.
+    An Optimizer of the master weights: schedulers take it, `param_groups` and `state` are those of the optimizer
+    inside. After backward, gradients are in the master weights' `.grad`, and the model's parameters have none; to clip
+    them use `clip_grad_norm_` here. Loading weights into the model renews the master weights.
     """
 
-    name = "node_resident"
+    name = "node_local_optimizer"
+    place_words = "nodes, ranks of a node, and this rank's place in both"
 
     def __init__(
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        optimizer: MakeOptimizer,
         params: Parameters | None,
         gradients: Format,
         weights: Format,
     ) -> None:
         self._mesh = mesh
         self._groups: list[SlicedGroup] = []
-        self._seeds = Seeds()
+        self._seeds = SeedCounter()
         members = dist.get_process_group_ranks(mesh.get_group(1))
-        for index, group in enumerate(groups_of(model, "node_resident")):
+        for index, group in enumerate(groups_of(model, "node_local_optimizer")):
             found = dist.get_process_group_ranks(group.process_group)
             if group.mesh.ndim != 1 or found != members:
                 raise RewriterError(
-                    f"node_resident: {group.name} is sharded over ranks {found}, expected those of this node, "
+                    f"node_local_optimizer: {group.name} is sharded over ranks {found}, expected those of this node, "
                     f"{members}. Call fully_shard(…, mesh=mesh[{(mesh.mesh_dim_names or ('', ''))[1]!r}])"
                 )
             if group.trainable:
@@ -116,66 +124,48 @@ class NodeResident(MasterOptimizer):
                 )
         if not self._groups:
             raise RewriterError(
-                f"node_resident: no parameter of {type(model).__name__.removeprefix('FSDP')} requires a gradient. Set "
-                "requires_grad_(True) on what is trained"
+                f"node_local_optimizer: no parameter of {type(model).__name__.removeprefix('FSDP')} requires a "
+                "gradient. Set requires_grad_(True) on what is trained"
             )
         self._check_replicas()
         super().__init__(optimizer(self._master_groups(model, params)))
         places = [(group, i) for group in self._groups for i in range(len(group.parameters))]
         parameters = [parameter for group in self._groups for parameter in group.parameters]
-        self._follow(model, parameters, lambda index: places[index][0].loaded(places[index][1]))
+        self.follow(model, parameters, lambda index: places[index][0].loaded(places[index][1]))
 
     def _master_groups(self, model: nn.Module, params: Parameters | None) -> list[dict[str, Any]]:
         owners = {parameter: group for group in self._groups for parameter in group.parameters}
         names = {parameter: name for name, parameter in model.named_parameters()}
         found = []
         for group in groups_of_parameters(model, params):
-            masters = []
+            weights = []
             for parameter in group["params"]:
                 if parameter not in owners:
                     raise RewriterError(
-                        f"node_resident: parameter {names.get(parameter, '(not of the model)')} is not one that FSDP2 "
-                        "has sharded and that requires a gradient. Call fully_shard on the module that holds it"
+                        f"node_local_optimizer: parameter {names.get(parameter, '(not of the model)')} is not one that "
+                        "FSDP2 has sharded and that requires a gradient. Call fully_shard on the module that holds it"
                     )
-                masters += owners[parameter].masters_of(parameter)
-            found.append({**group, "params": masters})
+                weights += owners[parameter].master_weights_of(parameter)
+            found.append({**group, "params": weights})
         return found
 
     def _check_replicas(self) -> None:
         """Only differences are exchanged, so all nodes must begin with the same bits."""
-        own = torch.stack([group.checksum() for group in self._groups])
-        least, most = own.clone(), own.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._mesh.get_group(0))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.get_group(0))
-        differ = (least != most).long()
-        dist.all_reduce(differ, dist.ReduceOp.MAX, group=self._mesh.get_group(1))  # so that all ranks raise
+        across, inside = self._mesh.get_all_groups()
+        differ = differing(torch.stack([group.checksum() for group in self._groups]), across).long()
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=inside)  # so that all ranks raise
         names = [group.name for group, flag in zip(self._groups, differ.tolist(), strict=True) if flag]
         if names:
             raise RewriterError(
-                f"node_resident: nodes hold different weights in {', '.join(names[:3])} ({len(names)} of "
+                f"{self.name}: nodes hold different weights in {', '.join(names[:3])} ({len(names)} of "
                 f"{len(self._groups)} groups). Load the same checkpoint on all ranks, or seed them alike"
             )
 
-    _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
-        """Step the masters, then exchange what they differ by from what the nodes compute with. All ranks call it.
-
-        `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
-        """
-        if hasattr(self, "found_inf"):
-            raise RewriterError(
-                "node_resident: this version of torch tells optimizers of this rank's overflow only. Train in "
-                "bfloat16, without GradScaler"
-            )
-        if grad_scaler is not None and overflowed(grad_scaler, self, self._mesh.get_all_groups()):
-            return None
-        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+    def after_step(self) -> None:
+        """Exchange what the master weights differ by from what the nodes compute with."""
         sent = [group.send() for group in self._groups]
         for group, transfer in zip(self._groups, sent, strict=True):
             group.receive(transfer)
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -192,30 +182,20 @@ class NodeResident(MasterOptimizer):
         total = torch.zeros((), device=self._groups[0].master.device)
         if gradients:
             total = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        return clip(gradients, total, self._mesh.get_all_groups(), max_norm)
+        return clip(gradients, total, self.rank_groups(), max_norm)
+
+    def rank_groups(self) -> list[ProcessGroup]:
+        return self._mesh.get_all_groups()
+
+    def master_weights(self) -> list[Tensor]:
+        return [group.master for group in self._groups]
+
+    def place(self) -> tuple[int, ...]:
+        return (*self._mesh.shape, *(self._mesh.get_coordinate() or ()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: the optimizer's, and "masters". Each rank saves and loads its own, on a mesh of the same shape;
-        the model's own state_dict holds what nodes compute with, and is loaded first."""
-        return {
-            **self.inner.state_dict(),
-            "masters": [group.master.clone() for group in self._groups],
-            "calls": self._seeds.calls,
-            "place": self._place(),
-        }
+        return {**super().state_dict(), "calls": self._seeds.calls}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises RewriterError for that of another rank or of a mesh of another shape."""
-        if state_dict.get("place") != self._place():
-            raise RewriterError(
-                f"node_resident: state of {state_dict.get('place')}, expected {self._place()} (nodes, ranks of a node, "
-                "and this rank's place in both). Load what this rank has saved, on as many nodes and ranks"
-            )
-        self._load_inner(state_dict)
-        with torch.no_grad():
-            for group, master in zip(self._groups, state_dict["masters"], strict=True):
-                group.master.copy_(master)
+        super().load_state_dict(state_dict)
         self._seeds.calls = state_dict["calls"]
-
-    def _place(self) -> tuple[int, ...]:
-        return (*self._mesh.shape, *(self._mesh.get_coordinate() or ()))

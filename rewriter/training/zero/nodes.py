@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,40 +15,18 @@ from rewriter.runtime.process_groups import new_groups
 NODE, LOCAL = "node", "local"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Ranks of a group as rows of `local` neighbours: rank y · local + x of the group is x of row y.
+def node_groups(group: ProcessGroup, local: int, device_type: str) -> DeviceMesh:
+    """The ranks of a group as a mesh ("node", "local"): rank y · local + x of the group is rank x of node y.
 
-    mesh: its dimensions "node" and "local". A DeviceMesh of existing groups, so that ranks of different grids (the
-    shard groups of tensor-parallel ranks) need not make each other's.
+    A mesh of new groups that hold this rank, so that ranks of other groups (the shard groups of other tensor-parallel
+    ranks) need not take part. Every rank of `group` calls it; `local` divides its size.
     """
-
-    ranks: int
-    local: int
-    mesh: DeviceMesh
-
-    @property
-    def nodes(self) -> int:
-        return self.ranks // self.local
-
-    @property
-    def axes(self) -> DeviceMesh:
-        """The mesh without dimensions of one rank."""
-        if self.local == 1:
-            return self.mesh[NODE]
-        return self.mesh[LOCAL] if self.nodes == 1 else self.mesh
-
-
-def grid(group: ProcessGroup, local: int, device_type: str) -> Grid:
-    """Every rank of `group` calls it; `local` divides its size."""
     members = dist.get_process_group_ranks(group)
     own = group.rank()
     first = own - own % local
     groups = new_groups([members[own % local :: local], members[first : first + local]], [group])
     layout = torch.tensor(members).view(-1, local)
-    return Grid(
-        len(members), local, DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=(NODE, LOCAL))
-    )
+    return DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=(NODE, LOCAL))
 
 
 def ranks_per_node(group: ProcessGroup, node: int | None, secondary: int | None) -> int:
@@ -84,7 +61,7 @@ def divides(name: str, value: int, ranks: int) -> int:
     if value < 1 or ranks % value:
         options = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise RewriterError(
-            f"{name}={value} does not divide the {ranks} ranks that parameters are dealt over: {options}"
+            f"{name}={value} does not divide the {ranks} ranks that parameters are sharded over: {options}"
         )
     return value
 

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
-from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, Seeds
+from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, SeedCounter
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of
-from rewriter.training.zero.nodes import LOCAL, Grid, divides, grid, ranks_per_node
+from rewriter.training.zero.nodes import LOCAL, divides, node_groups, ranks_per_node
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels quantize
 
@@ -22,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels quantize
 class ZeroPlusPlus:
     """What `zero_plus_plus` has set, and its memory on each rank, in bytes (the paper's figure 12).
 
-    ranks: that parameters are dealt over (P). node: of these, neighbours that share a node. parameters: their number,
+    ranks: that parameters are sharded over (P). node: of these, neighbours that share a node. parameters: their number,
     over all ranks. primary_bytes: the shards that the optimizer steps. secondary_bytes: hpZ's, in the dtype that
     parameters are computed in, held from a layer's forward to its backward; kept_bytes: what FSDP2 keeps whole
     meanwhile, which is not gathered again (by default, what the root module holds itself).
@@ -35,12 +37,6 @@ class ZeroPlusPlus:
     primary_bytes: int
     secondary_bytes: int
     kept_bytes: int
-
-    def rank_bytes(self, optimizer: int = 12) -> float:
-        """Bytes of model states per rank in mixed precision: (2 + 2 + K) · M / P, and 2 · M / N for the secondary
-        partition over N ranks; `optimizer` = K = 12 for Adam with fp32 masters."""
-        states = (4 + optimizer) * self.parameters / self.ranks
-        return states + (2 * self.parameters / self.secondary if self.secondary else 0)
 
 
 def zero_plus_plus(
@@ -73,55 +69,66 @@ def zero_plus_plus(
     """
     if weights is None and gradients is None and secondary is None:
         raise RewriterError("zero_plus_plus: nothing to do. Pass weights=, gradients= or secondary=")
-    for name in (weights, gradients):
-        if name is not None:
-            _known(name, hops=name is gradients)
+    if weights is not None:
+        _require_known("weights", weights, parse_format)
+    if gradients is not None:
+        _require_known("gradients", gradients, parse_formats)
     groups = [group for group in groups_of(model, "zero_plus_plus") if group.process_group.size() > 1]
-    ranks = {group.process_group.size() for group in groups}
-    if len(ranks) > 1:
-        raise RewriterError(
-            f"zero_plus_plus: modules of {type(model).__name__} are sharded over {sorted(ranks)} ranks, expected one "
-            "number. Call it on each part that is sharded alike"
-        )
-    size = ranks.pop() if ranks else 1
+    ranks = _ranks(model, groups)
     if secondary is not None:
-        divides("secondary", secondary, size)
-    local = None
+        divides("secondary", secondary, ranks)
+    local = None  # ranks per node, where anything is quantized
     if groups and (weights is not None or gradients is not None):
         local = ranks_per_node(groups[0].process_group, node, secondary)
-    if local is not None and weights is not None:
-        for group in groups:
-            _one_dtype(group)
-    grids: dict[tuple[ProcessGroup, int], Grid] = {}
-
-    def rows_of(group: ParameterGroup, count: int) -> Grid:
-        key = (group.process_group, count)
-        if key not in grids:
-            grids[key] = grid(group.process_group, count, group.mesh.device_type)
-        return grids[key]
-
-    seeds = Seeds()
+        if weights is not None:
+            for group in groups:
+                _one_dtype(group)
     inside = secondary is not None and local is not None and local % secondary == 0
+    meshes, seeds = _Meshes(), SeedCounter()
     for index, group in enumerate(groups):
         name = f"{group.name} {index}"
         gather = scatter = None
         if local is not None and weights is not None:
             sizes = [p.padded for p in group.parameters]
             axis = LOCAL if inside else "secondary"
-            gather = QuantizedAllGather(rows_of(group, local), weights, sizes, name, axis)
+            gather = QuantizedAllGather(meshes.of(group, local), weights, sizes, name, axis)
         if local is not None and gradients is not None:
-            scatter = QuantizedReduceScatter(rows_of(group, local), gradients, group, name, seeds)
+            scatter = QuantizedReduceScatter(meshes.of(group, local), gradients, group, name, seeds)
         group.set_comms(gather, scatter)
-        if secondary is not None and secondary < size and group.reshards:
-            group.keep_in(rows_of(group, secondary).mesh if secondary > 1 else None)
-    return _memory(groups, size, local, secondary)
+        if secondary is not None and secondary < ranks and group.reshards:
+            group.keep_in(meshes.of(group, secondary) if secondary > 1 else None)
+    return _memory(groups, ranks, local, secondary)
 
 
-def _known(name: str, hops: bool) -> None:
+class _Meshes:
+    """The meshes of ("node", "local") that parameter groups share: process groups are made once for each shape."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[ProcessGroup, int], DeviceMesh] = {}
+
+    def of(self, group: ParameterGroup, local: int) -> DeviceMesh:
+        key = (group.process_group, local)
+        if key not in self._made:
+            self._made[key] = node_groups(group.process_group, local, group.mesh.device_type)
+        return self._made[key]
+
+
+def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
+    """The number of ranks that all groups are sharded over."""
+    found = {group.process_group.size() for group in groups}
+    if len(found) > 1:
+        raise RewriterError(
+            f"zero_plus_plus: modules of {type(model).__name__} are sharded over {sorted(found)} ranks, expected one "
+            "number. Call it on each part that is sharded alike"
+        )
+    return found.pop() if found else 1
+
+
+def _require_known(what: str, name: str, parse: Callable[[str], object]) -> None:
     try:
-        parse_formats(name) if hops else parse_format(name)
+        parse(name)
     except ValueError as error:
-        raise RewriterError(f"zero_plus_plus: {'gradients' if hops else 'weights'}: {error}") from None
+        raise RewriterError(f"zero_plus_plus: {what}: {error}") from None
 
 
 def _one_dtype(group: ParameterGroup) -> None:

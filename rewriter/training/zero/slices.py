@@ -1,12 +1,10 @@
-"""One FSDP2 parameter group of a node, cut over nodes: who steps which elements, and how gradients and weights travel.
+"""One FSDP2 parameter group of a node, sliced over nodes: who steps which elements, and what nodes exchange.
 
 Shape suffixes: N elements of this rank's shards as FSDP2 lays them out, M of the same in blocks, Y nodes, S of a node's
 slice: elements y · S to (y + 1) · S of M are stepped by this rank's counterpart in node y.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +15,10 @@ from rewriter.kernels import Format, dequantize_rows, quantize_rows
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.exchange import Transfer, gather_start
 from rewriter.runtime.quantized import reduce_scatter_start
-from rewriter.training.zero.comm_hooks import Seeds
-from rewriter.training.zero.flat_layout import Layout
+from rewriter.training.zero.comm_hooks import SeedCounter
+from rewriter.training.zero.flat_layout import BlockLayout, OwnedPiece, owned_pieces
 from rewriter.training.zero.fsdp import ParameterGroup, local_shard
 from rewriter.training.zero.nodes import NODE
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `start` to `end` of a parameter's shard, which stand from `at` on in a node's slice."""
-
-    parameter: int
-    start: int
-    end: int
-    at: int
-
-    @property
-    def place(self) -> slice:
-        return slice(self.at, self.at + self.end - self.start)
-
-    @property
-    def source(self) -> slice:
-        return slice(self.start, self.end)
 
 
 class SlicedGroup:
@@ -50,7 +30,7 @@ class SlicedGroup:
     """
 
     def __init__(
-        self, group: ParameterGroup, mesh: DeviceMesh, gradients: Format, weights: Format, seeds: Seeds, name: str
+        self, group: ParameterGroup, mesh: DeviceMesh, gradients: Format, weights: Format, seeds: SeedCounter, name: str
     ) -> None:
         self.group, self.mesh, self.gradients, self.weights, self.name = group, mesh, gradients, weights, name
         self.seeds = seeds
@@ -59,38 +39,32 @@ class SlicedGroup:
         self.parameters: list[nn.Parameter] = [p.parameter for p in held]
         self.indices = [i for i, p in enumerate(group.parameters) if p.parameter.requires_grad]
         block = max(gradients.block, weights.block)
-        self.layout = Layout([p.padded for p in held], block)
+        self.layout = BlockLayout([p.padded for p in held], block)
         self.size = -(-self.layout.m // (self.nodes * block)) * block
-        self.pieces = [self._pieces_of(node, [p.local for p in held]) for node in range(self.nodes)]
+        self.pieces: list[list[OwnedPiece]] = [[] for _ in range(self.nodes)]  # by the node that steps them
+        for i, (begin, parameter) in enumerate(zip(self.layout.starts, held, strict=True)):
+            for piece in owned_pieces(i, begin, parameter.local, self.size):
+                self.pieces[piece.owner].append(piece)
         device = self.parameters[0].device
         self.master = torch.zeros(self.size, device=device)
         self.gradient = torch.zeros(self.size, device=device)
         self.kept: Tensor | None = None  # gradients that the other nodes have not seen yet
-        self.masters = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
-        self.read_masters()
+        self.master_weights = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
+        self.read_master_weights()
         group.watch_reductions()
         group.module.set_all_reduce_hook(self._reduce)
         for i in range(len(self.parameters)):
             self._watch(i)
 
-    def _pieces_of(self, node: int, local: list[int]) -> list[Piece]:
-        first, last = node * self.size, (node + 1) * self.size
-        pieces = []
-        for i, (begin, count) in enumerate(zip(self.layout.starts, local, strict=True)):
-            start, end = max(first, begin), min(last, begin + count)
-            if start < end:
-                pieces.append(Piece(i, start - begin, end - begin, start - first))
-        return pieces
-
-    def masters_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def master_weights_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """What this rank steps of a parameter: one piece or none."""
-        mine = zip(self.pieces[self.node], self.masters, strict=True)
+        mine = zip(self.pieces[self.node], self.master_weights, strict=True)
         return [master for piece, master in mine if self.parameters[piece.parameter] is parameter]
 
     def _watch(self, index: int) -> None:
         self.parameters[index].register_post_accumulate_grad_hook(lambda p: self._take(index, p))
 
-    def read_masters(self) -> None:
+    def read_master_weights(self) -> None:
         """Take the replica's values."""
         self.master.copy_(self._replica())
 
@@ -102,7 +76,7 @@ class SlicedGroup:
         if now is not before:
             if now.dtype != before.dtype or local_shard(now).shape != local_shard(before).shape:
                 raise RewriterError(
-                    f"node_resident: a parameter of {self.name} was replaced by {now.dtype} {list(now.shape)}, "
+                    f"node_local_optimizer: a parameter of {self.name} was replaced by {now.dtype} {list(now.shape)}, "
                     f"expected {before.dtype} {list(before.shape)} sharded alike. Load without assign=True"
                 )
             self.parameters[index] = now
@@ -130,10 +104,10 @@ class SlicedGroup:
         reduced = [id(p.parameter) for p in self.group.reduced]
         if reduced != [id(p) for p in self.parameters] or reduced_N.numel() != self.layout.n:
             raise RewriterError(
-                f"node_resident: FSDP2 reduced {len(reduced)} parameters of {self.name} ({reduced_N.numel()} numbers), "
-                f"expected {len(self.parameters)} ({self.layout.n}): some parameters got no gradient, or requires_grad "
-                "or the parameters themselves have changed. Freeze those that take no part before node_resident, or "
-                "call set_reduce_scatter_unused_params(True) (torch 2.13)"
+                f"node_local_optimizer: FSDP2 reduced {len(reduced)} parameters of {self.name} ({reduced_N.numel()} "
+                f"numbers), expected {len(self.parameters)} ({self.layout.n}): some parameters got no gradient, or "
+                "requires_grad or the parameters themselves have changed. Freeze those that take no part before "
+                "node_local_optimizer, or call set_reduce_scatter_unused_params(True) (torch 2.13)"
             )
         hold(reduced_N)
         if self.kept is not None:
@@ -155,11 +129,11 @@ class SlicedGroup:
         self.layout.unblocked(whole.view(1, -1)[:, : self.layout.m], reduced_N[None])
 
     def _take(self, index: int, parameter: nn.Parameter) -> None:
-        """Move what backward left in `.grad` to the masters' gradients, in fp32, and free it."""
+        """Move what backward left in `.grad` to the master weights' gradients, in fp32, and free it."""
         assert parameter.grad is not None
         shard = local_shard(parameter.grad)
         hold(shard)
-        for piece, master in zip(self.pieces[self.node], self.masters, strict=True):
+        for piece, master in zip(self.pieces[self.node], self.master_weights, strict=True):
             if piece.parameter != index:
                 continue
             place = self.gradient[piece.place]
@@ -172,7 +146,7 @@ class SlicedGroup:
     # --- weights, after a step ---
 
     def send(self) -> Transfer:
-        """Begin to exchange the differences between masters and replica."""
+        """Begin to exchange the differences between master weights and replica."""
         payload = quantize_rows((self.master - self._replica())[None], self.weights)
         return gather_start([payload], self.mesh.get_group(), f"{self.name} weights", axis=NODE)
 

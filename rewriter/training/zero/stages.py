@@ -1,7 +1,7 @@
 """ZeRO stages 1 and 2 on plain modules: every rank holds all parameters, and steps an equal part of them.
 
-Optimizer state and fp32 masters take 1 / ranks of what they take on one device; stage 2 also keeps no gradients but
-those of the own part. A step costs one all-reduce for each bucket of gradients and one all-gather for each dtype of
+Optimizer state and fp32 master weights take 1 / ranks of what they take on one device; stage 2 also keeps no gradients
+but those of the own part. A step costs one all-reduce for each bucket of gradients and one all-gather for each dtype of
 parameters (DeepSpeed's communication post, sections 2 and 3). Stage 3, which shards the parameters too, is FSDP2:
 `rewriter.training.shard_parameters`.
 """
@@ -14,29 +14,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.process_groups import group_rank, group_size
-from rewriter.training.zero.buckets import Reducer, buckets_of
+from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer, buckets_of
 from rewriter.training.zero.flat import FlatParameter, FlatParameters
-from rewriter.training.zero.master_weights import MasterOptimizer, Parameters, clip, groups_of_parameters
-from rewriter.training.zero.scaling import overflowed
+from rewriter.training.zero.master_weights import (
+    MakeOptimizer,
+    MasterWeightOptimizer,
+    Parameters,
+    clip,
+    differing,
+    groups_of_parameters,
+)
 
 _OWNED = "_rewriter_zero_optimizer"  # set on a parameter whose gradients one takes
-
-BUCKET_BYTES = 64 << 20
 
 
 def zero_optimizer(
     model: nn.Module,
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+    optimizer: MakeOptimizer,
     group: ProcessGroup | None,
     *,
     stage: int,
@@ -44,8 +45,8 @@ def zero_optimizer(
     divide: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     multi_rank_buckets: bool = True,
-) -> StagedOptimizer:
-    """Train `model`, which every rank of `group` holds whole, with an optimizer whose state lies 1 / ranks on each.
+) -> ZeroOptimizer:
+    """Train `model`, which every rank of `group` holds whole, with 1 / ranks of the optimizer's state on each.
 
         optimizer = zero_optimizer(model, lambda groups: torch.optim.AdamW(groups, lr=1e-4), group, stage=2)
         for batch in batches:  # other rows on every rank
@@ -56,19 +57,20 @@ def zero_optimizer(
 
     group: the ranks that hold the same parameters and see other rows or tokens (of a mesh with tensor parallelism, not
     the world); None for one rank. optimizer: called with groups of parameters, as torch.optim's classes take them; it
-    gets fp32 masters, one-dimensional pieces that together hold each element on one rank, so its update must be
+    gets fp32 master weights, one-dimensional pieces that together hold each element on one rank, so its update must be
     elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params: parameters of the model, or groups of
-    them with options of their own; default all that require a gradient. divide: what the sum of gradients over `group`
+    them with their options; default all that require a gradient. divide: what the sum of gradients over `group`
     is divided by, default its size, for ranks whose loss is the mean over their own rows. bucket_bytes: of gradients
-    that are reduced together, in fp32 whatever the parameters' dtype. multi_rank_buckets: False sends each owner's part
-    by a reduce of its own, to measure what bucketing saves.
+    that are reduced together, in fp32 for parameters of any dtype. multi_rank_buckets: False sends each owner's part
+    by a separate reduce, to measure what bucketing saves.
 
     In place: parameters become views of one flat tensor for each dtype, so the model must be on its device and in its
-    dtype; 16-bit ones get fp32 masters. Gradients are summed while backward runs, and leave the parameters' `.grad`
-    None: those of the own part are in the masters' `.grad`, averaged, where several backward passes add up. Stage 1
-    keeps fp32 gradients of the whole model, so that `no_sync` can put the sum off to the last of several passes; stage
-    2 frees them bucket by bucket, and sums in every pass. A parameter that takes no part in any rank's backward pass
-    is not stepped. All ranks call backward equally often, each with some parameter taking part, and `step`.
+    dtype; 16-bit ones get fp32 master weights. Gradients are summed while backward runs, and leave the parameters'
+    `.grad` None: those of the own part are in the master weights' `.grad`, averaged, where several backward passes add
+    up. Stage 1 keeps fp32 gradients of the whole model, so that `no_sync` can put the sum off to the last of several
+    passes; stage 2 frees them bucket by bucket, and sums in every pass. A parameter that takes no part in any rank's
+    backward pass is not stepped. All ranks call backward equally often, each with some parameter taking part, and
+    `step`.
 
     Raises RewriterError where nothing is trained, a parameter is not the model's, comes twice or belongs to FSDP2,
     or ranks hold different parameters.
@@ -81,7 +83,7 @@ def zero_optimizer(
         raise RewriterError(f"zero_optimizer: bucket_bytes {bucket_bytes}, expected more than 0")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise RewriterError("zero_optimizer: the model is sharded by FSDP2, which is stage 3. Use a plain optimizer")
-    return StagedOptimizer(
+    return ZeroOptimizer(
         model,
         optimizer,
         group,
@@ -93,19 +95,20 @@ def zero_optimizer(
     )
 
 
-class StagedOptimizer(MasterOptimizer):
-    """What `zero_optimizer` returns: an Optimizer of this rank's masters.
+class ZeroOptimizer(MasterWeightOptimizer):
+    """What `zero_optimizer` returns: an Optimizer of this rank's master weights.
 
     Schedulers take it; `param_groups` and `state` are those of the optimizer inside. `model.zero_grad()` does what the
-    optimizer's does. Loading weights into the model renews the masters.
+    optimizer's does. Loading weights into the model renews the master weights.
     """
 
     name = "zero_optimizer"
+    place_words = "rank and ranks"
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        optimizer: MakeOptimizer,
         group: ProcessGroup | None,
         *,
         stage: int,
@@ -130,8 +133,8 @@ class StagedOptimizer(MasterOptimizer):
             per_owner=not multi_rank_buckets,
             keep=stage == 1,
         )
-        super().__init__(optimizer([{**given, "params": _masters(given["params"], places)} for given in groups]))
-        self._follow(model, [each.parameter for each in held], self._loaded)
+        super().__init__(optimizer([{**given, "params": _master_weights(given["params"], places)} for given in groups]))
+        self.follow(model, [each.parameter for each in held], self._loaded)
 
     def _check_replicas(self) -> None:
         """A sum of gradients of different parameters, or of different values, would be nobody's."""
@@ -140,13 +143,13 @@ class StagedOptimizer(MasterOptimizer):
         held = [held for _, held in self._places]
         device = held[0].parameter.device
         layout = zlib.crc32(repr([(h.name, h.parameter.shape, h.parameter.dtype) for h in held]).encode())
-        if _differ(torch.tensor([layout, len(held)], device=device), self.group):
+        if differing(torch.tensor([layout, len(held)], device=device), self.group).any():
             raise RewriterError(
                 "zero_optimizer: ranks train parameters of different names, shapes or dtypes. Build the same model on "
                 "all ranks of the group, and freeze the same parameters"
             )
         sums = torch.stack([checksum(h.parameter.detach()) for h in held])
-        differ = _differ(sums, self.group)
+        differ = differing(sums, self.group).nonzero().flatten().tolist()
         if differ:
             raise RewriterError(
                 f"zero_optimizer: ranks hold different weights in {held[differ[0]].name} ({len(differ)} of {len(held)} "
@@ -157,8 +160,6 @@ class StagedOptimizer(MasterOptimizer):
         flat, held = self._places[index]
         with torch.no_grad():
             flat.read_master(held)
-
-    _step_supports_amp_scaling = True  # GradScaler calls `step` on all ranks, overflow or not
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,31 +173,16 @@ class StagedOptimizer(MasterOptimizer):
         finally:
             self.reducer.sync = before
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
-        """Step the own masters, then give all ranks all parameters, in one all-gather for each dtype. All ranks call
-        it.
-
-        `GradScaler.step` passes itself, with a warning that it may cease to; no rank steps where one has an overflow.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if hasattr(self, "found_inf"):
-            raise RewriterError(
-                "zero_optimizer: this version of torch tells optimizers of this rank's overflow only. Train in "
-                "bfloat16, without GradScaler"
-            )
+    def before_step(self) -> None:
+        """Complete the gradients, and refuse parameters that are no views of the flat tensors any more."""
         self.reducer.finish()
         for flat in self._flats:
             flat.check()
-        if grad_scaler is not None and overflowed(grad_scaler, self, [self.group] if self.group is not None else []):
-            return None
-        self.inner.step()
+
+    def after_step(self) -> None:
+        """Give all ranks all parameters, in one all-gather for each dtype."""
         for flat in self._flats:
             flat.publish()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.reducer.clear()
@@ -223,53 +209,32 @@ class StagedOptimizer(MasterOptimizer):
             if held.master is not None and held.master.grad is not None:
                 gradients.append(held.master.grad)
                 squares += torch.linalg.vector_norm(held.master.grad).square() * share(held.parameter)
-        groups = [g for g in (self.group, within) if g is not None]
+        groups = self.rank_groups() if within is None else [*self.rank_groups(), within]
         return clip(gradients, squares, groups, max_norm)
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of a parameter's gradient: zeros elsewhere, None where it has no part or none was computed.
+    def rank_groups(self) -> list[ProcessGroup]:
+        return [] if self.group is None else [self.group]
 
-        In the parameter's shape and the masters' dtype; summed over the group it is the whole gradient.
-        """
-        for _, held in self._places:
-            if held.parameter is parameter and held.master is not None and held.master.grad is not None:
-                assert held.mine is not None
-                whole = held.master.grad.new_zeros(parameter.numel())
-                whole[held.mine.start : held.mine.end] = held.master.grad
-                return whole.view(parameter.shape)
-        return None
+    def master_weights(self) -> list[Tensor]:
+        """Those of 16-bit parameters: others are their own master weights."""
+        return [flat.master_S for flat in self._flats if flat.separate]
+
+    def place(self) -> list[int]:
+        return [group_rank(self.group), group_size(self.group)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: the optimizer's, and "masters" of 16-bit parameters. Each rank saves and loads its own, on as
-        many ranks, in either stage; the model's own state_dict holds the parameters, and is loaded first."""
-        return {
-            **self.inner.state_dict(),
-            "masters": [flat.master_S.clone() for flat in self._flats if flat.separate],
-            "place": self._place(),
-            "layout": self._layout(),
-        }
+        """As `MasterWeightOptimizer.state_dict`; either stage loads that of the other."""
+        return {**super().state_dict(), "layout": self._layout()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises RewriterError for that of another rank, of another number of ranks or of other parameters."""
-        if state_dict.get("place") != self._place():
-            raise RewriterError(
-                f"zero_optimizer: state of rank and ranks {state_dict.get('place')}, expected {self._place()}. Load "
-                "what this rank has saved, on as many ranks"
-            )
-        if state_dict["layout"] != self._layout():
+        if state_dict.get("place") == self.place() and state_dict["layout"] != self._layout():
             before, now = set(state_dict["layout"]), set(self._layout())
             raise RewriterError(
                 "zero_optimizer: state of other parameters, or in another order: "
                 f"{sorted(before ^ now)[:3] or 'order'} differ. Train those that were trained when it was saved"
             )
-        self._load_inner(state_dict)
-        with torch.no_grad():
-            separate = [flat for flat in self._flats if flat.separate]
-            for flat, master in zip(separate, state_dict["masters"], strict=True):
-                flat.master_S.copy_(master)
-
-    def _place(self) -> list[int]:
-        return [group_rank(self.group), group_size(self.group)]
+        super().load_state_dict(state_dict)
 
     def _layout(self) -> list[tuple[str, int, str]]:
         return [(h.name, h.parameter.numel(), str(h.parameter.dtype)) for _, h in self._places]
@@ -315,16 +280,8 @@ def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.P
     return list(kinds.values())
 
 
-def _masters(
+def _master_weights(
     parameters: Sequence[nn.Parameter], places: dict[nn.Parameter, tuple[FlatParameters, FlatParameter]]
 ) -> list[nn.Parameter]:
     found = [places[parameter][1].master for parameter in parameters if parameter in places]
     return [master for master in found if master is not None]
-
-
-def _differ(values: Tensor, group: ProcessGroup) -> list[int]:
-    """The indices of `values` (int64) that ranks do not agree about; equal on all of them."""
-    least, most = values.clone(), values.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return (least != most).nonzero().flatten().tolist()

@@ -1,0 +1,75 @@
+"""The rows of a run: read, held out for measuring, and described for what is published."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from rewriter.adapt.evaluate import hold_out
+from rewriter.adapt.options import Options
+from rewriter.adapt.rewritten_source import Opened
+from rewriter.adapt.token_rows import load_rows
+from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.errors import RewriterError
+from rewriter.verify.drift import load_tokenizer
+
+LONGEST_ROW = 4096  # tokens of a row where --length does not say, if the model has so many positions
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Rows of `length` tokens to train on, and rows to evaluate on; both in words, and what was counted in reading."""
+
+    rows: Dataset
+    held_out: Dataset
+    length: int
+    data: str
+    evaluation: str
+    counts: dict[str, int]
+
+
+def read_data(
+    opened: Opened, options: Options, data: str, evaluation: Any, seed: int, progress: Callable[..., None]
+) -> RunData:
+    """Read `data`, and `evaluation` or some rows of the data in its place (drawn by `seed`).
+
+    Raises RewriterError for a directory without a tokenizer, a length beyond the model's positions, and faults of the
+    data, with their places.
+    """
+    tokenizer = load_tokenizer(str(opened.root))
+    if tokenizer is None:
+        raise RewriterError(
+            f"{opened.root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into "
+            "it"
+        )
+    positions = context_length(opened.config)
+    length = options.length or min(positions, LONGEST_ROW)
+    if length > positions:
+        raise RewriterError(f"--length {length}: the model has {positions} positions. Give fewer")
+    progress("reading the data")
+    how: dict[str, Any] = {"length": length, "packing": options.packing, "too_long": options.too_long}
+    read = load_rows(data, tokenizer, **how)
+    rows: Dataset = read
+    held: Dataset
+    if evaluation is not None:
+        held = other = load_rows(os.fspath(evaluation), tokenizer, **how)
+        words = f"{_public(evaluation)}, {other.counts.targets:,} targets"
+    else:
+        if len(read) < 2:
+            raise RewriterError(
+                f"{data}: {len(read)} row of {length} tokens; at least 2 are needed, of which one is held out. "
+                "Give more data, a smaller --length, or --eval"
+            )
+        rows, held = hold_out(read, seed)
+        words = f"{len(held)} of {len(read)} rows of the data, which were not trained on"
+    return RunData(rows, held, length, _public(data), words, asdict(read.counts))
+
+
+def _public(name: Any) -> str:
+    """How data are named in what is published: a hub id, or the bare name of a file."""
+    return Path(name).name if Path(name).exists() else os.fspath(name)
