@@ -265,7 +265,7 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
     Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
     """
     from rewriter.emit.manifest import ranks_of, read_manifest
-    from rewriter.runtime.torchrun import launch
+    from rewriter.runtime.generate_worker import launch
     from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -205,12 +205,12 @@ def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.
 
 def test_measured_passes_replace_predicted_ones() -> None:
     from rewriter.predict.measurement import with_measured
-    from rewriter.predict.rank_launcher import Seconds
+    from rewriter.predict.rank_launcher import PassSeconds
 
     predicted = comparison(("tensor-parallel", "ladder"))
     measured = {
-        "tensor-parallel": Seconds(0.100, 0.004, 0.090, 0.003),
-        "ladder": Seconds(0.090, 0.003, 0.090, 0.0031),
+        "tensor-parallel": PassSeconds(0.100, 0.004, 0.090, 0.003),
+        "ladder": PassSeconds(0.090, 0.003, 0.090, 0.0031),
     }
     first, second = with_measured(predicted, measured, "cpu").predictions
     assert (first.decode.seconds, first.decode.compute_seconds) == (0.004, 0.003)
@@ -226,12 +226,12 @@ def test_measured_passes_replace_predicted_ones() -> None:
 
 
 def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
-    from rewriter.predict.rank_launcher import Seconds, _together, slowest
+    from rewriter.predict.rank_launcher import PassSeconds, _together, slowest
 
     ranks = [{"prefill": [1, 5, 3], "decode": [1, 1, 1]}, {"prefill": [2, 1, 1], "decode": [2, 3, 1]}]
-    assert _together(ranks) == Seconds(3, 2)
-    assert slowest([Seconds(1, 4), Seconds(2, 3)]) == Seconds(2, 4)
-    assert slowest([Seconds(1, 4, 1, 2), Seconds(2, 3, 1.5, 1)]) == Seconds(2, 4, 1.5, 2)
+    assert _together(ranks) == PassSeconds(3, 2)
+    assert slowest([PassSeconds(1, 4), PassSeconds(2, 3)]) == PassSeconds(2, 4)
+    assert slowest([PassSeconds(1, 4, 1, 2), PassSeconds(2, 3, 1.5, 1)]) == PassSeconds(2, 4, 1.5, 2)
 
 
 def test_a_spec_survives_its_file() -> None:
@@ -242,7 +242,7 @@ def test_a_spec_survives_its_file() -> None:
         Variant("x", "c.py", {}, "float32", 4, None),
     )
     spec = Spec(variants, 4, 1, 64, 72, 80, "cpu", "s", {"world_size": 4}, True, False, (0, 1), 5)
-    assert Spec.from_json(spec.to_json()) == spec
+    assert Spec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.config import VARIABLE, EmulationConfig
+from rewriter.common.processes import EMULATED
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.delay import DelayEngines
 from rewriter.emulation.engine import Engine
 from rewriter.emulation.group import EmulatedGroup
@@ -82,7 +83,7 @@ def _job_of(given: Any, options: Any, seconds: float) -> _Job:
     if isinstance(given, Engine):
         return _Job(given, own)
     raise RewriterError(
-        f"emulated backend: {VARIABLE} is not set, and pg_options is {given!r}. Start the script with "
+        f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
     )
 

@@ -18,7 +18,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.predict.forward import model_dtype
-from rewriter.predict.rank_launcher import Seconds, run, slowest
+from rewriter.predict.rank_launcher import PassSeconds, run, slowest
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
@@ -111,7 +111,7 @@ def spec(variants: Sequence[Variant], job: Job, where: str, emulation: Emulation
     )  # fmt: skip
 
 
-def emulated(found: Spec, rank: int) -> dict[str, Seconds]:
+def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
     """One rank for real, in an emulated world."""
     assert found.emulation is not None
     return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank], TIMEOUT)
@@ -127,7 +127,7 @@ def measure(
     """
     where = device()
     by_name = dict(programs)
-    measured: dict[str, Seconds] = {}
+    measured: dict[str, PassSeconds] = {}
     for p in predicted.predictions:
         program = by_name[p.recipe]
         require_memory(p, where)
@@ -140,7 +140,7 @@ def measure(
     return with_measured(predicted, measured, where)
 
 
-def with_measured(predicted: Comparison, measured: Mapping[str, Seconds], where: str) -> Comparison:
+def with_measured(predicted: Comparison, measured: Mapping[str, PassSeconds], where: str) -> Comparison:
     """The comparison with these seconds of each recipe's passes, the silent ones among them."""
     found: list[Prediction] = []
     for p in predicted.predictions:

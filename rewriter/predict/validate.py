@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.predict.measurement import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
-from rewriter.predict.rank_launcher import Seconds, calibrate, run, slowest
+from rewriter.predict.rank_launcher import PassSeconds, calibrate, run, slowest
 from rewriter.predict.validation import PASSES, Row, Validation
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def validate(
         where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))
     except RewriterError as error:
         return Validation("", named.fabric, (), str(error))
-    real: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
-    told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
+    real: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
+    told: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
         delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
