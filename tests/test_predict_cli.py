@@ -191,16 +191,13 @@ def test_a_page_in_no_directory_is_refused_before_any_work(
 
 def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     from rewriter.predict import entry
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Cluster, Workload
 
     assert main(["predict", "m", "--recipe", "ladder", "--measure", "--pareto"]) == 2
     assert "--pareto: with --measure" in capsys.readouterr().err
     assert not api.calls
     with pytest.raises(RewriterError, match="--nodes 2: with --measure, 8 ranks fill their nodes one by one, 1 of"):
-        entry.measure(
-            "no/such/model", ["ladder"], job=Job(8, 1, 16, 4, False), fabric="h100-2x8-ib", library=None, what_if=(),
-            nodes=2, sp=None, trust_remote_code=False,
-        )  # fmt: skip
+        entry.measure("no/such/model", ["ladder"], Workload(1, 16, 4, False, tp=8, nodes=2), Cluster("h100-2x8-ib"))
 
 
 def test_measured_passes_replace_predicted_ones() -> None:
@@ -247,10 +244,10 @@ def test_a_spec_survives_its_file() -> None:
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from rewriter.predict import validate
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Workload
 
-    def job(ranks: int) -> Job:
-        return Job(ranks, 1, 64, 16, False)
+    def job(ranks: int) -> Workload:
+        return Workload(1, 64, 16, False, tp=ranks)
 
     monkeypatch.setattr(validate, "free_memory", lambda _: 10**9)
     monkeypatch.setattr(validate, "cores", lambda ranks, where: tuple(range(ranks)) if ranks <= 4 else ())

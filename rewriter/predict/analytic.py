@@ -19,22 +19,7 @@ from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped, generation_seconds
 from rewriter.predict.steps import Begin, Place, Step, steps
 from rewriter.predict.timeline import Durations, Timeline
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is generated: `batch` sequences of `prompt` tokens, `generate` more of each. `graphed`: compiled, and
-    replayed as CUDA graphs; otherwise every operator is launched by itself, as the module is emitted."""
-
-    batch: int = 1
-    prompt: int = 1024
-    generate: int = 512
-    graphed: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "generate"):
-            if getattr(self, name) < 1:
-                raise RewriterError(f"{name}: {getattr(self, name)}; expected 1 or more")
+from rewriter.predict.workload import Workload
 
 
 @dataclass(frozen=True)
