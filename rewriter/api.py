@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rewriter.adapt.adaptation import AdaptReport
     from rewriter.convert.report import ConversionReport
     from rewriter.ir import Program
-    from rewriter.predict.results import Comparison
+    from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
 
@@ -143,7 +143,7 @@ def predict(
     pareto: bool = False,
     set: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> Comparison:
+) -> RecipeComparison:
     """What recipes gain on a cluster, without one: seconds, tokens per second and exposed communication of each.
 
     `model` is a directory, a bare config.json, a hub id, a config object or a traced Program; no weights are read.
@@ -177,7 +177,7 @@ def measure(
     what_if: Sequence[str] = (),
     trust_remote_code: bool = False,
     **workload: Any,
-) -> Comparison:
+) -> RecipeComparison:
     """`predict`, with passes that one real rank measures on this machine's GPU, or its CPU, its peers emulated.
 
     The rank's shard is made from the checkpoint, or with random weights where only a config is there. `workload`: tp,

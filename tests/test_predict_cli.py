@@ -17,7 +17,7 @@ from stand_in import installed
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.predict.page import page
-from rewriter.predict.results import Comparison, Skipped
+from rewriter.predict.results import RecipeComparison, SkippedRecipe
 from rewriter.predict.validation import Row, Validation
 
 ROWS = (
@@ -40,7 +40,7 @@ class Api(ModuleType):
         super().__init__("rewriter.api")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.validation = VALIDATION
-        self.answer: Callable[[Sequence[str]], Comparison] = comparison
+        self.answer: Callable[[Sequence[str]], RecipeComparison] = comparison
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(("predict", args, kwargs))
@@ -91,7 +91,7 @@ def test_json_is_a_list_with_an_object_per_recipe(api: Api, capsys: pytest.Captu
 
 def test_json_says_on_stderr_what_it_leaves_out(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     given = replace(
-        comparison(("tensor-parallel",), points=0), skipped=(Skipped("odd", "8 heads do not divide by 3."),)
+        comparison(("tensor-parallel",), points=0), skipped=(SkippedRecipe("odd", "8 heads do not divide by 3."),)
     )
     api.answer = lambda _: given
     assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "odd", "--json"]) == 0

@@ -59,9 +59,9 @@ def convert(
     text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, tp, sp)
 
-    from rewriter.cli.progress import Progress
+    from rewriter.cli.progress import ProgressLine
 
-    with Progress() as progress:
+    with ProgressLine() as progress:
         from rewriter import api
 
         report = api.convert(

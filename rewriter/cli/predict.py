@@ -116,10 +116,10 @@ def predict(
         return
     from rich.console import Console
 
-    from rewriter.predict.comparison_tables import Report
+    from rewriter.predict.comparison_tables import ComparisonReport
 
     console = Console(highlight=False)
-    console.print(Report(found, pareto))
+    console.print(ComparisonReport(found, pareto))
     if validation is not None:
         console.print()
         console.print(validation)

@@ -42,7 +42,7 @@ def _silent(*_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Context:
+class _Origin:
     """Where a program comes from, and who follows its way."""
 
     name: str | None = None
@@ -90,7 +90,7 @@ def convert(
     loaded = calibrate(loaded, traced, tp, chosen.text, progress)
     with collector_paused():
         program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
-    return _save(program, place, chosen, _Context(os.fspath(model), skipped, progress, ahead))
+    return _save(program, place, chosen, _Origin(os.fspath(model), skipped, progress, ahead))
 
 
 def save(
@@ -112,11 +112,11 @@ def save(
 
     Raises RewriterError and VerificationError as `convert` does.
     """
-    context = _Context(name, progress=progress, adaptation=adaptation, beside=beside or {})
+    context = _Origin(name, progress=progress, adaptation=adaptation, beside=beside or {})
     return _save(program, out, SaveOptions(**options), context)
 
 
-def _save(program: Program, out: str | os.PathLike[str], options: SaveOptions, context: _Context) -> ConversionReport:
+def _save(program: Program, out: str | os.PathLike[str], options: SaveOptions, context: _Origin) -> ConversionReport:
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
     layout = output_files.plan(program, options.dtype)
@@ -137,7 +137,7 @@ def _save(program: Program, out: str | os.PathLike[str], options: SaveOptions, c
 
 
 def _planned(
-    program: Program, out: str | os.PathLike[str], layout: output_files.Layout, context: _Context
+    program: Program, out: str | os.PathLike[str], layout: output_files.Layout, context: _Origin
 ) -> ConversionReport:
     return ConversionReport(
         model=output_files.public_name(program.source.path, context.name),
@@ -160,7 +160,7 @@ def _written(
     output: OutputDirectory,
     name: str,
     options: SaveOptions,
-    context: _Context,
+    context: _Origin,
 ) -> Manifest:
     """Check the shrunken copy, write all files, check the real weights; the manifest is written last."""
     found = Verification()
@@ -195,7 +195,7 @@ def _written(
     return manifest
 
 
-def _real_weights(program: Program, options: SaveOptions, context: _Context, found: Verification) -> RealWeights | None:
+def _real_weights(program: Program, options: SaveOptions, context: _Origin, found: Verification) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
     copies = 1 + (options.dtype is not None) + is_quantized(program)

@@ -47,7 +47,7 @@ class _Course(NamedTuple):
     end: float
 
 
-class Progress:
+class CpuProgress:
     """Operations in the order of their arrival. Each holds its links for its transfer, as `fabric.Links` says, and its
     `stream`, if it has one, to its end. May be used by several threads."""
 

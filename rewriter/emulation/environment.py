@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.frames import DATA, FRAME, Announced, Header
+from rewriter.emulation.frames import DATA, FRAME, Announced, FrameHeader
 from rewriter.emulation.link_directions import directed
 from rewriter.emulation.peer import Peer, Played
 from rewriter.fabric.delays import DelayModel
@@ -220,7 +220,7 @@ class Environment:
             room -= length
             played.sent.advance(length)
             due = played.due if played.sent.over else 0
-            peer.pending.append(memoryview(Header(played.number, DATA, index, length, offset, due).pack()))
+            peer.pending.append(memoryview(FrameHeader(played.number, DATA, index, length, offset, due).pack()))
             if length:
                 peer.pending.append(_ZEROS[:length])
             if played.sent.over or not played.ready or played.moment - _EARLY > now:

@@ -19,7 +19,7 @@ from rewriter.emulation.frames import (
     HELLO_LIMIT,
     MAGIC,
     Announced,
-    Header,
+    FrameHeader,
     Hello,
     Position,
     header,
@@ -93,7 +93,7 @@ class Peer:
         self.turns: dict[int, int] = {}  # messages by tag
         self.pending: deque[memoryview] = deque()
         self._staged = bytearray()
-        self._frame: tuple[Played, Header] | None = None  # whose bytes are coming
+        self._frame: tuple[Played, FrameHeader] | None = None  # whose bytes are coming
         self._left = 0  # of them
 
     def flush(self) -> None:
@@ -109,7 +109,7 @@ class Peer:
     def report(self, text: str) -> None:
         """Tell the rank of an error, as far as that is still possible."""
         body = text.encode()
-        self.pending.extend((memoryview(Header(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
+        self.pending.extend((memoryview(FrameHeader(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             for view in self.pending:
@@ -165,7 +165,7 @@ class Peer:
         if played.over:
             self.operations.pop(played.number, None)
 
-    def _expect(self, head: Header) -> None:
+    def _expect(self, head: FrameHeader) -> None:
         """Check that this is the next message of its operation."""
         played = self.operations.get(head.operation)
         got = f"message {head.message}, {head.length} bytes at {head.offset}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rewriter.fabric import Call, Delay
 from rewriter.predict.steps import Begin, Step
-from rewriter.predict.timeline import Delays, Durations, Timeline
+from rewriter.predict.timeline import Delays, KernelDurations, Timeline
 
 LONGEST = 1.0  # second: the longest all-reduce that is considered
 _CLOSE = 1e-3  # of a phase: less is no gain; launches that happen to fuse otherwise make such differences
@@ -38,7 +38,7 @@ def constant(d: float, delays: Delays) -> Delays:
 class BreakEven:
     """Compares recipes with the first one, whose times it keeps: all are searched at the same places."""
 
-    def __init__(self, first: Sequence[Step], durations: Durations, delays: Delays) -> None:
+    def __init__(self, first: Sequence[Step], durations: KernelDurations, delays: Delays) -> None:
         self.first, self.durations, self.delays = first, durations, delays
         self.known: dict[float, float] = {}
 

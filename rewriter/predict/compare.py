@@ -16,7 +16,7 @@ from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.forward import model_dtype
 from rewriter.predict.pareto import BATCHES, DEGREES
-from rewriter.predict.results import Comparison, Point
+from rewriter.predict.results import PredictedPoint, RecipeComparison
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes.apply import load_recipe
 
@@ -33,7 +33,7 @@ def compare(
     pareto: bool = False,
     set: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> Comparison:
+) -> RecipeComparison:
     """See `rewriter.api.predict`."""
     began = time.process_time()
     if not recipes:
@@ -46,7 +46,7 @@ def compare(
     found, skipped = candidates.of(loaded, workload.tp)
     said = about_model(program, workload.prompt + workload.generate)
     done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
-    points: dict[str, tuple[Point, ...]] = {}
+    points: dict[str, tuple[PredictedPoint, ...]] = {}
     if pareto:
         by_name = {recipe.name: recipe for recipe in loaded}
         points = {p.recipe: _points(predictor, candidates, by_name[p.recipe]) for p in done.predictions}
@@ -80,7 +80,7 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
     return str(model) if isinstance(model, (str, os.PathLike)) else program.source.model_type, program
 
 
-def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[Point, ...]:
+def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[PredictedPoint, ...]:
     """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
 
     def program_at(degree: int) -> Program | None:

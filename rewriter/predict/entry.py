@@ -13,7 +13,7 @@ from rewriter.ir import Program
 from rewriter.predict import measurement
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.compare import compare
-from rewriter.predict.results import Comparison
+from rewriter.predict.results import RecipeComparison
 from rewriter.predict.validate import validate as compare_with_real
 from rewriter.predict.validation import Validation
 from rewriter.predict.workload import Cluster, Workload
@@ -30,7 +30,7 @@ def measure(
     cluster: Cluster,
     *,
     trust_remote_code: bool = False,
-) -> Comparison:
+) -> RecipeComparison:
     """See `rewriter.api.measure`."""
     fewest, nodes = -(-workload.tp // load_fabric(cluster.fabric).node), workload.nodes
     if nodes is not None and nodes != fewest:

@@ -67,10 +67,10 @@ class Runner:
 
     def run(self, program: Program, given: ForwardPass) -> Forward:
         """What `program` does in this pass, on one rank."""
-        return _Run(self, program, given).forward()
+        return _ForwardRun(self, program, given).forward()
 
 
-class _Run:
+class _ForwardRun:
     def __init__(self, runner: Runner, program: Program, given: ForwardPass) -> None:
         self.runner, self.program, self.given = runner, program, given
         self.dtype = model_dtype(program)

@@ -20,7 +20,7 @@ from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.predict.forward import model_dtype
 from rewriter.predict.rank_launcher import PassSeconds, run, slowest
 from rewriter.predict.rank_worker import Spec, Variant
-from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds
+from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
 
@@ -93,8 +93,8 @@ def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
 
 
 def measure(
-    programs: Sequence[tuple[str, Program]], predicted: Comparison, job: Workload, cluster: Cluster
-) -> Comparison:
+    programs: Sequence[tuple[str, Program]], predicted: RecipeComparison, job: Workload, cluster: Cluster
+) -> RecipeComparison:
     """`predicted` with passes as a real rank measures them, for recipes by name and their programs.
 
     Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
@@ -115,7 +115,7 @@ def measure(
     return with_measured(predicted, measured, where)
 
 
-def with_measured(predicted: Comparison, measured: Mapping[str, PassSeconds], where: str) -> Comparison:
+def with_measured(predicted: RecipeComparison, measured: Mapping[str, PassSeconds], where: str) -> RecipeComparison:
     """The comparison with these seconds of each recipe's passes, the silent ones among them."""
     found: list[Prediction] = []
     for p in predicted.predictions:
