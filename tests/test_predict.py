@@ -33,7 +33,7 @@ from rewriter.predict.kernel_cost import Kernel, Operation, fused
 from rewriter.predict.pareto import with_front
 from rewriter.predict.results import Phase, PredictedPoint, RecipeComparison, to_json
 from rewriter.predict.roofline import Contention, seconds
-from rewriter.predict.steps import Await, Begin, Run, Step
+from rewriter.predict.steps import Await, Begin, Step, TimelineRun
 from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
@@ -74,8 +74,8 @@ def by_name(comparison: RecipeComparison) -> dict[str, Any]:
 # --- timelines by hand ---
 
 
-def run(*milliseconds: float) -> Run:
-    return Run("block", 0, tuple(Kernel("k", "glue", m * 1e6) for m in milliseconds))
+def run(*milliseconds: float) -> TimelineRun:
+    return TimelineRun("block", 0, tuple(Kernel("k", "glue", m * 1e6) for m in milliseconds))
 
 
 def begin(layer: int = 0, axis: str = "tp", nbytes: int = 8) -> Begin:
