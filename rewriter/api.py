@@ -95,10 +95,10 @@ def adapt(
     from rewriter.adapt.options import Options
 
     chosen = Options(**options, settings=dict(set or {}))
-    told = {} if progress is None else {"progress": progress}
+    watched = {} if progress is None else {"progress": progress}
     return adapt(
         directory, data=data, out=out, evaluation=eval, teacher=teacher, resume=resume, verify=verify, options=chosen,
-        **told,
+        **watched,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are told."""
+"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are reported."""
 
 from __future__ import annotations
 

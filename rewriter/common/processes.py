@@ -42,7 +42,7 @@ _PDEATHSIG = 1  # of prctl
 
 
 def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
-    """The variables of a process of a job of its own: this process's, without its place in a world.
+    """The variables of a process of a separate job: this process's, without its place in a world.
 
     `rewriter` can be imported there, and gloo takes the loopback interface, so that no host name has to resolve. With
     `ranks`, these share the CPU's threads. `own` are set as they are.

@@ -36,7 +36,7 @@ _job: _EmulatedJob | None = None  # from its default group on: its other groups 
 def register() -> None:
     """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
 
-    What is emulated is told by REWRITER_EMULATE (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
+    REWRITER_EMULATE names what is emulated (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
     init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
     only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
     """

@@ -193,7 +193,7 @@ class EnvironmentChannel:
             reason = self._frames()
         except (ConnectionResetError, EOFError):
             reason = self._closed
-        except Exception as error:  # whatever it is, those who wait must not wait for ever
+        except Exception as error:  # of any kind: those who wait must not wait for ever
             reason = f"messages of the environment process at {self._address}: {type(error).__name__}: {error}"
         self._fail(reason)
 

@@ -1,4 +1,4 @@
-"""The engine of delays for whatever device an operation's tensors are on."""
+"""The engine of delays for the device that an operation's tensors are on."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class DelayedWork(EmulatedWork):
     def __init__(self, operation: EmulatedOperation, delay: Delay, progress: CpuProgress, timer: Timer) -> None:
         super().__init__(operation)
         self.delay = delay
-        self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when it is told to
+        self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when asked to
         self.underway: Underway | None = None  # until all real ranks have come
         self._progress = progress
         self.filled = False
@@ -105,7 +105,7 @@ class DelayedWork(EmulatedWork):
 
     @property
     def start(self) -> float:
-        """When it starts: now, as far as nothing has told yet."""
+        """When it starts: now, as far as is known."""
         return time.monotonic() if self.underway is None else self._progress.start(self.underway)
 
     @property

@@ -91,7 +91,7 @@ class Environment:
         self._peers[connection.fileno()] = Peer(connection)
 
     def _guarded(self, peer: Peer, action: str) -> None:
-        """Let `peer` read or flush; where that fails, it is told why, and left."""
+        """Let `peer` read or flush; where that fails, it gets the reason, and is left."""
         try:
             if action == "flush":
                 peer.flush()
@@ -158,7 +158,7 @@ class Environment:
         elif absent:
             reason = f"rank {absent[0]} has left the job"
         elif len(gate) == members:
-            self._start(gate)  # where that fails, the others at the gate are told
+            self._start(gate)  # where that fails, the others at the gate get the reason
             del self._gates[(hello.group, *sequence)]
             return
         else:

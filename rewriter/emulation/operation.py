@@ -36,7 +36,7 @@ class EmulatedOperation:
     `rank`: this process's index in `call.ranks`; of a send, `call.ranks` are (sender, receiver). `root`: index in
     `call.ranks` of the one rank that a broadcast, reduce, gather or scatter has; of a message, its sender's in the
     group. `group` and `sequence`: the process
-    group's name, and how many operations it had before: what tells operations apart, the same on all real ranks.
+    group's name, and how many operations it had before: what identifies an operation, the same on all real ranks.
     `timeout`: seconds. `asynchronous`: the caller goes on meanwhile.
     """
 

@@ -35,7 +35,7 @@ _DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # rea
 class Played:
     """The part that the environment has in one operation of one real rank.
 
-    The paper's bitmap of messages: as those of one direction follow each other, it is told by how many are through.
+    The paper's bitmap of messages: as those of one direction follow each other, the number that are through suffices.
     """
 
     __slots__ = ("announced", "begin", "call", "end", "number", "peer", "rank", "received", "sent", "started", "total")

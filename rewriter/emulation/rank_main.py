@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def emulated(config: EmulationConfig) -> Iterator[None]:
-    """Within it, all process groups that torch makes are emulated, whatever backend is named."""
+    """Within it, all process groups that torch makes are emulated, no matter which backend is named."""
     register()
     helper: Callable[..., Any] = c10d._new_process_group_helper
     parameters = inspect.signature(helper)

@@ -1,4 +1,4 @@
-"""Several real ranks in one job: each tells the others when it comes to a collective, over TCP.
+"""Several real ranks in one job: each reports to the others when it comes to a collective, over TCP.
 
 A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
 values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.

@@ -12,7 +12,7 @@ from rewriter.emulation.work import EmulatedWork
 
 
 class WireWork(EmulatedWork):
-    """An operation whose messages have all arrived may still have to last: `arrive` is told until when."""
+    """An operation whose messages have all arrived may still have to last: `arrive` gives the time."""
 
     def __init__(self, operation: EmulatedOperation, progress: CpuProgress, deadlines: Deadlines) -> None:
         super().__init__(operation)

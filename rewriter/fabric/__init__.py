@@ -1,5 +1,5 @@
 """What collectives, links and devices cost: α-β models, measured tables, fabrics as YAML. A leaf: it imports nothing of
-ours but how errors are told and YAML is read, and no torch.
+ours but how errors are reported and YAML is read, and no torch.
 
 `calls` says what is asked and `delays` what is answered; `measured`, `alpha_beta`, `composed` and `what_if` are models;
 `fabric` puts figures and models together, `schema` reads them from `library/*.yaml`.

@@ -74,7 +74,7 @@ class Candidates:
         return sp, tp // sp
 
     def _standard(self, tp: int) -> Program:
-        """Plain tensor parallelism, which tells what a measurement would choose among."""
+        """Plain tensor parallelism, which says what a measurement would choose among."""
         if tp not in self.standard:
             if tp == 1:
                 self.standard[tp] = self.original
@@ -84,7 +84,7 @@ class Candidates:
 
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """The recipes, those of one name told apart: "mine", "mine-2". Reports are by name."""
+    """The recipes, those of one name numbered: "mine", "mine-2". Reports are by name."""
     found: list[Recipe] = []
     for recipe in recipes:
         taken, number, name = {r.name for r in found}, 1, recipe.name

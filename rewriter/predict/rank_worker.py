@@ -128,7 +128,7 @@ def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> di
 
 
 def _join(spec: Spec, meeting: int, rank: int, device: torch.device, silent: bool) -> None:
-    """A process group; real ranks of each `meeting` meet in a file of its own."""
+    """A process group; real ranks of each `meeting` meet in a separate file."""
     if spec.emulation is not None:
         from rewriter.emulation import EmulationConfig
 
@@ -208,7 +208,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], floa
 
 
 def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
-    """A pass as a CUDA graph, captured after it has warmed up on a stream of its own."""
+    """A pass as a CUDA graph, captured after it has warmed up on a separate stream."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -176,7 +176,7 @@ def _begin(work: NodeWork, place: Place) -> Begin:
 
 
 def _quantized(work: NodeWork, place: Place, ranks: tuple[int, ...], name: str) -> tuple[Call | Kernel, ...]:
-    """`rewriter.runtime.quantized`: slices are quantized and dealt, summed and quantized again, gathered and read."""
+    """`rewriter.runtime.quantized`: slices are quantized, exchanged, summed, quantized again, gathered and read."""
     format = parse_format(name)
     payload = len(ranks) * format.payload_bytes(slice_length(work.elements, len(ranks), format))
     own = work.nbytes / len(ranks)
