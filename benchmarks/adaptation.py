@@ -16,9 +16,7 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -30,6 +28,7 @@ from adaptation_page import figures, page, unsupported
 from adaptation_runs import RANKS, STANDARD, Result, Run, Settings, Store, core, full, quick
 
 from rewriter.api import convert
+from rewriter.common.processes import Processes, environment
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tiny-llama"
@@ -64,29 +63,21 @@ def train(run: Run, store: Store, directories: dict[str, Path], core_of: SimpleQ
         "student": str(directories[run.recipe]),
         "corpus": str(CORPUS.parent),
     }
-    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     number = core_of.get()
     try:
-        with tempfile.TemporaryDirectory() as name:
-            given, found = Path(name, "spec.json"), Path(name, "result.json")
+        with Processes() as job:
+            given, found = job.scratch / "spec.json", job.scratch / "result.json"
             given.write_text(json.dumps(spec), encoding="utf-8")
             command = [sys.executable, str(here / "adaptation_train.py"), str(given), str(found)]
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            try:
-                if hasattr(os, "sched_setaffinity"):
-                    os.sched_setaffinity(process.pid, {number})
-                said, _ = process.communicate()
-            finally:
-                process.kill()
-            if process.returncode:
-                raise TrainingError(f"{run.name}:\n{said.decode(errors='replace').strip()[-2000:]}")
-            values = json.loads(found.read_text(encoding="utf-8"))
+            process = job.start("training", command, variables)
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(process.pid, {number})
+            if failure := job.wait():
+                raise TrainingError(f"{run.name}:\n{failure.details}")
+            return Result(**json.loads(found.read_text(encoding="utf-8")))
     finally:
         core_of.put(number)
-    return Result(**values)
 
 
 def train_all(runs: Sequence[Run], store: Store) -> None:

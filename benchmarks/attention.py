@@ -29,11 +29,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from link_ranks import HERE, variables
 from namespaces import INTERFACE, Bridge, LinkError
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +42,7 @@ from safetensors.torch import save_file
 from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import Processes
 from rewriter.ops import SequencePlan
 
 DOMINANCE = 8.0
@@ -180,27 +181,16 @@ class Ranks:
         }
         path = self.directory / "spec.json"
         path.write_text(json.dumps(spec))
-        root = Path(__file__).resolve().parent
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-        }
-        pipe = subprocess.PIPE
+        self.job = Processes(grace=0.0)
+        self.job.__enter__()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         for rank in range(self.ranks):
-            command = [*self.bridge.inside(rank), sys.executable, str(root / "attention_rank.py"), str(path), str(rank)]
-            with self._log(rank).open("wb") as log:
-                process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
-            self.processes.append(process)
+            words = [*self.bridge.inside(rank), sys.executable, str(HERE / "attention_rank.py"), str(path), str(rank)]
+            self.processes.append(self.job.start(f"rank {rank}", words, variables(self.bridge), **pipes))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.communicate()
+    def __exit__(self, *error: Any) -> None:
+        self.job.__exit__(*error)
 
     def told(self, **order: Any) -> list[dict[str, Any]]:
         """Every rank's answer to an order. Raises RewriterError if a rank ends or does not answer."""
@@ -243,12 +233,9 @@ class Ranks:
                 f"{error:.1e}, limit {TOLERANCE:.0e}"
             )
 
-    def _log(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.log"
-
     def _failed(self, rank: int, order: dict[str, Any]) -> RewriterError:
-        tail = self._log(rank).read_text(errors="replace").strip()[-3000:]
-        return RewriterError(f"attention: rank {rank} of {self.ranks} gave no answer to {order}:\n{tail}")
+        said = self.job.failure(f"rank {rank}", None).details
+        return RewriterError(f"attention: rank {rank} of {self.ranks} gave no answer to {order}:\n{said}")
 
 
 def _step(answers: Sequence[dict[str, Any]]) -> Step:

@@ -23,13 +23,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from local_ranks import largest
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -119,27 +117,15 @@ def peak() -> Iterator[Callable[[], int]]:
     found.append(most)
 
 
-def _rank(rank: int, ranks: int, shape: Shape, scratch: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(os.path.join(scratch, "store"), ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(minutes=5))
-    found = [dataclasses.asdict(measure(plan, shape)) for plan in plans(ranks, shape.query_heads)]
-    Path(scratch, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+def figures(ranks: int, shape: Shape) -> list[dict[str, int]]:
+    """Of every plan, on this rank."""
+    return [dataclasses.asdict(measure(plan, shape)) for plan in plans(ranks, shape.query_heads)]
 
 
 def on_ranks(ranks: int, shape: Shape) -> dict[SequencePlan, Memory]:
     """Every plan on real ranks: for each figure that of the rank that needs most."""
-    with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(_rank, (ranks, shape, scratch), nprocs=ranks)
-        by_rank = [json.loads(Path(scratch, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-    most = [
-        Memory(**{name: max(memory[name] for memory in memories) for name in memories[0]})
-        for memories in zip(*by_rank, strict=True)
-    ]
-    return dict(zip(plans(ranks, shape.query_heads), most, strict=True))
+    found = [Memory(**row) for row in largest(ranks, figures, ranks, shape)]
+    return dict(zip(plans(ranks, shape.query_heads), found, strict=True))
 
 
 def main() -> None:

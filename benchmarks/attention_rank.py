@@ -14,7 +14,6 @@ standard output:
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -41,7 +40,6 @@ def main() -> None:
     spec_path, rank_text = sys.argv[1:]
     spec, rank = json.loads(Path(spec_path).read_text()), int(rank_text)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
     dist.init_process_group("gloo", rank=rank, world_size=spec["ranks"], store=dist.FileStore(spec["store"]))
     worker = Worker(spec, rank)
     for line in sys.stdin:

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from collectives_rank import AXES, EXACT, measure
-from namespaces import INTERFACE, QUEUE, Link, LinkError
+from link_ranks import launch
+from namespaces import QUEUE, Link, LinkError
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,46 +87,11 @@ def rows(results: list[dict[str, Any]], rate: float | None) -> list[Row]:
     return found
 
 
-def launch(link: Link, rate: float, elements: int, repetitions: int) -> list[Row]:
+def on_link(link: Link, rate: float, elements: int, repetitions: int) -> list[Row]:
     """Start four ranks at the two ends of the link and let them measure."""
     link.set_rate(rate)
-    root = Path(__file__).resolve().parent
-    path = [str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        spec = {
-            "store": f"{scratch}/store",
-            "interface": INTERFACE,
-            "ranks": RANKS,
-            "elements": elements,
-            "formats": FORMATS,
-            "repetitions": repetitions,
-        }
-        (scratch / "spec.json").write_text(json.dumps(spec))
-        processes = []
-        for rank in range(RANKS):
-            command = [*link.inside(rank // 2), sys.executable, str(root / "collectives_rank.py")]
-            command += [str(scratch / "spec.json"), str(rank), str(scratch / f"result-{rank}.json")]
-            with (scratch / f"rank-{rank}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        try:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-            status = [process.wait() for process in processes]
-        for rank, code in enumerate(status):
-            if code > 0 or not (scratch / f"result-{rank}.json").is_file():
-                tail = (scratch / f"rank-{rank}.log").read_text(errors="replace").strip()[-3000:]
-                raise RewriterError(f"collectives: rank {rank} ended with {code} and no result:\n{tail}")
-        return rows([json.loads((scratch / f"result-{rank}.json").read_text()) for rank in range(RANKS)], rate)
+    spec = {"elements": elements, "formats": FORMATS, "repetitions": repetitions}
+    return rows(launch(link, "collectives_rank.py", spec, RANKS, local=2, timeout=LAUNCH_SECONDS), rate)
 
 
 def on_gpus(elements: int, repetitions: int) -> list[Row]:
@@ -208,7 +171,7 @@ def main() -> int:
             found = on_gpus(elements * 64, repetitions * 5)
         else:
             with SlowLink() as link:
-                found = [row for rate in RATES for row in launch(link, rate, elements, repetitions)]
+                found = [row for rate in RATES for row in on_link(link, rate, elements, repetitions)]
     except (LinkError, RewriterError) as error:
         console.print(f"[red]{error}[/red]")
         return 2

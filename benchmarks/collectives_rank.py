@@ -1,22 +1,16 @@
-"""One rank of benchmarks/collectives.py: collectives of 2 nodes × 2 ranks, exact and quantized, timed in turns.
-
-python collectives_rank.py SPEC.json RANK RESULT.json
-"""
+"""One rank of benchmarks/collectives.py: collectives of 2 nodes × 2 ranks, exact and quantized, timed in turns."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from link_ranks import main, passed_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,24 +22,9 @@ EXACT = "exact"
 AXES = ("node", "local")
 
 
-def main() -> None:
-    spec_path, rank, result_path = sys.argv[1:]
-    spec = json.loads(Path(spec_path).read_text())
-    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
-    store = dist.FileStore(spec["store"], spec["ranks"])
-    dist.init_process_group("gloo", rank=int(rank), world_size=spec["ranks"], store=store)
-    torch.set_num_threads(1)
+def on_link(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, spec["ranks"] // 2), mesh_dim_names=AXES)
-    counters = Path("/sys/class/net", spec["interface"], "statistics")
-    result = measure(mesh, spec["elements"], spec["formats"], spec["repetitions"], partial(passed, counters))
-    Path(result_path).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def passed(counters: Path) -> int:
-    """Bytes that this node has sent over the link."""
-    return int((counters / "tx_bytes").read_text())
+    return measure(mesh, spec["elements"], spec["formats"], spec["repetitions"], passed_bytes)
 
 
 def measure(
@@ -145,4 +124,4 @@ def synchronize(mesh: DeviceMesh) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(on_link)

@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rewriter.common.processes import environment
 from rewriter.weights.header import encode_header
 
 RATIO_LIMIT = 1.5
@@ -143,11 +144,9 @@ def timed_copy(source: Path, out: Path) -> float:
 
 def timed_convert(source: Path, out: Path) -> tuple[float, int]:
     """(seconds, peak resident bytes) of a conversion in a process of its own, from its start to its end."""
-    root = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-c", CONVERT % TP, str(source), RECIPE, str(out)]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=environment())
     try:
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:

@@ -13,16 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from link_ranks import passed_bytes
 from namespaces import INTERFACE, Bridge, LinkError
 from rich.console import Console
 from rich.table import Table
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.processes import Processes, environment
 
 NUMEL = 3 * 5 * (1 << 16)  # float32; shards of 2 to 6 ranks are whole
 CALLS = 4
@@ -42,11 +45,11 @@ def rank_main(store: str, result: str) -> None:
     for name, call in calls(dist, torch.ones(NUMEL), rank, ranks).items():
         call()
         dist.barrier()
-        before = sent_bytes()
+        before = passed_bytes()
         for _ in range(CALLS):
             call()
         dist.barrier()
-        found[name] = (sent_bytes() - before) / CALLS / NUMEL / 4
+        found[name] = (passed_bytes() - before) / CALLS / NUMEL / 4
     Path(result).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -78,10 +81,6 @@ def calls(dist: Any, whole: Any, rank: int, ranks: int) -> dict[str, Callable[[]
     }
 
 
-def sent_bytes() -> int:
-    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
-
-
 def measure(bridge: Bridge, ranks: int, directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """By rank, real and emulated."""
     script = [str(Path(__file__).resolve()), "--rank-of"]
@@ -90,27 +89,21 @@ def measure(bridge: Bridge, ranks: int, directory: Path) -> tuple[list[dict[str,
     def result(what: str, rank: int) -> str:
         return str(directory / f"{what}-{rank}.json")
 
-    run(
-        [
-            [
-                *bridge.inside(rank), "env", f"RANK={rank}", f"WORLD_SIZE={ranks}", f"GLOO_SOCKET_IFNAME={INTERFACE}",
-                sys.executable, *script, str(directory / "store"), result("real", rank),
-            ]
-            for rank in range(ranks)
-        ],
-        ranks,
-    )  # fmt: skip
+    def script_of(what: str, rank: int) -> list[str]:
+        return [*script, str(directory / f"store-{what}-{rank * (what != 'real')}"), result(what, rank)]
+
+    own = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    run([[*bridge.inside(rank), sys.executable, *script_of("real", rank)] for rank in range(ranks)], own)
     for rank in range(ranks):
         peer = (rank + 1) % ranks
         address = f"10.0.0.{peer + 1}:{PORT}"
         options = ["--world-size", str(ranks), "--real", str(rank), "--mode", "wire", "--fabric", "unpaced"]
-        rest = [*script, str(directory / f"store-{rank}"), result("emulated", rank)]
         run(
             [
-                [*bridge.inside(rank), *launcher, *options, "--environment", address, *rest],
+                [*bridge.inside(rank), *launcher, *options, "--environment", address, *script_of("emulated", rank)],
                 [*bridge.inside(peer), *launcher, "--serve", address, "--fabric", "unpaced"],
             ],
-            1,
+            [{}],
         )
     real, emulated = (
         [json.loads(Path(result(what, rank)).read_text()) for rank in range(ranks)] for what in ("real", "emulated")
@@ -118,22 +111,16 @@ def measure(bridge: Bridge, ranks: int, directory: Path) -> tuple[list[dict[str,
     return real, emulated
 
 
-def run(commands: Sequence[Sequence[str]], awaited: int) -> None:
-    """Run all until the first `awaited` have ended. Raises LinkError where one of these failed."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for command in commands]
-    try:
-        codes = [process.wait(300) for process in processes[:awaited]]
-    except subprocess.TimeoutExpired:
-        raise LinkError("a launch took more than 5 minutes") from None
-    finally:
-        for process in processes:
-            process.terminate()
-            process.wait()
-    if any(codes):
-        raise LinkError(f"ranks ended with {codes}")
+def run(commands: Sequence[Sequence[str]], own: Sequence[dict[str, str]]) -> None:
+    """Run all until those that have variables of their own, the first, have ended. Raises RewriterError where one of
+    these failed."""
+    with Processes() as job:
+        for rank, command in enumerate(commands):
+            given = own[rank] if rank < len(own) else {}
+            job.start(f"rank {rank}", command, environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=INTERFACE, **given))
+        failure = job.wait(300, but=[f"rank {rank}" for rank in range(len(own), len(commands))])
+    if failure is not None:
+        raise RewriterError(f"{failure.name}: {failure.details}")
 
 
 def main() -> int:
@@ -147,7 +134,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="emulation-") as name, Bridge(options.ranks) as bridge:
             real, emulated = measure(bridge, options.ranks, Path(name))
-    except LinkError as error:
+    except (LinkError, RewriterError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         return 2
     shown = Table(title="sent by each rank, in units of the tensor: real / emulated")

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 import yaml
-from emulation_jobs import HERE, Job
+from emulation_jobs import Job
+from link_ranks import HERE
 from namespaces import INTERFACE, Link, LinkError
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +110,7 @@ class Bench:
 
     def _run(self, scratch: Path, commands: Sequence[Sequence[str]], ranks: int) -> dict[Cell, dict[str, float]]:
         """Start all; the first `ranks` of them are waited for."""
-        job = Job(self.link, self.cores, commands, "a launch", ranks, scratch)
+        job = Job(self.link, self.cores, commands, "a launch", ranks)
         try:
             job.wait()
         finally:

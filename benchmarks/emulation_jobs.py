@@ -8,20 +8,18 @@ apart. `Turns` is what one rank of such a job waits for.
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from namespaces import INTERFACE, Link
+from link_ranks import variables
+from namespaces import Link
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import Failure, Processes
 
-HERE = Path(__file__).resolve().parent
 SECONDS = 600.0  # that a start, a turn or an end may take
 
 
@@ -59,35 +57,22 @@ class Job:
         commands: Sequence[Sequence[str]],
         what: str,
         real: int,
-        directory: Path,
         end: int = 0,
     ) -> None:
         Job.number += 1
         self.what, self.real = what, real
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "10.0.0.1",
-            "MASTER_PORT": str(29700 + Job.number % 100),
-            "WORLD_SIZE": str(real),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-        }
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs = [directory / f"log-{Job.number}-{number}" for number in range(len(commands))]
+        place = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(29700 + Job.number % 100), "WORLD_SIZE": str(real)}
+        self._processes = Processes()
+        self._commands = len(commands)
         self._connection: socket.socket | None = None
+        self._processes.__enter__()
         for rank, command in enumerate(commands):
             # taskset before Python: gloo's own threads, and torch's, inherit it
             words = [*link.inside(end + rank), "taskset", "-c", str(cores[end + rank]), sys.executable, *command]
             if rank >= real:  # it stands for the network, which waits for no core
                 words = ["nice", "-n", "-15", *words]
             own = {"RANK": str(rank), "LOCAL_RANK": "0"} if real > 1 else {}
-            with self._logs[rank].open("wb") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        words, env={**environment, **own}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                    )
-                )
+            self._processes.start(f"command {rank}", words, variables(link, **place, **own))
 
     def connected(self, server: socket.socket) -> Any:
         """Wait until its rank has come to `server`: what it tells first."""
@@ -97,7 +82,8 @@ class Job:
             try:
                 self._connection = server.accept()[0]
             except TimeoutError:
-                if any(process.poll() is not None for process in self._processes) or time.monotonic() > deadline:
+                failure = self._ended(0)
+                if failure is None or failure.code is not None or time.monotonic() > deadline:
                     raise self._failed() from None
         self._connection.settimeout(SECONDS)
         self._lines = self._connection.makefile("rw", encoding="utf-8")
@@ -123,30 +109,19 @@ class Job:
 
     def wait(self) -> None:
         """Until the ranks have ended."""
-        deadline = time.monotonic() + SECONDS
-        while any(process.poll() is None for process in self._processes[: self.real]):
-            if any(process.poll() for process in self._processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        if any(process.poll() != 0 for process in self._processes[: self.real]):
+        if self._ended(SECONDS) is not None:
             raise self._failed()
 
     def stop(self) -> None:
         """End what still runs."""
         if self._connection is not None:
             self._connection.close()
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._processes.__exit__(None, None, None)
+
+    def _ended(self, seconds: float) -> Failure | None:
+        return self._processes.wait(seconds, but=[f"command {rank}" for rank in range(self.real, self._commands)])
 
     def _failed(self) -> RewriterError:
-        status = [process.poll() for process in self._processes[: self.real]]
-        said = "\n".join(
-            f"command {rank}: {log.read_text(errors='replace').strip()[-2500:]}" for rank, log in enumerate(self._logs)
-        )
-        return RewriterError(f"emulation: {self.what} ended with {status}:\n{said}")
+        failure = self._ended(0)
+        said = "it ended" if failure is None else f"{failure.name} failed:\n{failure.details}"
+        return RewriterError(f"emulation: {self.what}: {said}")

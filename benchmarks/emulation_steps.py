@@ -42,8 +42,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulation_jobs import HERE, Job
+from emulation_jobs import Job
 from emulation_workloads import INFERENCE, RECIPES, TRAINING
+from link_ranks import HERE
 from namespaces import Link, LinkError
 from overlap import weights, write_module
 from rich.console import Console
@@ -181,7 +182,7 @@ class Bench:
         return job, server
 
     def _start(self, commands: Sequence[Sequence[str]], what: str, real: int, end: int = 0) -> Job:
-        return Job(self.link, self.cores, commands, what, real, self.directory, end)
+        return Job(self.link, self.cores, commands, what, real, end)
 
 
 def compared(bench: Bench, spec: Mapping[str, Any], launches: int) -> list[Step]:

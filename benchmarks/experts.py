@@ -3,7 +3,7 @@
     sudo python benchmarks/experts.py [--quick] [--json]
 
 Eight ranks as four nodes of two, on one switch: each node is a network namespace whose port is limited, and neighbours
-talk over the namespace's own loopback. A small Mixtral with 8 experts, dealt over 2 ranks and replicated on 4, trains
+talk over the namespace's own loopback. A small Mixtral with 8 experts, sharded over 2 ranks and replicated on 4, trains
 on few tokens, as its experts have far more gradients than tokens have activations. With E+D neighbours hold different
 experts and every sum over replicas leaves the node on each hop; with D+E neighbours are replicas.
 
@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from namespaces import INTERFACE, Bridge, LinkError
+from link_ranks import launch
+from namespaces import Bridge, LinkError
 from rich.console import Console
 from rich.table import Table
+
+from rewriter.common.errors import RewriterError
 
 LOCAL, EXPERT_RANKS = 2, 2
 ORDERS = ("E+D", "D+E")
@@ -38,48 +37,16 @@ AGREEMENT = 0.1
 SIZES = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
-class BenchmarkError(Exception):
-    """A rank failed; the message has its last words."""
+def phases(bridge: Bridge, spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """By rank what each found, phase by phase. The second phase begins at RATE."""
 
+    def tick(scratch: Path) -> None:
+        if (scratch / "ready").exists() and not (scratch / "go").exists():
+            bridge.set_rate(RATE)
+            (scratch / "go").touch()
 
-def launch(bridge: Bridge, spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Start a process for each node, which forks its ranks; by rank what each found, phase by phase. The second phase
-    begins at RATE."""
-    root = Path(__file__).resolve().parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        (scratch / "spec.json").write_text(json.dumps({**spec, "directory": name, "interface": INTERFACE}))
-        processes = []
-        for node in range(spec["nodes"]):
-            command = [*bridge.inside(node), sys.executable, str(root / "experts_rank.py"), name, str(node)]
-            with (scratch / f"log-{node}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-        deadline = time.monotonic() + SECONDS
-        try:
-            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-                if any(p.poll() for p in processes):
-                    break
-                if (scratch / "ready").exists() and not (scratch / "go").exists():
-                    bridge.set_rate(RATE)
-                    (scratch / "go").touch()
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        for node in range(spec["nodes"]):
-            for rank in range(node * LOCAL, (node + 1) * LOCAL):
-                if not (scratch / f"result-{rank}").is_file():
-                    tail = (scratch / f"log-{node}").read_text(errors="replace").strip()[-2000:]
-                    raise BenchmarkError(f"rank {rank} gave no result:\n{tail}")
-        return [json.loads((scratch / f"result-{r}").read_text()) for r in range(spec["nodes"] * LOCAL)]
+    ranks = spec["nodes"] * LOCAL
+    return launch(bridge, "experts_rank.py", spec, ranks, local=LOCAL, timeout=SECONDS, tick=tick)
 
 
 def main() -> int:
@@ -100,10 +67,10 @@ def main() -> int:
     }
     try:
         with Bridge(nodes) as bridge:
-            found = launch(bridge, spec)
+            found = phases(bridge, spec)
             if bridge.dropped():
-                raise BenchmarkError(f"the limit dropped {bridge.dropped()} segments: nothing can be said")
-    except (LinkError, BenchmarkError) as error:
+                raise RewriterError(f"the limit dropped {bridge.dropped()} segments: nothing can be said")
+    except (LinkError, RewriterError) as error:
         print(error, file=sys.stderr)
         return 2
     results: dict[str, dict[str, float]] = {}

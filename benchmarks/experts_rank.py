@@ -1,15 +1,8 @@
-"""The ranks of one node of benchmarks/experts.py, which starts it: training steps of a small mixture of experts.
-
-python experts_rank.py DIRECTORY NODE
-"""
+"""One rank of benchmarks/experts.py, which starts it: training steps of a small mixture of experts."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,30 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from expert_traffic import expert_traffic
+from link_ranks import main, passed_bytes
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rewriter.runtime import record_events
 from rewriter.training import ExpertParallel, expert_mesh, shard_experts
 
 
-def main() -> None:
-    directory, node = Path(sys.argv[1]), int(sys.argv[2])
-    spec = json.loads((directory / "spec.json").read_text())
-    context = multiprocessing.get_context("fork")  # what is imported is imported once for the node
-    ranks = range(node * spec["local"], (node + 1) * spec["local"])
-    processes = [context.Process(target=run, args=(spec, directory, rank)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in processes))
-
-
-def run(spec: dict[str, Any], directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
-    world = spec["nodes"] * spec["local"]
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(f"{directory}/store", world))
+def measure(spec: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    directory = Path(spec["scratch"])
     built = {order: build(spec, order) for order in spec["orders"]}
     found = []
     for phase in range(2):
@@ -52,9 +30,7 @@ def run(spec: dict[str, Any], directory: Path, rank: int) -> None:
                     time.sleep(0.02)
             dist.barrier()
         found.append({order: measured(spec, *system) for order, system in built.items()})
-    (directory / f"result-{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def build(spec: dict[str, Any], order: str) -> tuple[ExpertParallel, torch.optim.Optimizer]:
@@ -63,7 +39,7 @@ def build(spec: dict[str, Any], order: str) -> tuple[ExpertParallel, torch.optim
         **spec["sizes"], num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2
     )
     model = MixtralForCausalLM(config)
-    world = spec["nodes"] * spec["local"]
+    world = spec["ranks"]
     parallel = shard_experts(model, expert_mesh(world // spec["ep"], spec["ep"], order, "cpu"))
     return parallel, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -77,18 +53,18 @@ def measured(spec: dict[str, Any], parallel: ExpertParallel, optimizer: torch.op
 def step(spec: dict[str, Any], parallel: ExpertParallel, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     ids = torch.randint(0, spec["sizes"]["vocab_size"], (1, spec["tokens"]))
     dist.barrier()  # nobody sends before all have read
-    before, begin = sent(spec["interface"]), time.perf_counter()
+    before, begin = passed_bytes(spec["interface"]), time.perf_counter()
     dist.barrier()
     with record_events() as events:
         optimizer.zero_grad()
         parallel.model(input_ids=ids, labels=ids).loss.backward()
         dist.barrier()
-        between = sent(spec["interface"])
+        between = passed_bytes(spec["interface"])
         dist.barrier()
         parallel.reduce_gradients()
         optimizer.step()
     dist.barrier()
-    seconds, after = time.perf_counter() - begin, sent(spec["interface"])
+    seconds, after = time.perf_counter() - begin, passed_bytes(spec["interface"])
     counted = expert_traffic(events, spec["local"], dist.get_rank())
     return {
         "seconds": seconds,
@@ -100,10 +76,5 @@ def step(spec: dict[str, Any], parallel: ExpertParallel, optimizer: torch.optim.
     }
 
 
-def sent(interface: str) -> int:
-    """Bytes that have left this network namespace by `interface`, headers of frames and segments included."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
 if __name__ == "__main__":
-    main()
+    main(measure)

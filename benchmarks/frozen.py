@@ -16,19 +16,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention_memory import peak
+from local_ranks import largest
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -107,25 +103,15 @@ def measure(shape: Shape, format: str | None) -> Figures:
     return Figures(held, sum(gathered), most())
 
 
-def _rank(rank: int, ranks: int, shape: Shape, scratch: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(os.path.join(scratch, "store"), ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store, timeout=timedelta(minutes=5))
-    rows = [dataclasses.asdict(measure(shape, format)) for format in FORMATS]
-    Path(scratch, f"{rank}.json").write_text(json.dumps(rows), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+def figures(shape: Shape) -> list[dict[str, int]]:
+    """Of every format, on this rank."""
+    return [dataclasses.asdict(measure(shape, format)) for format in FORMATS]
 
 
 def on_ranks(ranks: int, shape: Shape) -> dict[str, Figures]:
     """Every format on real ranks: for each figure that of the rank that needs most."""
-    with tempfile.TemporaryDirectory() as scratch:
-        mp.spawn(_rank, (ranks, shape, scratch), nprocs=ranks)
-        by_rank = [json.loads(Path(scratch, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-    names = [field.name for field in dataclasses.fields(Figures)]
-    most = [Figures(**{n: max(row[n] for row in rows) for n in names}) for rows in zip(*by_rank, strict=True)]
-    return dict(zip([format or "bf16" for format in FORMATS], most, strict=True))
+    found = [Figures(**row) for row in largest(ranks, figures, shape)]
+    return dict(zip([format or "bf16" for format in FORMATS], found, strict=True))
 
 
 def main() -> None:

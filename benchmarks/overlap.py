@@ -18,17 +18,15 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from namespaces import INTERFACE, Link, LinkError
+from link_ranks import launch
+from namespaces import Link, LinkError
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -127,19 +125,17 @@ class Bench:
 
     def launch(self, mode: str, variants: Sequence[str]) -> Launch:
         """Start both ranks, time `variants` in turns, check their outputs. Raises RewriterError if a rank fails."""
-        with tempfile.TemporaryDirectory(dir=self.directory) as scratch:
-            spec = {
-                "directory": str(self.directory),
-                "interface": INTERFACE,
-                "store": f"{scratch}/store",
-                "cores": self.cores,
-                "variants": list(variants),
-                "compile": MODES[mode],
-                "warm_up": 2,
-                "repetitions": self.repetitions,
-            }
-            Path(scratch, "spec.json").write_text(json.dumps(spec))
-            results = self._ranks(Path(scratch))
+        spec = {
+            "directory": str(self.directory),
+            "cores": self.cores,
+            "variants": list(variants),
+            "compile": MODES[mode],
+            "warm_up": 2,
+            "repetitions": self.repetitions,
+        }
+        # later launches find what the first compiled
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        results = launch(self.link, "overlap_rank.py", spec, 2, timeout=LAUNCH_SECONDS, **cache)
         errors = {v: max(r["errors"][v] for r in results) for v in variants if v in CHECKED}
         for variant, error in errors.items():
             if not error <= TOLERANCE:
@@ -147,39 +143,6 @@ class Bench:
         # A pass is over when its slower rank is done.
         seconds = {v: statistics.median(map(max, *(r["seconds"][v] for r in results))) for v in variants}
         return Launch(seconds, errors, self.link.dropped())
-
-    def _ranks(self, scratch: Path) -> list[dict[str, Any]]:
-        root = Path(__file__).resolve().parent
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),  # later launches find what the first compiled
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }
-        processes, logs = [], [scratch / f"rank-{rank}.log" for rank in range(2)]
-        for rank, path in enumerate(logs):
-            command = [*self.link.inside(rank), sys.executable, str(root / "overlap_rank.py")]
-            command += [str(scratch / "spec.json"), str(rank), str(scratch / f"result-{rank}.json")]
-            with path.open("wb") as log:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        try:
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-            status = [process.wait() for process in processes]
-        for rank, path in enumerate(logs):
-            if status[rank] > 0 or not (scratch / f"result-{rank}.json").is_file():
-                tail = path.read_text(errors="replace").strip()[-3000:]
-                raise RewriterError(f"overlap: rank {rank} ended with {status[rank]} and no result:\n{tail}")
-        return [json.loads((scratch / f"result-{rank}.json").read_text()) for rank in range(2)]
 
     def calibrate(self, mode: str) -> float:
         """Set and return the rate, in bytes per second, at which communication takes as long as computation."""

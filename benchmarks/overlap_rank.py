@@ -1,16 +1,12 @@
 """One rank of benchmarks/overlap.py, which starts it at its end of the link: emitted modules, timed in turns.
 
-    python overlap_rank.py SPEC.json RANK RESULT.json
-
-SPEC names a directory with, per variant, `VARIANT.py` (the emitted module) and `VARIANT-RANK.safetensors`, and with
+The spec names a directory with, per variant, `VARIANT.py` (the emitted module) and `VARIANT-RANK.safetensors`, and with
 `expected.safetensors` (input_ids, and the logits of each variant whose output means something).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,32 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from link_ranks import main
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.runtime import Context, compile_segments
 
-RANKS = 2
-
-
-def main() -> None:
-    spec_path, rank_text, result_path = sys.argv[1:]
-    spec, rank = json.loads(Path(spec_path).read_text()), int(rank_text)
-    os.sched_setaffinity(0, {spec["cores"][rank]})  # before any thread exists: gloo's own threads inherit it
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(spec["store"], RANKS))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    result = measure(spec, rank, mesh)
-    Path(result_path).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
 
 @torch.inference_mode()
-def measure(spec: dict[str, Any], rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds of each forward pass by variant, and the largest relative error of each checked variant's logits."""
+    mesh = init_device_mesh("cpu", (spec["ranks"],), mesh_dim_names=("tp",))
     root = Path(spec["directory"])
     expected = load_file(root / "expected.safetensors")
     ids = expected.pop("input_ids")
@@ -93,4 +75,4 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

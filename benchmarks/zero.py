@@ -22,17 +22,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from namespaces import INTERFACE, Link, LinkError
+from link_ranks import launch
+from namespaces import Link, LinkError
 from rich.console import Console
 from rich.table import Table
+
+from rewriter.common.errors import RewriterError
 
 RANKS, NODES, LOCAL = 4, 2, 2
 TOLERANCE = 0.25
@@ -68,55 +68,25 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-class BenchmarkError(Exception):
-    """A rank failed; the message has its last words."""
-
-
-def launch(
-    spec: dict[str, Any],
-    inside: Sequence[Sequence[str]] = ((), ()),
-    prepare: Callable[[int, list[dict[str, Any]]], None] | None = None,
+def start(
+    spec: dict[str, Any], link: Link | None = None, prepare: Callable[[int, list[dict[str, Any]]], None] | None = None
 ) -> list[Any]:
-    """Start all ranks with `spec`, each behind the words of its node; returns what each found. `prepare` is called
-    before every phase with its number and what rank 0 has found so far."""
-    root = Path(__file__).resolve().parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-    }
+    """Start all ranks with `spec`, at the ends of the link, if there is one; returns what each found. `prepare` is
+    called before every phase with its number and what rank 0 has found so far."""
     cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        spec = {**spec, "directory": name, "store": f"{name}/store", "cores": [cores[0], cores[-1]], "lr": 3e-3}
-        (scratch / "spec.json").write_text(json.dumps(spec))
-        processes = []
-        for rank in range(RANKS):
-            command = [*inside[rank // LOCAL], sys.executable, str(root / "zero_rank.py"), str(scratch / "spec.json")]
-            command += [str(rank), str(scratch / f"result-{rank}")]
-            with (scratch / f"log-{rank}").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                )
-        deadline, phase = time.monotonic() + SECONDS, 0
-        try:
-            while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-                if any(p.poll() for p in processes):
-                    break
-                if prepare is not None and (scratch / f"ready-{phase}").is_file():
-                    prepare(phase, json.loads((scratch / f"ready-{phase}").read_text()))
-                    (scratch / f"go-{phase}").touch()
-                    phase += 1
-                time.sleep(0.05)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        for rank in range(RANKS):
-            if not (scratch / f"result-{rank}").is_file():
-                tail = (scratch / f"log-{rank}").read_text(errors="replace").strip()[-2000:]
-                raise BenchmarkError(f"rank {rank} gave no result:\n{tail}")
-        return [json.loads((scratch / f"result-{rank}").read_text()) for rank in range(RANKS)]
+    by_rank = [(cores[0], cores[-1])[rank // LOCAL] for rank in range(RANKS)]
+    phase = 0
+
+    def tick(scratch: Path) -> None:
+        nonlocal phase
+        ready = scratch / f"ready-{phase}"
+        if prepare is not None and ready.is_file():
+            prepare(phase, json.loads(ready.read_text()))
+            (scratch / f"go-{phase}").touch()
+            phase += 1
+
+    spec = {"cores": by_rank, "lr": 3e-3, **spec}
+    return launch(link, "zero_rank.py", spec, RANKS, local=LOCAL, timeout=SECONDS, tick=tick)
 
 
 Figures = dict[str, dict[str, float]]
@@ -146,15 +116,14 @@ def steps(link: Link, systems: dict[str, dict[str, Any]], quick: bool, slower: S
     spec = {
         "mode": "steps",
         "phases": 2 + len(slower) if slower else 1,
-        "interface": INTERFACE,
         "systems": systems,
         "sizes": {**SIZES, "num_hidden_layers": 1 if quick else 3},
         "tokens": 32,
         "repetitions": 2 if quick else 4,
     }
-    found = launch(spec, [link.inside(node) for node in range(NODES)], prepare)
+    found = start(spec, link, prepare)
     if any(dropped):
-        raise BenchmarkError(f"the link's limit dropped {dropped} segments: nothing can be said")
+        raise RewriterError(f"the link's limit dropped {dropped} segments: nothing can be said")
     return [
         {
             name: {
@@ -211,7 +180,7 @@ def times(console: Console, link: Link, quick: bool) -> dict[str, Any]:
 def loss(console: Console, quick: bool) -> dict[str, Any]:
     total = 40 if quick else 300
     spec = {"mode": "losses", "interface": "lo", "systems": LOSSES, "sizes": TINY, "steps": total, "every": total // 4}
-    found = launch(spec)[0]
+    found = start(spec)[0]
     table = Table("weights", *(f"step {total // 4 * k}" for k in range(1, 5)), "to 16 bits", title="loss, unseen text")
     last = found["16 bits"][-1]
     for name, losses in found.items():
@@ -238,7 +207,7 @@ def main() -> int:
                     results["steps"] = times(console, link, arguments.quick)
         if "loss" in parts:
             results["loss"] = loss(console, arguments.quick)
-    except (LinkError, BenchmarkError) as error:
+    except (LinkError, RewriterError) as error:
         print(error, file=sys.stderr)
         return 2
     missed = [line for part in results.values() for line in part["missed"]]

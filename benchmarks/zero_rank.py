@@ -1,24 +1,20 @@
-"""One rank of benchmarks/zero.py, which starts it: training steps of a random Llama, timed, or trained on text.
-
-python zero_rank.py SPEC.json RANK RESULT.json
-"""
+"""One rank of benchmarks/zero.py, which starts it: training steps of a random Llama, timed, or trained on text."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from link_ranks import main, passed_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rewriter.common.processes import write_json
 from rewriter.runtime import record_events
 from rewriter.runtime.exchange import all_to_all_start, gather_start
 from rewriter.training import node_local_optimizer, node_mesh, zero_plus_plus
@@ -28,17 +24,8 @@ RANKS, LOCAL = 4, 2
 TOKENS = 64  # of the text
 
 
-def main() -> None:
-    spec_path, rank_text, result_path = sys.argv[1:]
-    spec, rank = json.loads(Path(spec_path).read_text()), int(rank_text)
-    os.sched_setaffinity(0, {spec["cores"][rank // LOCAL]})  # before any thread exists: gloo's inherit it
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = spec["interface"]
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(spec["store"], RANKS))
-    result = (steps if spec["mode"] == "steps" else losses)(spec)
-    Path(result_path).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+def measure(spec: dict[str, Any], rank: int) -> Any:
+    return (steps if spec["mode"] == "steps" else losses)(spec)
 
 
 def build(spec: dict[str, Any], system: dict[str, Any]) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
@@ -109,11 +96,6 @@ class HierarchicalSum(DefaultReduceScatter):
 GATHERS = {"direct": Direct, "hierarchical": Hierarchical}
 
 
-def received(interface: str) -> int:
-    """Bytes that have come into this network namespace by `interface`, headers of frames and segments included."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/rx_bytes").read_text())
-
-
 def steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Per phase and system: seconds of each step, bytes that came into the node by its interface, those between nodes
     by our own count, and M. Systems take turns. Before a phase, `zero.py` sets the link's rate."""
@@ -121,10 +103,8 @@ def steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for phase in range(spec["phases"]):
         if dist.get_rank() == 0:
-            ready = Path(spec["directory"], f"ready-{phase}")
-            ready.with_suffix(".part").write_text(json.dumps(found))
-            ready.with_suffix(".part").rename(ready)
-            while not Path(spec["directory"], f"go-{phase}").exists():
+            write_json(Path(spec["scratch"], f"ready-{phase}"), found)
+            while not Path(spec["scratch"], f"go-{phase}").exists():
                 time.sleep(0.02)
         dist.barrier()
         # the first step finds connections that know another rate
@@ -137,7 +117,7 @@ def steps(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def step(spec: dict[str, Any], made: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     ids = torch.randint(0, spec["sizes"]["vocab_size"], (1, spec["tokens"]))
-    before = received(spec["interface"])
+    before = passed_bytes(spec["interface"], "rx")
     dist.barrier()  # nobody sends before all have read
     begin = time.perf_counter()
     with record_events() as events:
@@ -146,7 +126,7 @@ def step(spec: dict[str, Any], made: LlamaForCausalLM, optimizer: torch.optim.Op
         optimizer.step()
     dist.barrier()
     seconds = time.perf_counter() - begin
-    arrived = received(spec["interface"]) - before
+    arrived = passed_bytes(spec["interface"], "rx") - before
     dist.barrier()
     counted = sum(e.received for e in events if e.kind == "wire" and e.axis == "node")
     parameters = sum(p.numel() for p in made.parameters())
@@ -184,4 +164,4 @@ def text(generator: torch.Generator, rows: int, length: int = 32) -> Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rewriter.adapt.adaptation import AdaptReport
-    from rewriter.convert.conversion import Report
+    from rewriter.convert.report import ConversionReport
     from rewriter.ir import Program
-    from rewriter.predict.results import Comparison
+    from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
 
@@ -48,7 +48,7 @@ def rewrite(
     return apply_recipe(program, loaded, tp, disable, sp)[0]
 
 
-def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> Report:
+def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> ConversionReport:
     """Convert a checkpoint into a verified output directory: the options are those of `convert.conversion.convert`."""
     with collector_paused():
         from rewriter.convert.conversion import convert
@@ -56,7 +56,7 @@ def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Reci
     return convert(model, recipe, **options)
 
 
-def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Report:
+def save(program: Program, out: str | os.PathLike[str], **options: Any) -> ConversionReport:
     """Verify a rewritten program and write its output directory: `rewriter.convert.conversion.save` has the options."""
     from rewriter.convert.conversion import save
 
@@ -84,10 +84,10 @@ def adapt(
     from rewriter.adapt.options import Options
 
     chosen = Options(**options, settings=dict(set or {}))
-    told = {} if progress is None else {"progress": progress}
+    watched = {} if progress is None else {"progress": progress}
     return adapt(
         directory, data=data, out=out, evaluation=eval, teacher=teacher, resume=resume, verify=verify, options=chosen,
-        **told,
+        **watched,
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def predict(
     pareto: bool = False,
     set: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> Comparison:
+) -> RecipeComparison:
     """What recipes gain on a cluster, without one: seconds, tokens per second and exposed communication of each.
 
     `model` is a directory, a bare config.json, a hub id, a config object or a traced Program; no weights are read.
@@ -148,10 +148,11 @@ def predict(
     """
     with collector_paused():
         from rewriter.predict.compare import compare
+        from rewriter.predict.workload import Cluster, Workload
 
+        workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes)
         return compare(
-            model, recipes, fabric=fabric, tp=tp, sp=sp, nodes=nodes, batch=batch, prompt=prompt, generate=generate,
-            graphed=graphed, what_if=what_if, library=library, pareto=pareto, set=set,
+            model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, set=set,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
@@ -162,29 +163,22 @@ def measure(
     *,
     fabric: str = "h100-nvlink",
     library: str | None = None,
-    tp: int = 8,
-    sp: int | None = None,
-    nodes: int | None = None,
-    batch: int = 1,
-    prompt: int = 1024,
-    generate: int = 512,
-    graphed: bool = True,
     what_if: Sequence[str] = (),
     trust_remote_code: bool = False,
-) -> Comparison:
+    **workload: Any,
+) -> RecipeComparison:
     """`predict`, with passes that one real rank measures on this machine's GPU, or its CPU, its peers emulated.
 
-    The rank's shard is made from the checkpoint, or with random weights where only a config is there. Ranks fill the
-    fabric's nodes one by one, so that `nodes` can only be as few as hold them. Raises RewriterError as `predict` does,
-    where the shard does not fit in memory, and with the reason of a rank that fails.
+    The rank's shard is made from the checkpoint, or with random weights where only a config is there. `workload`: tp,
+    sp, nodes, batch, prompt, generate and graphed, as in `predict`. Ranks fill the fabric's nodes one by one, so that
+    `nodes` can only be as few as hold them. Raises RewriterError as `predict` does, where the shard does not fit in
+    memory, and with the reason of a rank that fails.
     """
     from rewriter.predict.entry import measure
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Cluster, Workload
 
-    return measure(
-        model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
-        nodes=nodes, what_if=tuple(what_if), trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    cluster = Cluster(fabric, tuple(what_if), library)
+    return measure(model, recipes, Workload(**workload), cluster, trust_remote_code=trust_remote_code)
 
 
 def validate(
@@ -193,27 +187,22 @@ def validate(
     *,
     fabric: str = "h100-nvlink",
     library: str | None = None,
-    tp: int = 8,
-    sp: int | None = None,
-    batch: int = 1,
-    prompt: int = 1024,
-    generate: int = 512,
-    graphed: bool = True,
     trust_remote_code: bool = False,
     launches: int = 3,
+    **workload: Any,
 ) -> Validation:
     """Run recipes on `tp` real ranks of this machine, and on one with emulated peers, and compare what they measure.
 
-    Each is launched `launches` times, in turns. On GPUs the peers have the delays of `fabric`; on CPUs those of one
-    that is calibrated here first. Where this machine cannot run all ranks, the result's `reason` says why. Raises
-    RewriterError as `measure` does.
+    `workload`: tp, sp, batch, prompt, generate and graphed, as in `predict`. Each is launched `launches` times, in
+    turns. On GPUs the peers have the delays of `fabric`; on CPUs those of one that is calibrated here first. Where this
+    machine cannot run all ranks, the result's `reason` says why. Raises RewriterError as `measure` does.
     """
     from rewriter.predict.entry import validate
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Cluster, Workload
 
     return validate(
-        model, recipes, job=Job(tp, batch, prompt, generate, graphed), fabric=fabric, library=library, sp=sp,
-        trust_remote_code=trust_remote_code, launches=launches,
+        model, recipes, Workload(**workload), Cluster(fabric, (), library), trust_remote_code=trust_remote_code,
+        launches=launches,
     )  # fmt: skip
 
 
@@ -254,7 +243,7 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
     Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
     """
     from rewriter.emit.manifest import ranks_of, read_manifest
-    from rewriter.runtime.torchrun import launch
+    from rewriter.runtime.generate_worker import launch
     from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)

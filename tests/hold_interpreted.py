@@ -12,7 +12,7 @@ import triton.language as tl
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import delay_cuda
 from rewriter.emulation.messages import Mailbox
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.kernels import hold_triton
 from rewriter.kernels.hold_triton import LINKS, ROW, STATE, TILE, arrive_kernel, hold_kernel
@@ -116,7 +116,7 @@ def engine():
             ranks = (1, 0) if kind == "send" else range(8)
             call = Call(kind, sum(x.nbytes for x in outputs or inputs), ranks)
             own = int(kind == "send" and bool(outputs))
-            operation = Operation(call, "world", 1, own, tuple(inputs), tuple(outputs), 9.0, **options)
+            operation = EmulatedOperation(call, "world", 1, own, tuple(inputs), tuple(outputs), 9.0, **options)
             begun = _time[0]
             work = made.submit(operation)
             if name:
@@ -151,7 +151,7 @@ def engine():
             found["captured"] = str(error)
         capturing[0] = False
         made.change(load_fabric("h100-2x8-ib").delay_model())
-        made._row(Operation(Call("all_reduce", 20, range(16)), "world", 1, 0, (x,), (x,), 9.0))
+        made._row(EmulatedOperation(Call("all_reduce", 20, range(16)), "world", 1, 0, (x,), (x,), 9.0))
         rows = made._table[: len(made._rows)].tolist()
         found["links"] = [sum(link >= 0 for link in row[3 : 3 + LINKS]) for row in rows]
         made.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rewriter.predict.results import Comparison, Phase, Point, Prediction, Span
+from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison, Span
 
 PARTS = {  # share of a layer's compute by module, and after which of them its block's all-reduce starts
     "input_layernorm": 0.03, "self_attn.qkv_proj": 0.15, "self_attn.attention": 0.1, "self_attn.o_proj": 0.12,
@@ -54,7 +54,7 @@ def comparison(
     fits: bool = True,
     notes: tuple[str, ...] = (),
     points: int = 4,
-) -> Comparison:
+) -> RecipeComparison:
     """Recipes of which those that are called ladder hide their reductions."""
     found: list[Prediction] = []
     for index, recipe in enumerate(recipes):
@@ -73,11 +73,11 @@ def comparison(
         )  # fmt: skip
     pareto = {
         p.recipe: tuple(
-            Point(tp, batch, p.seconds_per_token * (1 + batch / 64) * 8 / tp,
+            PredictedPoint(tp, batch, p.seconds_per_token * (1 + batch / 64) * 8 / tp,
                   batch / (p.seconds_per_token * (1 + batch / 64) * 8), batch < 64, front=tp == 8 and batch < 64)
             for tp in (2, 4, 8) for batch in [2**k for k in range(points * 2)]
         )
         for p in found
     } if points else {}  # fmt: skip
     summary = "8 H100 SXM of one node over NVLink, NCCL 2.29."
-    return Comparison("llama-70b", "h100-nvlink", summary, "H100 SXM", modelled, tuple(found), pareto)
+    return RecipeComparison("llama-70b", "h100-nvlink", summary, "H100 SXM", modelled, tuple(found), pareto)

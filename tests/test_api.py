@@ -23,6 +23,7 @@ import rewriter as rw
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert import conversion as convert_module
+from rewriter.convert.report import ConversionReport
 from rewriter.emit import output_files
 from rewriter.emit.manifest import read_manifest
 from rewriter.ir import Parameter
@@ -62,7 +63,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, convert_module.Report]:
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ConversionReport]:
     """Its ladder for two ranks, verified as by default: the conversion that most tests read."""
     out = tmp_path_factory.mktemp("out") / "ladder"
     return out, api.convert(source, "ladder-upper-half", out=out, tp=2)
@@ -71,7 +72,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 # What a conversion leaves
 
 
-def test_the_output_holds_what_the_architecture_says(written: tuple[Path, convert_module.Report]) -> None:
+def test_the_output_holds_what_the_architecture_says(written: tuple[Path, ConversionReport]) -> None:
     out, report = written
     names = set(hashes(out))
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "rewrite.json"}
@@ -103,7 +104,7 @@ def test_nothing_published_holds_a_path_of_this_machine(written: tuple[Path, Any
             assert str(out.parent) not in path.read_text(), path
 
 
-def test_what_was_verified_is_reported(written: tuple[Path, convert_module.Report]) -> None:
+def test_what_was_verified_is_reported(written: tuple[Path, ConversionReport]) -> None:
     out, report = written
     compared = {check.name for check in read_manifest(out).verification.checks}
     assert compared == {
@@ -211,7 +212,7 @@ def test_generate_continues_a_text_as_the_oracle_does(written: tuple[Path, Any])
 # Options
 
 
-def quick(source: Path, out: Path, recipe: str = "ladder-upper-half", **options: Any) -> convert_module.Report:
+def quick(source: Path, out: Path, recipe: str = "ladder-upper-half", **options: Any) -> ConversionReport:
     return api.convert(source, recipe, out=out, **{"verify": "none", **options})
 
 

@@ -22,9 +22,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.emulation import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.heterogeneous import slowest
-from rewriter.emulation.messages import Source
-from rewriter.emulation.operation import Operation
-from rewriter.emulation.rendezvous import Meetings
+from rewriter.emulation.messages import MessageSource
+from rewriter.emulation.operation import EmulatedOperation
+from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.work import CollectiveAborted, CollectiveTimeout
 from rewriter.fabric import Call, WhatIf, load_fabric
 
@@ -363,7 +363,7 @@ def _ranks(real, ranks=8):
     store, engines = dist.HashStore(), {}
 
     def connect(rank):
-        engines[rank] = DelayEngine(Constant(0.02), Meetings(store, real, rank, 20))
+        engines[rank] = DelayEngine(Constant(0.02), Rendezvous(store, real, rank, 20))
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in real]
     [thread.start() for thread in threads]
@@ -372,7 +372,7 @@ def _ranks(real, ranks=8):
     def begin(rank, kind="all_reduce", x=None, sequence=1, root=None, timeout=20.0):
         x = torch.ones(2) if x is None else x
         call = Call(kind, x.nbytes, range(ranks))
-        return engines[rank].submit(Operation(call, "world", sequence, rank, (x,), (x,), timeout, root=root))
+        return engines[rank].submit(EmulatedOperation(call, "world", sequence, rank, (x,), (x,), timeout, root=root))
 
     return engines, begin
 
@@ -397,8 +397,10 @@ def test_a_collective_begins_when_its_last_real_rank_has_come():
 def test_a_message_comes_while_its_receiver_waits():
     engines, _ = _ranks((0, 5))
     call, given, found = Call("send", 12, (5, 0)), torch.arange(3.0), torch.zeros(3)
-    receive = Operation(call, "world", 1, 1, (), (found,), 20.0, asynchronous=True, root=5, source=Source())
-    send = Operation(call, "world", 1, 0, (given,), (), 20.0, asynchronous=True, root=5)
+    receive = EmulatedOperation(
+        call, "world", 1, 1, (), (found,), 20.0, asynchronous=True, root=5, source=MessageSource()
+    )
+    send = EmulatedOperation(call, "world", 1, 0, (given,), (), 20.0, asynchronous=True, root=5)
     receiving = engines[0].submit(receive)
     sender = threading.Timer(0.1, engines[5].submit, [send])
     sender.start()

@@ -1,4 +1,4 @@
-"""How far operations are whose rank computes for some of the time: `Progress`, on clocks of the test's own."""
+"""How far operations are whose rank computes for some of the time: `CpuProgress`, on clocks of the test's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from emulated import Constant, job
 
 from rewriter.emulation import cpu_progress as module
-from rewriter.emulation.cpu_progress import Progress
+from rewriter.emulation.cpu_progress import CpuProgress
 from rewriter.fabric import Delay
 
 
@@ -44,7 +44,7 @@ def delay(seconds: float, hindrance: float = 0.0, transfer: float = 0.0, links: 
 
 
 def test_what_is_waited_for_takes_its_seconds(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     one = progress.begin(clocks.now, delay(10, 30))
     assert progress.end(one) == pytest.approx(110)
     clocks.idle(4)
@@ -57,7 +57,7 @@ def test_what_is_waited_for_takes_its_seconds(clocks: Clocks) -> None:
 
 
 def test_beside_computation_it_takes_longer(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     one = progress.begin(clocks.now, delay(10, 30))
     clocks.compute(20)  # half of the 40 that it takes so
     assert progress.share(one) == pytest.approx(0.5)
@@ -69,7 +69,7 @@ def test_beside_computation_it_takes_longer(clocks: Clocks) -> None:
 
 
 def test_a_thread_that_watches_the_clock_does_not_compute(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     one = progress.begin(clocks.now, delay(10, 30))
     with progress.waiting():
         clocks.compute(4)
@@ -80,7 +80,7 @@ def test_a_thread_that_watches_the_clock_does_not_compute(clocks: Clocks) -> Non
 
 
 def test_links_are_held_for_transfers_and_streams_to_the_end(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     first = progress.begin(100, delay(10, transfer=6, links=("a", "b")))
     second = progress.begin(101, delay(10, transfer=2, links=("b",)))
     elsewhere = progress.begin(101, delay(1, links=("c",)))
@@ -94,7 +94,7 @@ def test_links_are_held_for_transfers_and_streams_to_the_end(clocks: Clocks) -> 
 
 
 def test_what_is_queued_starts_when_the_hindered_one_before_it_is_through(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     first, second = (progress.begin(100, delay(10, 30, transfer=10, links=("a",))) for _ in range(2))
     clocks.compute(40)  # the first's whole time
     assert progress.end(first) == pytest.approx(140)
@@ -104,7 +104,7 @@ def test_what_is_queued_starts_when_the_hindered_one_before_it_is_through(clocks
 
 
 def test_an_operation_that_arrived_before_the_last_look_has_gone_on_since(clocks: Clocks) -> None:
-    progress = Progress()
+    progress = CpuProgress()
     other = progress.begin(100, delay(50))
     clocks.idle(5)
     progress.share(other)
@@ -118,7 +118,7 @@ def test_against_small_steps(clocks: Clocks) -> None:
     draw = random.Random(5)
     for _ in range(40):
         clocks.now, clocks.cpu = 100.0, 0.0
-        progress, tick = Progress(), 0.01
+        progress, tick = CpuProgress(), 0.01
         waiting: list[dict] = []
         works = []
         for _ in range(draw.randrange(2, 9)):

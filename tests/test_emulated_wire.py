@@ -15,8 +15,8 @@ import torch
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import cpu_progress
 from rewriter.emulation.environment import Environment
-from rewriter.emulation.frames import DATA, FRAME, HEADER, Announced, Header, Hello, header
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.frames import DATA, FRAME, HEADER, Announced, FrameHeader, Hello, header
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.plan import RANKS, Plan, plan
 from rewriter.emulation.wire_mode import WireEngine
 from rewriter.emulation.work import CollectiveAborted
@@ -62,7 +62,7 @@ def engine(model: Any = None, rank: int = 0, real: tuple[int, ...] = (0,)) -> It
             made.close()
 
 
-def operation(kind: Kind, numel: int, ranks: Any, sequence: int = 0, rank: int = 0, **more: Any) -> Operation:
+def operation(kind: Kind, numel: int, ranks: Any, sequence: int = 0, rank: int = 0, **more: Any) -> EmulatedOperation:
     """One of float32 ones; `numel` as `Call.nbytes` counts them."""
     n, group = len(ranks), more.pop("group", "world")
     whole = torch.ones(numel)
@@ -78,7 +78,7 @@ def operation(kind: Kind, numel: int, ranks: Any, sequence: int = 0, rank: int =
     }.get(kind, ((whole,), (whole,)))
     root = 0 if kind in ("broadcast", "reduce", "gather", "scatter") else None
     call = Call(kind, 0 if kind == "barrier" else 4 * numel, ranks)
-    return Operation(call, group, sequence, rank, inputs, outputs, more.pop("timeout", 20.0), root=root, **more)
+    return EmulatedOperation(call, group, sequence, rank, inputs, outputs, more.pop("timeout", 20.0), root=root, **more)
 
 
 # --- plans ---
@@ -192,7 +192,7 @@ def test_dtypes_reductions_and_layouts() -> None:
     with engine() as made:
         for sequence, (x, reduction, value) in enumerate(cases):
             call = Call("all_reduce", x.nbytes, range(3), str(x.dtype).removeprefix("torch."))
-            one = Operation(call, "world", sequence, 0, (x,), (x,), 20.0, reduction=reduction)  # type: ignore[arg-type]
+            one = EmulatedOperation(call, "world", sequence, 0, (x,), (x,), 20.0, reduction=reduction)  # type: ignore[arg-type]
             made.submit(one).wait()
             assert (x == value).all(), (x.dtype, reduction)
 
@@ -323,15 +323,18 @@ ENDLESS = Announced(0, 4, None, 0, 1 << 60, 0, 0, "float32").pack()
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([Header(1, DATA, 0, 256, 0).pack()], "no such operation"),
+        ([FrameHeader(1, DATA, 0, 256, 0).pack()], "no such operation"),
         (
-            [Header(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, Header(0, DATA, 1, 256, 0).pack()],
+            [FrameHeader(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, FrameHeader(0, DATA, 1, 256, 0).pack()],
             "expected message 0",
         ),
-        ([Header(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, Header(0, DATA, 0, 255, 0).pack()], "256 bytes at 0"),
-        ([Header(0, 1, 0, 4, 0).pack() + b"what"], "cannot be read"),
-        ([Header(0, 1, 0, 1 << 31, 0).pack()], "less than a hundred"),
-        ([Header(0, 1, 0, len(ENDLESS), 0).pack() + ENDLESS], "cannot be read"),
+        (
+            [FrameHeader(0, 1, 0, len(ANNOUNCED), 0).pack() + ANNOUNCED, FrameHeader(0, DATA, 0, 255, 0).pack()],
+            "256 bytes at 0",
+        ),
+        ([FrameHeader(0, 1, 0, 4, 0).pack() + b"what"], "cannot be read"),
+        ([FrameHeader(0, 1, 0, 1 << 31, 0).pack()], "less than a hundred"),
+        ([FrameHeader(0, 1, 0, len(ENDLESS), 0).pack() + ENDLESS], "cannot be read"),
     ],
     ids=["unannounced", "order", "length", "garbled", "endless", "without end"],
 )
@@ -381,7 +384,7 @@ def test_addresses_and_devices_that_cannot_be() -> None:
         with pytest.raises(RewriterError, match="expected HOST:PORT"):
             WireEngine(address, 0)
     x = torch.empty(4, device="meta")
-    one = Operation(Call("all_reduce", 16, range(2)), "world", 0, 0, (x,), (x,), 1.0)
+    one = EmulatedOperation(Call("all_reduce", 16, range(2)), "world", 0, 0, (x,), (x,), 1.0)
     with pytest.raises(RewriterError, match="a tensor on meta"):
         WireEngine("127.0.0.1:1", 0).submit(one)
 

@@ -21,10 +21,10 @@ from rewriter.predict.device import Rates
 from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.kernel_cost import CostedOperation, Kernel, fused
 from rewriter.predict.pareto import with_front
-from rewriter.predict.results import Comparison, Phase, Point, to_json
+from rewriter.predict.results import Phase, PredictedPoint, RecipeComparison, to_json
 from rewriter.predict.roofline import Contention, seconds
-from rewriter.predict.steps import Await, Begin, Run, Step
-from rewriter.predict.timeline import Durations, Timeline
+from rewriter.predict.steps import Await, Begin, Step, TimelineRun
+from rewriter.predict.timeline import KernelDurations, Timeline
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 
@@ -47,15 +47,15 @@ def small() -> Program:
     return trace(small_config())
 
 
-def by_name(comparison: Comparison) -> dict[str, Any]:
+def by_name(comparison: RecipeComparison) -> dict[str, Any]:
     return {p.recipe: p for p in comparison.predictions}
 
 
 # --- timelines by hand ---
 
 
-def run(*milliseconds: float) -> Run:
-    return Run("block", 0, tuple(Kernel("k", "glue", m * 1e6) for m in milliseconds))
+def run(*milliseconds: float) -> TimelineRun:
+    return TimelineRun("block", 0, tuple(Kernel("k", "glue", m * 1e6) for m in milliseconds))
 
 
 def begin(layer: int = 0, axis: str = "tp", nbytes: int = 8) -> Begin:
@@ -64,7 +64,7 @@ def begin(layer: int = 0, axis: str = "tp", nbytes: int = 8) -> Begin:
 
 
 def simulated(steps: list[Step], delay: Delay, rates: Rates = SIMPLE) -> Phase:
-    return Timeline(Durations(rates), lambda _, call: delay).phase(steps)
+    return Timeline(KernelDurations(rates), lambda _, call: delay).phase(steps)
 
 
 def test_a_collective_that_is_waited_for_at_once_is_exposed() -> None:
@@ -147,7 +147,7 @@ def test_break_even_is_where_the_extra_work_is_paid_for() -> None:
     first = [step for reduce in reduces for step in (run(1), reduce, Await(reduce))]
     # the recipe drops three of four all-reduces, and computes 0.3 ms more: it pays from 0.1 ms on
     recipe: list[Step] = [run(4.3), reduces[0], Await(reduces[0])]
-    compared = BreakEven(first, Durations(SIMPLE), lambda _, call: Delay(1 * MS, 0.0, ()))
+    compared = BreakEven(first, KernelDurations(SIMPLE), lambda _, call: Delay(1 * MS, 0.0, ()))
     value, note = compared.of(recipe)
     assert note is None
     assert value == pytest.approx(0.1 * MS, rel=0.05)
@@ -293,7 +293,11 @@ def test_a_bare_config_is_enough(tmp_path: Path) -> None:
 
 
 def test_the_front_leaves_out_what_does_not_fit() -> None:
-    points = [Point(1, 1, 1.0, 5.0, True), Point(2, 1, 2.0, 4.0, True), Point(4, 1, 0.5, 9.0, False)]
+    points = [
+        PredictedPoint(1, 1, 1.0, 5.0, True),
+        PredictedPoint(2, 1, 2.0, 4.0, True),
+        PredictedPoint(4, 1, 0.5, 9.0, False),
+    ]
     assert [p.front for p in with_front(points)] == [True, False, False]
 
 

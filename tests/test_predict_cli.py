@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from predictions import comparison
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.predict.page import page
-from rewriter.predict.results import Comparison, Skipped
+from rewriter.predict.results import RecipeComparison, SkippedRecipe
 from rewriter.predict.validation import Row, Validation
 
 ROWS = (
@@ -40,7 +40,7 @@ class Api(ModuleType):
         super().__init__("rewriter.api")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.validation = VALIDATION
-        self.answer: Callable[[Sequence[str]], Comparison] = comparison
+        self.answer: Callable[[Sequence[str]], RecipeComparison] = comparison
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append(("predict", args, kwargs))
@@ -91,7 +91,7 @@ def test_json_is_a_list_with_an_object_per_recipe(api: Api, capsys: pytest.Captu
 
 def test_json_says_on_stderr_what_it_leaves_out(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     given = replace(
-        comparison(("tensor-parallel",), points=0), skipped=(Skipped("odd", "8 heads do not divide by 3."),)
+        comparison(("tensor-parallel",), points=0), skipped=(SkippedRecipe("odd", "8 heads do not divide by 3."),)
     )
     api.answer = lambda _: given
     assert main(["predict", "m", "--recipe", "tensor-parallel", "--recipe", "odd", "--json"]) == 0
@@ -191,26 +191,23 @@ def test_a_page_in_no_directory_is_refused_before_any_work(
 
 def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     from rewriter.predict import entry
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Cluster, Workload
 
     assert main(["predict", "m", "--recipe", "ladder", "--measure", "--pareto"]) == 2
     assert "--pareto: with --measure" in capsys.readouterr().err
     assert not api.calls
     with pytest.raises(RewriterError, match="--nodes 2: with --measure, 8 ranks fill their nodes one by one, 1 of"):
-        entry.measure(
-            "no/such/model", ["ladder"], job=Job(8, 1, 16, 4, False), fabric="h100-2x8-ib", library=None, what_if=(),
-            nodes=2, sp=None, trust_remote_code=False,
-        )  # fmt: skip
+        entry.measure("no/such/model", ["ladder"], Workload(1, 16, 4, False, tp=8, nodes=2), Cluster("h100-2x8-ib"))
 
 
 def test_measured_passes_replace_predicted_ones() -> None:
     from rewriter.predict.measurement import with_measured
-    from rewriter.predict.rank_launcher import Seconds
+    from rewriter.predict.rank_launcher import PassSeconds
 
     predicted = comparison(("tensor-parallel", "ladder"))
     measured = {
-        "tensor-parallel": Seconds(0.100, 0.004, 0.090, 0.003),
-        "ladder": Seconds(0.090, 0.003, 0.090, 0.0031),
+        "tensor-parallel": PassSeconds(0.100, 0.004, 0.090, 0.003),
+        "ladder": PassSeconds(0.090, 0.003, 0.090, 0.0031),
     }
     first, second = with_measured(predicted, measured, "cpu").predictions
     assert (first.decode.seconds, first.decode.compute_seconds) == (0.004, 0.003)
@@ -226,12 +223,12 @@ def test_measured_passes_replace_predicted_ones() -> None:
 
 
 def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
-    from rewriter.predict.rank_launcher import Seconds, _together, slowest
+    from rewriter.predict.rank_launcher import PassSeconds, _together, slowest
 
     ranks = [{"prefill": [1, 5, 3], "decode": [1, 1, 1]}, {"prefill": [2, 1, 1], "decode": [2, 3, 1]}]
-    assert _together(ranks) == Seconds(3, 2)
-    assert slowest([Seconds(1, 4), Seconds(2, 3)]) == Seconds(2, 4)
-    assert slowest([Seconds(1, 4, 1, 2), Seconds(2, 3, 1.5, 1)]) == Seconds(2, 4, 1.5, 2)
+    assert _together(ranks) == PassSeconds(3, 2)
+    assert slowest([PassSeconds(1, 4), PassSeconds(2, 3)]) == PassSeconds(2, 4)
+    assert slowest([PassSeconds(1, 4, 1, 2), PassSeconds(2, 3, 1.5, 1)]) == PassSeconds(2, 4, 1.5, 2)
 
 
 def test_a_spec_survives_its_file() -> None:
@@ -242,15 +239,15 @@ def test_a_spec_survives_its_file() -> None:
         Variant("x", "c.py", {}, "float32", 4, None),
     )
     spec = Spec(variants, 4, 1, 64, 72, 80, "cpu", "s", {"world_size": 4}, True, False, (0, 1), 5)
-    assert Spec.from_json(spec.to_json()) == spec
+    assert Spec.of(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from rewriter.predict import validate
-    from rewriter.predict.measurement import Job
+    from rewriter.predict.workload import Workload
 
-    def job(ranks: int) -> Job:
-        return Job(ranks, 1, 64, 16, False)
+    def job(ranks: int) -> Workload:
+        return Workload(1, 64, 16, False, tp=ranks)
 
     monkeypatch.setattr(validate, "free_memory", lambda _: 10**9)
     monkeypatch.setattr(validate, "cores", lambda ranks, where: tuple(range(ranks)) if ranks <= 4 else ())

@@ -14,19 +14,19 @@ from rich.console import Console
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import digits, duration, percent
-from rewriter.predict.comparison_tables import Report
+from rewriter.predict.comparison_tables import ComparisonReport
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import scale, timeline, window
 from rewriter.predict.page import headline, page, write_page
-from rewriter.predict.results import Comparison, Point, Skipped
+from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
 from rewriter.predict.svg import log_ticks, strokes, ticks
 
 
-def shown(found: Comparison, width: int, *, pareto: bool = False) -> str:
+def shown(found: RecipeComparison, width: int, *, pareto: bool = False) -> str:
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(Report(found, pareto))
+        console.print(ComparisonReport(found, pareto))
     return capture.get()
 
 
@@ -102,7 +102,7 @@ def test_a_narrow_terminal_gets_a_list_per_recipe(width: int) -> None:
 
 def test_what_must_be_known_is_said_once() -> None:
     found = comparison(fits=False, notes=("Activations are estimated.",))
-    found = replace(found, what_if=("all_reduce=+5us",), skipped=(Skipped("odd", "8 heads do not divide by 3."),))
+    found = replace(found, what_if=("all_reduce=+5us",), skipped=(SkippedRecipe("odd", "8 heads do not divide by 3."),))
     text = shown(found, 140)
     assert text.count("Activations are estimated.") == 1
     assert "18.40 GB !" in text
@@ -187,7 +187,7 @@ def test_points_stand_where_their_figures_are() -> None:
 
 
 def test_points_say_which_ranks_share_tokens() -> None:
-    points = (Point(1, 1, 1e-3, 100.0, True, True, sp=8), Point(8, 1, 2e-3, 90.0, True, True))
+    points = (PredictedPoint(1, 1, 1e-3, 100.0, True, True, sp=8), PredictedPoint(8, 1, 2e-3, 90.0, True, True))
     found = replace(comparison(("tensor-parallel",)), pareto={"tensor-parallel": points})
     assert "1 × sp 8" in shown(found, 100, pareto=True)
     assert "tp 1 × sp 8, batch 1" in pareto("pareto", found.pareto)
@@ -221,7 +221,7 @@ def test_the_page_is_one_file_that_needs_nothing_else() -> None:
 def test_names_are_text_not_markup() -> None:
     evil = '<b onclick="x()">&amp;[red]'
     found = comparison((evil, "ladder"), notes=(f"{evil} note",), modelled=True)
-    found = replace(found, model=evil, fabric=evil, what_if=(evil,), skipped=(Skipped(evil, evil),))
+    found = replace(found, model=evil, fabric=evil, what_if=(evil,), skipped=(SkippedRecipe(evil, evil),))
     text = page(found, evil, [(evil, evil, evil)])
     assert "<b" not in text.replace("<body", "")
     assert "&lt;b onclick=&quot;x()&quot;&gt;&amp;amp;" in text

@@ -87,10 +87,10 @@ def adapt(
         launching.start_ranks(context.obj, tp * sp * ep)
         return
     from rewriter.adapt.options import parse_settings
-    from rewriter.cli.progress import Progress
+    from rewriter.cli.progress import ProgressLine
 
     settings = parse_settings(set or [])
-    with Progress() as progress:
+    with ProgressLine() as progress:
         from transformers.utils import logging
 
         logging.disable_progress_bar()

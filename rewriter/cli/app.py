@@ -1,4 +1,4 @@
-"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are told."""
+"""The commands put together, the rule that a first word that is no command is MODEL, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rewriter.cli import (
     fabrics,
     generate,
     inspect,
-    launching,
     predict,
     recipes,
     verify,
 )
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import end_with_parent, is_child, report
 from rewriter.common.suggestions import nearest
 from rewriter.common.version import VERSION
 
@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # transformers' advice is about its own API; what concerns this command is in its own messages
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if is_child():
+        end_with_parent()
     try:
         return _dispatch(words)
     except RewriterError as error:
@@ -137,6 +139,6 @@ def _fail(message: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    if not launching.report_to_launcher(message):
+    if not report(message, message):
         typer.echo(f"error: {message}", err=True)
     return code

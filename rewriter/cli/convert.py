@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
 
 import typer
 
@@ -14,39 +13,17 @@ from rewriter.common.errors import RewriterError
 
 def convert(
     model: options.Model,
-    recipe: Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Output directory. Without it: MODEL-RECIPE[-spN][-tpN] here.")
-    ] = None,
+    recipe: options.Recipe,
+    out: options.ConvertedTo = None,
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
-    set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PASS.OPTION=VALUE", help="Override a recipe's option: ladder.layers=last:20. Repeatable."
-        ),
-    ] = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Convert the weights. Without it: as they are.")
-    ] = None,
-    verify: Annotated[
-        Literal["none", "shrunken", "full"],
-        typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
-    ] = "shrunken",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one."
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")
-    ] = False,
-    link: Annotated[
-        bool,
-        typer.Option("--link", help="Hard-link unchanged weight files. A later save into DIR then changes the source."),
-    ] = False,
+    set: options.Overrides = None,
+    dtype: options.Dtype = None,
+    verify: options.Verify = "shrunken",
+    calibration: options.Calibration = None,
+    dry_run: options.DryRun = False,
+    resume: options.Resume = False,
+    link: options.Link = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -59,34 +36,21 @@ def convert(
     text = None if calibration is None else read_text(calibration)
     destination = out if out is not None else default_output(model, recipe, tp, sp)
 
-    from rewriter.cli.progress import Progress
+    from rewriter.cli.progress import ProgressLine
 
-    with Progress() as progress:
+    with ProgressLine() as progress:
         from rewriter import api
 
         report = api.convert(
-            model,
-            recipe,
-            out=destination,
-            tp=tp,
-            sp=sp,
-            dtype=dtype,
-            verify=verify,
-            dry_run=dry_run,
-            resume=resume,
-            link=link,
-            trust_remote_code=trust_remote_code,
-            set=overrides,
-            text=text,
-            progress=progress,
-        )
-    told = report.to_json()
+            model, recipe, out=destination, tp=tp, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
+            link=link, trust_remote_code=trust_remote_code, set=overrides, text=text, progress=progress,
+        )  # fmt: skip
     if json:
-        typer.echo(told)
+        typer.echo(report.to_json())
         return
     from rewriter.cli.rendering import print_report
 
-    print_report(told, dry_run=dry_run)
+    print_report(report.to_json(), dry_run=dry_run)
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, str]:

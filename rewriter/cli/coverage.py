@@ -65,9 +65,9 @@ def coverage(
 
 
 def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
-    from rewriter.cli.progress import Progress
+    from rewriter.cli.progress import ProgressLine
 
-    with Progress() as progress, tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch:
+    with ProgressLine() as progress, tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch:
         progress("importing")
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.

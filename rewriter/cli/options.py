@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,3 +21,77 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own Python files. Never done without.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
+
+# --- of `predict` ---
+
+ConfigModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A Hugging Face directory, a bare config.json or a hub id.", show_default=False
+    ),
+]
+Recipes = Annotated[
+    list[str], typer.Option(metavar="NAME", help="A recipe. Repeatable: the first is what others are compared with.")
+]
+FabricName = Annotated[str, typer.Option(metavar="NAME|FILE", help="The cluster: `rewrite fabrics` lists those known.")]
+AllRanks = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks in all.")]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Nodes that the ranks stand on. Without it: as few as hold them.")
+]
+TokenRanks = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Of them, those that share tokens, in recipes that do. Without it: all."),
+]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at a time.")]
+Prompt = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of a prompt.")]
+Generate = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens to generate for each.")]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CHANGE", help="Another fabric: all_reduce=+5us, all_reduce=x1.5, bandwidth=x0.5. Repeatable."
+    ),
+]
+Library = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Whose collectives: nccl, vllm, … Without it: the fabric's first.")
+]
+Graphed = Annotated[
+    bool, typer.Option("--graphed/--eager", help="Launch a pass as one CUDA graph, or kernel by kernel.")
+]
+Pareto = Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")]
+Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated.")]
+Validate = Annotated[
+    bool, typer.Option("--validate", help="Run all ranks for real on this machine, and compare with what is predicted.")
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.", show_default=False)
+]
+
+# --- of a conversion ---
+
+Recipe = Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")]
+ConvertedTo = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Output directory. Without it: MODEL-RECIPE[-spN][-tpN] here.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PASS.OPTION=VALUE", help="Override a recipe's option: ladder.layers=last:20. Repeatable."),
+]
+Dtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Convert the weights. Without it: as they are.")
+]
+Verify = Annotated[
+    Literal["none", "shrunken", "full"],
+    typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one."
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")]
+Link = Annotated[
+    bool,
+    typer.Option("--link", help="Hard-link unchanged weight files. A later save into DIR then changes the source."),
+]

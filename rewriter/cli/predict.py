@@ -3,67 +3,38 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
 
+if TYPE_CHECKING:
+    from rewriter.predict.results import RecipeComparison
+    from rewriter.predict.validation import Validation
+
 
 def predict(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A Hugging Face directory, a bare config.json or a hub id.", show_default=False
-        ),
-    ],
-    recipe: Annotated[
-        list[str],
-        typer.Option(metavar="NAME", help="A recipe. Repeatable: the first is what others are compared with."),
-    ],
-    fabric: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The cluster: `rewrite fabrics` lists those known.")
-    ] = "h100-nvlink",
-    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks in all.")] = 8,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Nodes that the ranks lie on. Without it: as few as hold them."),
-    ] = None,
-    sp: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Of them, those that share tokens, in recipes that do. Without it: all."),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at a time.")] = 1,
-    prompt: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of a prompt.")] = 1024,
-    generate: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens to generate for each.")] = 512,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CHANGE", help="Another fabric: all_reduce=+5us, all_reduce=x1.5, bandwidth=x0.5. Repeatable."
-        ),
-    ] = None,
-    library: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Whose collectives: nccl, vllm, … Without it: the fabric's first."),
-    ] = None,
-    graphed: Annotated[
-        bool, typer.Option("--graphed/--eager", help="Launch a pass as one CUDA graph, or kernel by kernel.")
-    ] = True,
-    pareto: Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")] = False,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated."),
-    ] = False,
-    validate: Annotated[
-        bool,
-        typer.Option("--validate", help="Run all ranks for real on this machine, and compare with what is predicted."),
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.", show_default=False)
-    ] = None,
+    model: options.ConfigModel,
+    recipe: options.Recipes,
+    fabric: options.FabricName = "h100-nvlink",
+    tp: options.AllRanks = 8,
+    nodes: options.Nodes = None,
+    sp: options.TokenRanks = None,
+    batch: options.Batch = 1,
+    prompt: options.Prompt = 1024,
+    generate: options.Generate = 512,
+    what_if: options.WhatIf = None,
+    library: options.Library = None,
+    graphed: options.Graphed = True,
+    pareto: options.Pareto = False,
+    measure: options.Measure = False,
+    validate: options.Validate = False,
+    html: options.Html = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -80,10 +51,8 @@ def predict(
         require_place(html)
     from rewriter import api
 
-    job: dict[str, Any] = dict(
-        fabric=fabric, library=library, tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate,
-        graphed=graphed, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    cluster = dict(fabric=fabric, library=library, trust_remote_code=trust_remote_code)
+    job: dict[str, Any] = dict(tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate, graphed=graphed, **cluster)
     changes = tuple(what_if or ())
     if measure:
         found = api.measure(model, recipe, nodes=nodes, what_if=changes, **job)
@@ -95,31 +64,44 @@ def predict(
         )
     validation = api.validate(model, recipe, **job) if validate else None
     if html is not None:
-        from rewriter.cli.fabric_tables import figures_of
-        from rewriter.fabric import load_fabric
-        from rewriter.predict.page import page, write_page
-
-        command = shlex.join(["rewrite", *(context.obj or [])])
-        figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
-        write_page(html, page(found, command, figures, validation))
+        _write_page(html, found, validation, fabric, context.obj or [])
     if json:
-        from json import dumps
+        _print_json(found, validation)
+    else:
+        _print_tables(found, validation, pareto, html)
 
-        from rewriter.predict.results import to_json
 
-        objects = to_json(found)
-        if validation is not None:
-            objects = [{**one, "validation": validation.of(one["recipe"])} for one in objects]
-        typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
-        for entry in found.skipped:
-            typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
-        return
+def _write_page(
+    file: Path, found: RecipeComparison, validation: Validation | None, fabric: str, words: Sequence[str]
+) -> None:
+    from rewriter.cli.fabric_tables import figures_of
+    from rewriter.fabric import load_fabric
+    from rewriter.predict.page import page, write_page
+
+    figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
+    write_page(file, page(found, shlex.join(["rewrite", *words]), figures, validation))
+
+
+def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
+    from json import dumps
+
+    from rewriter.predict.results import to_json
+
+    objects = to_json(found)
+    if validation is not None:
+        objects = [{**one, "validation": validation.of(one["recipe"])} for one in objects]
+    typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
+    for entry in found.skipped:
+        typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
+
+
+def _print_tables(found: RecipeComparison, validation: Validation | None, pareto: bool, html: Path | None) -> None:
     from rich.console import Console
 
-    from rewriter.predict.comparison_tables import Report
+    from rewriter.predict.comparison_tables import ComparisonReport
 
     console = Console(highlight=False)
-    console.print(Report(found, pareto))
+    console.print(ComparisonReport(found, pareto))
     if validation is not None:
         console.print()
         console.print(validation)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Progress:
+class ProgressLine:
     """Call it with a stage, and while one runs with how much of it is done: `progress("weights", done, total)`.
 
     `done` and `total` are in the stage's own unit (bytes, layers); a stage without a total shows a spinner. Figures by
@@ -38,7 +38,7 @@ class Progress:
             from rich.progress import Progress as Bars
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}"))
+            times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
             self._bars = Bars(*columns, *times, console=Console(stderr=True), transient=True)
             self._bars.start()
         return self
@@ -49,12 +49,13 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def __call__(self, stage: str, done: float = 0, total: float | None = None, **told: float | None) -> None:
+    def __call__(self, stage: str, done: float = 0, total: float | None = None, **figures: float | None) -> None:
         if self._bars is None:
             return
         if stage != self._stage or self._task is None:
             if self._task is not None:
                 self._bars.remove_task(self._task)
-            self._stage, self._task = stage, self._bars.add_task(stage, total=total, told="")
-        words = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in told.items() if value is not None)
-        self._bars.update(self._task, completed=done, total=total, told=words)
+            self._stage, self._task = stage, self._bars.add_task(stage, total=total, figures="")
+        known = {name.replace("_", " "): value for name, value in figures.items() if value is not None}
+        words = ", ".join(f"{name} {value:,.4g}" for name, value in known.items())
+        self._bars.update(self._task, completed=done, total=total, figures=words)

@@ -1,4 +1,4 @@
-"""A conversion's report as tables. Renders the report's JSON, so the two can never tell different stories."""
+"""A conversion's report as tables. Renders the report's JSON, so the two can never differ."""
 
 from __future__ import annotations
 

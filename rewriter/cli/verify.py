@@ -10,9 +10,9 @@ def verify(directory: options.Output) -> None:
 
     Exit code 3 where it does not compute what its recipe says.
     """
-    from rewriter.cli.progress import Progress
+    from rewriter.cli.progress import ProgressLine
 
-    with Progress() as progress:
+    with ProgressLine() as progress:
         from rewriter import api
 
         verification = api.verify(directory, progress=progress)

@@ -1,10 +1,10 @@
-"""What the user is told when something cannot be done. Imports nothing."""
+"""What is reported when something cannot be done. Imports nothing."""
 
 from __future__ import annotations
 
 
 class RewriterError(Exception):
-    """A failure told to the user: its message names the thing, the value, what was expected and the next step."""
+    """A failure reported to the user: its message names the thing, the value, what was expected and the next step."""
 
     exit_code = 2
 

@@ -90,7 +90,7 @@ def read(text: str, what: str = "recipe") -> Document:
         first = next(events)
         if isinstance(first, yaml.StreamEndEvent):
             return document
-        document.data = _Reader(document, events, what).value(next(events), ())
+        document.data = _YamlReader(document, events, what).value(next(events), ())
         next(events)  # the document's end
         if not isinstance(following := next(events), yaml.StreamEndEvent):
             document.problems.append(Problem(_line(following), f"a second document; a {what} is one."))
@@ -105,7 +105,7 @@ def read(text: str, what: str = "recipe") -> Document:
     return document
 
 
-class _Reader:
+class _YamlReader:
     """Builds the data of one document from the parser's events."""
 
     def __init__(self, document: Document, events: Iterator[yaml.Event], what: str) -> None:

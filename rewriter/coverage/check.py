@@ -106,7 +106,7 @@ class _Subject:
         """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
         try:
             yield
-        except Exception as error:  # models, and what reads them, raise whatever they like
+        except Exception as error:  # models, and what reads them, raise anything
             self.result.reasons[name] = explain(error).replace(str(self.scratch), "…")
             if isinstance(error, VerificationError):
                 self.result.wrong.append(name)

@@ -22,7 +22,7 @@ PRELOADED = ("rewriter.coverage.check", "transformers.models.auto.modeling_auto"
 @dataclass
 class _Running:
     type: str
-    process: Any  # BaseProcess of whatever start method the platform has
+    process: Any  # BaseProcess of the start method of the platform
     begin: float
 
 

@@ -60,7 +60,7 @@ def run(
     from rewriter.emulation.launcher import launch, launch_in_turn
 
     if config.fabric != UNPACED or config.mode == "delay" or config.what_if:
-        config.delay_model()  # a fabric that cannot be loaded is told once, not by every rank
+        config.delay_model()  # a fabric that cannot be loaded is reported once, not by every rank
     raise typer.Exit((launch_in_turn if in_turn else launch)(config, script, as_module=module))
 
 
@@ -73,7 +73,7 @@ def _serve(address: str, config: EmulationConfig) -> None:
 
 
 def main() -> int:
-    """Run the command; the exit code. Failures are told in one line, with REWRITER_DEBUG as tracebacks."""
+    """Run the command; the exit code. Failures are reported in one line, with REWRITER_DEBUG as tracebacks."""
     try:
         return int(app(standalone_mode=False, prog_name="python -m rewriter.emulation") or 0)
     except RewriterError as error:

@@ -11,31 +11,32 @@ from typing import Any
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.config import VARIABLE, EmulationConfig
+from rewriter.common.processes import EMULATED
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.delay import DelayEngines
 from rewriter.emulation.engine import Engine
 from rewriter.emulation.group import EmulatedGroup
 from rewriter.emulation.identity import NAME, compact
-from rewriter.emulation.rendezvous import Meetings
+from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.wire_mode import WireEngine
 from rewriter.fabric import DelayModel
 
 
 @dataclass(frozen=True)
-class _Job:
+class _EmulatedJob:
     engine: Engine
     real: tuple[int, ...]
     seconds_file: str | None = None
     begun: float = field(default_factory=time.monotonic)
 
 
-_job: _Job | None = None  # from its default group on: its other groups share the engine
+_job: _EmulatedJob | None = None  # from its default group on: its other groups share the engine
 
 
 def register() -> None:
     """Make `init_process_group("emulated")` known to torch; once is enough, more is allowed.
 
-    What is emulated is told by REWRITER_EMULATE (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
+    REWRITER_EMULATE names what is emulated (see `EmulationConfig`), which the launcher sets, or by `pg_options` of
     init_process_group: an EmulationConfig; a model of delays (`rewriter.fabric.DelayModel`), with this process as the
     only real rank; a pair of both, where the model is none that a fabric names; or an Engine.
     """
@@ -69,7 +70,7 @@ def _close() -> None:
         _job = None
 
 
-def _job_of(given: Any, options: Any, seconds: float) -> _Job:
+def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
@@ -78,16 +79,16 @@ def _job_of(given: Any, options: Any, seconds: float) -> _Job:
         return _configured(given[0], given[1], options, seconds)
     own = (options.group_rank,)
     if isinstance(given, DelayModel):
-        return _Job(DelayEngines(given), own)
+        return _EmulatedJob(DelayEngines(given), own)
     if isinstance(given, Engine):
-        return _Job(given, own)
+        return _EmulatedJob(given, own)
     raise RewriterError(
-        f"emulated backend: {VARIABLE} is not set, and pg_options is {given!r}. Start the script with "
+        f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
     )
 
 
-def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _Job:
+def _configured(config: EmulationConfig, model: DelayModel | None, options: Any, seconds: float) -> _EmulatedJob:
     rank, real = options.group_rank, config.real
     if config.world_size != options.group_size:
         raise RewriterError(
@@ -104,7 +105,7 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
             )
         pace = config.pace() if model is None else model
         # no other rank's objects travel
-        return _Job(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
-    meetings = Meetings(options.store, real, rank, seconds) if len(real) > 1 else None
-    engines = DelayEngines(config.delay_model() if model is None else model, meetings)
-    return _Job(engines, real, config.seconds_file)
+        return _EmulatedJob(WireEngine(config.environment, rank, real, pace), (rank,), config.seconds_file)
+    rendezvous = Rendezvous(options.store, real, rank, seconds) if len(real) > 1 else None
+    engines = DelayEngines(config.delay_model() if model is None else model, rendezvous)
+    return _EmulatedJob(engines, real, config.seconds_file)

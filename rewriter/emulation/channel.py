@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.frames import ANNOUNCE, DATA, ERROR, FRAME, HEADER, Announced, Header, Hello, Position, header
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.frames import (
+    ANNOUNCE,
+    DATA,
+    ERROR,
+    FRAME,
+    HEADER,
+    Announced,
+    FrameHeader,
+    Hello,
+    Position,
+    header,
+)
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.plan import SEGMENT, plan
 from rewriter.emulation.wire_work import WireWork
 from rewriter.emulation.work import CollectiveAborted
@@ -25,12 +36,12 @@ _DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # rea
 _AT_ONCE = 512  # buffers in one call; systems take 1,024
 
 
-class _Exchange:
+class _ChannelExchange:
     """An operation under way."""
 
     __slots__ = ("due", "filled", "number", "operation", "received", "sent", "source", "target", "unsent", "work")
 
-    def __init__(self, operation: Operation, work: WireWork) -> None:
+    def __init__(self, operation: EmulatedOperation, work: WireWork) -> None:
         call = operation.call
         tensors = operation.inputs or operation.outputs
         itemsize = max((t.element_size() for t in tensors), default=1)
@@ -55,7 +66,7 @@ class _Exchange:
         return self.received.over and self.sent.over and not self.unsent
 
 
-class Channel:
+class EnvironmentChannel:
     """Two threads: one reads, sums up, and sends what follows; the other writes what the socket did not take at once.
 
     `begin` may be called from several threads. After an error all operations under way and all later ones fail.
@@ -64,10 +75,10 @@ class Channel:
     def __init__(self, connection: socket.socket, hello: Hello, address: str) -> None:
         self._socket, self._address = connection, address
         self._closed = f"the environment process at {address} closed the connection. Its output, if any, says why"
-        self._exchanges: dict[int, _Exchange] = {}
+        self._exchanges: dict[int, _ChannelExchange] = {}
         self._next = 0
         self._lock = threading.RLock()  # of the exchanges, and of the order in which frames are queued
-        self._queue: deque[tuple[memoryview, _Exchange | None]] = deque()
+        self._queue: deque[tuple[memoryview, _ChannelExchange | None]] = deque()
         self._writable = threading.Condition(self._lock)
         self._error: BaseException | None = None
         self._segment = torch.empty(SEGMENT + 16, dtype=torch.uint8)  # where what is to be summed up arrives
@@ -77,9 +88,9 @@ class Channel:
         for target, name in ((self._read, "reads"), (self._write, "writes")):
             threading.Thread(target=target, name=f"emulated-{hello.group}-{name}", daemon=True).start()
 
-    def begin(self, operation: Operation, work: WireWork) -> None:
+    def begin(self, operation: EmulatedOperation, work: WireWork) -> None:
         """Announce `operation` and send what needs nothing else before it."""
-        exchange = _Exchange(operation, work)
+        exchange = _ChannelExchange(operation, work)
         call = operation.call
         tensors = operation.inputs or operation.outputs
         announced = Announced(
@@ -98,7 +109,7 @@ class Channel:
             number = exchange.number = self._next
             self._next = (number + 1) % (1 << 32)
             self._exchanges[number] = exchange
-            first = Header(number, ANNOUNCE, 0, len(announced), 0).pack() + announced
+            first = FrameHeader(number, ANNOUNCE, 0, len(announced), 0).pack() + announced
             self._send([(memoryview(first), None), *self._allowed(number, exchange)])
 
     def close(self) -> None:
@@ -107,14 +118,16 @@ class Channel:
 
     # --- sending: with the lock held ---
 
-    def _allowed(self, number: int, exchange: _Exchange) -> list[tuple[memoryview, _Exchange | None]]:
+    def _allowed(self, number: int, exchange: _ChannelExchange) -> list[tuple[memoryview, _ChannelExchange | None]]:
         """Frames whose predecessors are done, each a header and a payload."""
         sent, arrived = exchange.sent, exchange.received.done
-        found: list[tuple[memoryview, _Exchange | None]] = []
+        found: list[tuple[memoryview, _ChannelExchange | None]] = []
         while not sent.over and sent.messages[sent.done].needs <= arrived:
             index, offset, length = sent.next()
             begin = sent.messages[index].offset + offset
-            found.append((memoryview(Header(number, DATA, index, length, offset).pack()), None if length else exchange))
+            found.append(
+                (memoryview(FrameHeader(number, DATA, index, length, offset).pack()), None if length else exchange)
+            )
             if length:
                 source = exchange.source
                 outside = source is None or begin + length > len(source)
@@ -123,7 +136,7 @@ class Channel:
             sent.advance(length)
         return found
 
-    def _send(self, frames: list[tuple[memoryview, _Exchange | None]]) -> None:
+    def _send(self, frames: list[tuple[memoryview, _ChannelExchange | None]]) -> None:
         """Hand `frames` to the socket, and what it does not take now to the writer."""
         waiting = bool(self._queue)
         self._queue.extend(frames)
@@ -180,7 +193,7 @@ class Channel:
             reason = self._frames()
         except (ConnectionResetError, EOFError):
             reason = self._closed
-        except Exception as error:  # whatever it is, those who wait must not wait for ever
+        except Exception as error:  # of any kind: those who wait must not wait for ever
             reason = f"messages of the environment process at {self._address}: {type(error).__name__}: {error}"
         self._fail(reason)
 
@@ -216,7 +229,7 @@ class Channel:
             found += more
         return found
 
-    def _frame(self, head: Header, here: memoryview) -> None:
+    def _frame(self, head: FrameHeader, here: memoryview) -> None:
         """One frame of a message, of which the bytes `here` are read already."""
         exchange = self._exchanges.get(head.operation)
         got = (head.message, head.offset, head.length)
@@ -251,7 +264,7 @@ class Channel:
                 self._send(self._allowed(head.operation, exchange))
                 self._settle(exchange)
 
-    def _settle(self, exchange: _Exchange) -> None:
+    def _settle(self, exchange: _ChannelExchange) -> None:
         """End an operation whose messages are all through."""
         if exchange.over and self._exchanges.pop(exchange.number, None) is exchange:
             exchange.work.arrive(exchange.work.begun + exchange.due * 1e-9)

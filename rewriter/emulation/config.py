@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import EMULATED
 from rewriter.fabric import DelayModel, WhatIf, load_fabric
 
-VARIABLE = "REWRITER_EMULATE"
 UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but those of the wire
 
 
@@ -68,10 +68,10 @@ class EmulationConfig(BaseModel):
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> EmulationConfig | None:
         """What REWRITER_EMULATE says; None where it is not set. Raises RewriterError for what it cannot mean."""
-        text = (os.environ if environment is None else environment).get(VARIABLE)
+        text = (os.environ if environment is None else environment).get(EMULATED)
         if not text:
             return None
-        return _checked(lambda: cls.model_validate_json(text), VARIABLE)
+        return _checked(lambda: cls.model_validate_json(text), EMULATED)
 
     @classmethod
     def of(cls, **values: Any) -> EmulationConfig:

@@ -47,7 +47,7 @@ class _Course(NamedTuple):
     end: float
 
 
-class Progress:
+class CpuProgress:
     """Operations in the order of their arrival. Each holds its links for its transfer, as `fabric.Links` says, and its
     `stream`, if it has one, to its end. May be used by several threads."""
 
@@ -83,7 +83,7 @@ class Progress:
             return one.end if one.end is not None else self._courses(self._at, 0.0)[one].end
 
     def start(self, one: Underway) -> float:
-        """When `one` starts, as far as that can be told now."""
+        """When `one` starts, as far as that is known now."""
         with self._lock:
             return one.start if one.start is not None else self._courses(self._at, 0.0)[one].start
 
@@ -100,7 +100,7 @@ class Progress:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Meanwhile the program does not compute, whatever the clocks say."""
+        """Meanwhile the program does not compute, no matter what the clocks say."""
         with self._lock:
             self._advance(time.monotonic())
             self._waiting += 1

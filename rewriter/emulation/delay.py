@@ -1,4 +1,4 @@
-"""The engine of delays for whatever device an operation's tensors are on."""
+"""The engine of delays for the device that an operation's tensors are on."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.delay_cpu import DelayEngine
-from rewriter.emulation.operation import Operation
-from rewriter.emulation.rendezvous import Meetings
+from rewriter.emulation.operation import EmulatedOperation
+from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.fabric import DelayModel
 
 
 class DelayEngines:
     """A DelayEngine for tensors on the CPU and a CudaDelayEngine for each GPU, made when it is first used."""
 
-    def __init__(self, model: DelayModel, meetings: Meetings | None = None) -> None:
+    def __init__(self, model: DelayModel, rendezvous: Rendezvous | None = None) -> None:
         self.model = model
-        self._meetings = meetings
-        self._cpu = DelayEngine(model, meetings)
+        self._rendezvous = rendezvous
+        self._cpu = DelayEngine(model, rendezvous)
         self._cuda: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
 
-    def submit(self, operation: Operation) -> Any:
+    def submit(self, operation: EmulatedOperation) -> Any:
         for x in (*operation.outputs, *operation.inputs):
             if x.is_cuda:
                 return self.on(x.device).submit(operation)
@@ -36,7 +36,7 @@ class DelayEngines:
         """The CudaDelayEngine of `device`. Raises RewriterError where several ranks are real: on GPUs their classes
         run in turn."""
         if device not in self._cuda:
-            if self._meetings is not None:
+            if self._rendezvous is not None:
                 raise RewriterError(
                     f"emulated backend: several real ranks with tensors on {device}. On GPUs run one real rank at a "
                     "time, and take the slowest (rewriter.emulation.heterogeneous)"

@@ -1,9 +1,9 @@
 """Operations that take as long as a model of delays says, timed on the CPU.
 
 An operation begins when this rank, the last real one to arrive, calls it, and its links are free; when it ends depends
-on how much of the time the rank computes (see `Progress`). Who waits watches the clock (see `EmulatedWork`). A thread
-writes large results, spends the CPU time that the real exchange takes from this rank's core, spread over the delay, and
-sets futures.
+on how much of the time the rank computes (see `CpuProgress`). Who waits watches the clock (see `EmulatedWork`). A
+thread writes large results, spends the CPU time that the real exchange takes from this rank's core, spread over
+the delay, and sets futures.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from datetime import timedelta
 from functools import partial
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.cpu_progress import Progress, Underway
+from rewriter.emulation.cpu_progress import CpuProgress, Underway
 from rewriter.emulation.link_directions import directed
-from rewriter.emulation.operation import Operation
-from rewriter.emulation.rendezvous import Meetings, write
+from rewriter.emulation.operation import EmulatedOperation
+from rewriter.emulation.rendezvous import Rendezvous, write
 from rewriter.emulation.work import CollectiveAborted, EmulatedWork
 from rewriter.fabric import Delay, DelayModel
 
@@ -34,23 +34,23 @@ _SPIN = 1.2e-4  # seconds before a deadline from which on it is watched
 
 
 class DelayEngine:
-    """`model` says how long; `meetings`, where several ranks are real, when the last of them came."""
+    """`model` says how long; `rendezvous`, where several ranks are real, when the last of them came."""
 
-    def __init__(self, model: DelayModel, meetings: Meetings | None = None) -> None:
+    def __init__(self, model: DelayModel, rendezvous: Rendezvous | None = None) -> None:
         self.model = model
-        self._meetings = meetings
-        self._progress = Progress()
+        self._rendezvous = rendezvous
+        self._progress = CpuProgress()
         self._timer = Timer()
 
-    def submit(self, operation: Operation) -> DelayedWork:
+    def submit(self, operation: EmulatedOperation) -> DelayedWork:
         self._progress.called()
         begun, now = time.thread_time(), operation.called
         call, delay = operation.call, Delay(0.0, 0.0, ())
         if call.size > 1:
             delay = directed(self.model.delay(call), call, operation.own, operation.receives)
         work = DelayedWork(operation, delay, self._progress, self._timer)
-        if self._meetings is not None and self._meetings.shared(operation):
-            self._meetings.last(operation, now, partial(self._met, work))
+        if self._rendezvous is not None and self._rendezvous.shared(operation):
+            self._rendezvous.last(operation, now, partial(self._met, work))
         else:
             self._arrived(work, now)
         self._progress.spent(time.thread_time() - begun)
@@ -85,16 +85,16 @@ class DelayEngine:
             self._timer.add(work)
 
     def close(self) -> None:
-        if self._meetings is not None:
-            self._meetings.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self._timer.close()
 
 
 class DelayedWork(EmulatedWork):
-    def __init__(self, operation: Operation, delay: Delay, progress: Progress, timer: Timer) -> None:
+    def __init__(self, operation: EmulatedOperation, delay: Delay, progress: CpuProgress, timer: Timer) -> None:
         super().__init__(operation)
         self.delay = delay
-        self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when it is told to
+        self.cpu_seconds = min(delay.cpu_seconds, delay.seconds)  # it ends when asked to
         self.underway: Underway | None = None  # until all real ranks have come
         self._progress = progress
         self.filled = False
@@ -105,7 +105,7 @@ class DelayedWork(EmulatedWork):
 
     @property
     def start(self) -> float:
-        """When it starts: now, as far as nothing has told yet."""
+        """When it starts: now, as far as is known."""
         return time.monotonic() if self.underway is None else self._progress.start(self.underway)
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.link_directions import directed
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.work import CollectiveTimeout, OperationWork
 from rewriter.fabric import Call, Delay, DelayModel
 
@@ -56,7 +56,7 @@ class CudaDelayEngine:
         self._blocks: dict[int, int] = {}
         self._link_numbers: dict[str, int] = {}
         self._launched = self._captured = 0
-        self._held: dict[torch.cuda.Event, Operation] = {}  # asynchronous ones until `wait`, oldest first
+        self._held: dict[torch.cuda.Event, EmulatedOperation] = {}  # asynchronous ones until `wait`, oldest first
         with torch.cuda.device(device):
             self._table = torch.zeros(_ROWS, hold_triton.ROW, dtype=torch.int64, device=device)
             self._free = torch.zeros(_LINKS, dtype=torch.int64, device=device)
@@ -66,7 +66,7 @@ class CudaDelayEngine:
             self._nothing = torch.zeros(1, device=device)
             self.launch_nanoseconds = self._measured()
 
-    def submit(self, operation: Operation) -> CudaWork:
+    def submit(self, operation: EmulatedOperation) -> CudaWork:
         """Begin `operation`. Raises RewriterError where a graph is captured that has collectives which were not called
         before: their delays cannot be put into the table then."""
         with torch.cuda.device(self.device):
@@ -94,7 +94,7 @@ class CudaDelayEngine:
 
     # --- the table ---
 
-    def _row(self, operation: Operation) -> int:
+    def _row(self, operation: EmulatedOperation) -> int:
         call = operation.call
         key = call, operation.own, operation.receives
         if key in self._rows:
@@ -128,7 +128,7 @@ class CudaDelayEngine:
 
     # --- the kernels ---
 
-    def _enqueue(self, operation: Operation, row: int) -> None:
+    def _enqueue(self, operation: EmulatedOperation, row: int) -> None:
         factor = _fused(operation, self._blocks[row])
         if factor is None and operation.outputs and not operation.receives:
             state = self._slot()
@@ -193,7 +193,7 @@ class CudaDelayEngine:
 
     # --- what waits for them ---
 
-    def _work(self, operation: Operation, apart: bool) -> CudaWork:
+    def _work(self, operation: EmulatedOperation, apart: bool) -> CudaWork:
         capturing = torch.cuda.is_current_stream_capturing()
         if not apart:
             return CudaWork(operation, None, None, self.device, self._held)
@@ -211,7 +211,7 @@ class CudaDelayEngine:
         return CudaWork(operation, done, outside, self.device, self._held)
 
 
-def _fused(operation: Operation, blocks: int) -> float | None:
+def _fused(operation: EmulatedOperation, blocks: int) -> float | None:
     """The factor by which the kernel itself multiplies the tensor, where that is all that is to be written."""
     if operation.call.kind != "all_reduce" or len(operation.outputs) != 1 or operation.reduction != "sum":
         return None
@@ -226,11 +226,11 @@ class CudaWork(OperationWork):
 
     def __init__(
         self,
-        operation: Operation,
+        operation: EmulatedOperation,
         done: torch.cuda.Event | None,
         outside: torch.cuda.Event | None,
         device: torch.device,
-        held: dict[torch.cuda.Event, Operation],
+        held: dict[torch.cuda.Event, EmulatedOperation],
     ) -> None:
         super().__init__(operation)
         self.title, self.timeout = operation.title, operation.timeout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 
 
 @runtime_checkable
@@ -17,7 +17,7 @@ class Engine(Protocol):
     outputs are written (`operation.fill()`).
     """
 
-    def submit(self, operation: Operation) -> Any:
+    def submit(self, operation: EmulatedOperation) -> Any:
         """Begin `operation`; a Work. Raises RewriterError where the engine cannot do it."""
         ...
 

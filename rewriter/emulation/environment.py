@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.frames import DATA, FRAME, Announced, Header
+from rewriter.emulation.frames import DATA, FRAME, Announced, FrameHeader
 from rewriter.emulation.link_directions import directed
 from rewriter.emulation.peer import Peer, Played
 from rewriter.fabric.delays import DelayModel
@@ -91,7 +91,7 @@ class Environment:
         self._peers[connection.fileno()] = Peer(connection)
 
     def _guarded(self, peer: Peer, action: str) -> None:
-        """Let `peer` read or flush; where that fails, it is told why, and left."""
+        """Let `peer` read or flush; where that fails, it gets the reason, and is left."""
         try:
             if action == "flush":
                 peer.flush()
@@ -158,7 +158,7 @@ class Environment:
         elif absent:
             reason = f"rank {absent[0]} has left the job"
         elif len(gate) == members:
-            self._start(gate)  # where that fails, the others at the gate are told
+            self._start(gate)  # where that fails, the others at the gate get the reason
             del self._gates[(hello.group, *sequence)]
             return
         else:
@@ -220,7 +220,7 @@ class Environment:
             room -= length
             played.sent.advance(length)
             due = played.due if played.sent.over else 0
-            peer.pending.append(memoryview(Header(played.number, DATA, index, length, offset, due).pack()))
+            peer.pending.append(memoryview(FrameHeader(played.number, DATA, index, length, offset, due).pack()))
             if length:
                 peer.pending.append(_ZEROS[:length])
             if played.sent.over or not played.ready or played.moment - _EARLY > now:

@@ -8,9 +8,9 @@ import socket
 import sys
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import end_with_parent
 from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.environment import Environment
-from rewriter.emulation.rank_main import end_with_launcher
 from rewriter.emulation.wire_mode import endpoint
 
 
@@ -32,7 +32,7 @@ def listen(address: str) -> socket.socket:
 
 
 if __name__ == "__main__":
-    end_with_launcher()
+    end_with_parent()
     given = EmulationConfig.from_environment()
     assert given is not None
     serve(socket.socket(fileno=int(sys.argv[1])), given)

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.plan import Message, Plan, plan
+from rewriter.emulation.plan import Plan, PlannedMessage, plan
 from rewriter.fabric.calls import KINDS, Call
 
 FRAME = 256 << 10
@@ -32,7 +32,7 @@ _ANNOUNCED = struct.Struct("<BBHiIQQQ")
 HEADER = _HEADER.size
 
 
-class Header(NamedTuple):
+class FrameHeader(NamedTuple):
     """`operation`: its number on this connection. `message`: its index in the plan. `length`: bytes that follow, at
     `offset` of the message. `due`: nanoseconds from the operation's announcement until it may end; 0: not said here."""
 
@@ -47,9 +47,9 @@ class Header(NamedTuple):
         return _HEADER.pack(*self)
 
 
-def header(buffer: memoryview | bytes | bytearray, at: int = 0) -> Header:
+def header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
     """What stands at `at` of `buffer`."""
-    return Header._make(_HEADER.unpack_from(buffer, at))
+    return FrameHeader._make(_HEADER.unpack_from(buffer, at))
 
 
 class Hello(BaseModel):
@@ -136,7 +136,7 @@ class Position:
 
     __slots__ = ("bytes", "done", "messages", "offset")
 
-    def __init__(self, messages: tuple[Message, ...]) -> None:
+    def __init__(self, messages: tuple[PlannedMessage, ...]) -> None:
         self.messages = messages
         self.done = 0
         self.offset = 0

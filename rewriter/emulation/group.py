@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.identity import Identity
-from rewriter.emulation.operation import Fused, Operation, Reduction
+from rewriter.emulation.operation import EmulatedOperation, FusedOperation, Reduction
 from rewriter.emulation.work import Deferred, Together
 from rewriter.fabric import Call, Kind
 
@@ -168,7 +168,7 @@ class EmulatedGroup(Identity):
         # counted for each pair and direction: other ranks of the group know nothing of it
         self._messages[ends] = sequence = self._messages.get(ends, 0) + 1
         return self._submit(
-            Operation(
+            EmulatedOperation(
                 call,
                 self.group_name,
                 sequence,
@@ -229,7 +229,7 @@ class EmulatedGroup(Identity):
             self._operation(kind, times * x.nbytes, i, o, opts, None, reduction, sequence)
             for x, i, o in zip(whole, inputs, outputs, strict=True)
         )
-        return self._submit(parts[0] if len(parts) == 1 else Fused.of(parts))
+        return self._submit(parts[0] if len(parts) == 1 else FusedOperation.of(parts))
 
     def _operation(
         self,
@@ -241,8 +241,8 @@ class EmulatedGroup(Identity):
         root: int | None,
         reduction: Reduction,
         sequence: int,
-    ) -> Operation:
-        return Operation(
+    ) -> EmulatedOperation:
+        return EmulatedOperation(
             Call(kind, nbytes, self.ranks, _dtype(outputs or inputs)),
             self.group_name,
             sequence,
@@ -255,7 +255,7 @@ class EmulatedGroup(Identity):
             reduction,
         )
 
-    def _submit(self, operation: Operation) -> Any:
+    def _submit(self, operation: EmulatedOperation) -> Any:
         self._check()
         if self._coalesced is not None:
             deferred = Deferred(operation)

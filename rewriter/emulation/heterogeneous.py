@@ -9,14 +9,14 @@ from rewriter.common.errors import RewriterError
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """Of all ranks. `seconds`: its duration; `rank`: the representative of the class that took it."""
 
     seconds: float
     rank: int
 
 
-def slowest(steps: Mapping[int, Sequence[float]]) -> tuple[Step, ...]:
+def slowest(steps: Mapping[int, Sequence[float]]) -> tuple[JobStep, ...]:
     """Steps of a job from those of its classes: {representative: seconds of each step}.
 
     For representatives that ran in turn, each with the rest of the world emulated: what they would have waited for each
@@ -30,4 +30,4 @@ def slowest(steps: Mapping[int, Sequence[float]]) -> tuple[Step, ...]:
         raise RewriterError(f"slowest: steps by representative {counts}, expected equally many of each")
     count = next(iter(counts.values()))
     ranks = [max(steps, key=lambda rank: (steps[rank][index], -rank)) for index in range(count)]
-    return tuple(Step(float(steps[rank][index]), rank) for index, rank in enumerate(ranks))
+    return tuple(JobStep(float(steps[rank][index]), rank) for index, rank in enumerate(ranks))

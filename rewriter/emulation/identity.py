@@ -161,7 +161,7 @@ class Identity(_ProcessGroup):
         group_desc: str | None = None,
     ) -> Any:
         """Global `ranks` as a group of their own; None where this process is not one of them. torch 2.13 and later
-        makes all groups of a job with it, whatever backend they name."""
+        makes all groups of a job with it, no matter which backend they name."""
         own = self.ranks[self.rank()]
         if own not in ranks:
             return None

@@ -3,66 +3,49 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.version import PACKAGE_PARENT
-from rewriter.emulation.config import VARIABLE, EmulationConfig
+from rewriter.common.processes import EMULATED, Processes, environment, free_port, place
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.heterogeneous import slowest
 
-GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_POLL = 0.02
-
-
-class Ended(BaseException):
-    """A signal that ends the job."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+_ENVIRONMENT = "the environment process"
 
 
 def launch(config: EmulationConfig, script: Sequence[str], *, as_module: bool = False) -> int:
     """Run `script` (its path or module, and its arguments) on every real rank; the job's exit code.
 
     0 when all end well. At the first failure all others are stopped, and its exit code, or 128 + its signal, is
-    returned. A SIGTERM, SIGINT or SIGHUP stops the job: 128 + the signal. No process outlives this call. Raises
-    RewriterError for a script that does not exist.
+    returned. A SIGTERM or SIGHUP stops the job, with SystemExit(128 + the signal). No process outlives this call.
+    Raises RewriterError for a script that does not exist.
     """
     if not as_module and not Path(script[0]).is_file():
         raise RewriterError(f"{script[0]}: no such script. Options of the launcher stand before the script's name")
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    before = {number: signal.signal(number, _end) for number in _ENDING}
-    try:
+    with Processes(logged=False) as job:
         if config.mode == "wire" and config.environment is None:
-            listener = socket.create_server(("127.0.0.1", 0))
-            config = config.model_copy(update={"environment": f"127.0.0.1:{listener.getsockname()[1]}"})
-            processes["the environment process"] = _start(
-                ["rewriter.emulation.environment_main", str(listener.fileno())], config, {}, listener
-            )
-            listener.close()
-        port = str(_free_port())
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                config = config.model_copy(update={"environment": f"127.0.0.1:{listener.getsockname()[1]}"})
+                words = _python("rewriter.emulation.environment_main", str(listener.fileno()))
+                job.start(_ENVIRONMENT, words, _variables(config, {}), pass_fds=(listener.fileno(),))
+        port = free_port()
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if len(config.real) > 1 else {}
         for local, rank in enumerate(config.real):
-            command = ["rewriter.emulation.rank_main", *(["-m"] if as_module else []), *script]
-            processes[f"rank {rank}"] = _start(command, config, _place(config, rank, local, port))
-        return _wait(processes)
-    except Ended as ended:
-        return 128 + ended.number
-    finally:
-        for number in _ENDING:
-            signal.signal(number, signal.SIG_IGN)
-        _stop(list(processes.values()))
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            # Local ranks are the real ones: they have the devices.
+            variables = place(rank, config.world_size, port, local, len(config.real)) | own
+            words = _python("rewriter.emulation.rank_main", *(["-m"] if as_module else []), *script)
+            job.start(f"rank {rank}", words, _variables(config, variables))
+        failure = job.wait(but=(_ENVIRONMENT,))
+        if failure is None:
+            return 0
+        if failure.message is not None:
+            sys.stderr.write(f"error: {failure.message}\n")
+        sys.stderr.write(f"error: {failure.name} {failure.how}. All other processes of the job are stopped\n")
+        return failure.status
 
 
 def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module: bool = False) -> int:
@@ -93,73 +76,9 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
     return 0
 
 
-def _end(number: int, _: FrameType | None) -> None:
-    raise Ended(number)
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-u", "-m", module, *arguments]
 
 
-def _start(
-    command: list[str], config: EmulationConfig, place: dict[str, str], listener: socket.socket | None = None
-) -> subprocess.Popen[bytes]:
-    package = str(PACKAGE_PARENT)
-    environment = {**os.environ, **place, VARIABLE: config.to_environment()}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    kept = () if listener is None else (listener.fileno(),)
-    return subprocess.Popen([sys.executable, "-u", "-m", *command], env=environment, pass_fds=kept)
-
-
-def _place(config: EmulationConfig, rank: int, local: int, port: str) -> dict[str, str]:
-    """The variables by which torchrun tells a rank its place. Local ranks are the real ones: they have the devices."""
-    count = str(len(config.real))
-    place = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(config.world_size),
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(config.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": "emulated",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
-    if len(config.real) > 1 and "OMP_NUM_THREADS" not in os.environ:
-        place["OMP_NUM_THREADS"] = "1"
-    return place
-
-
-def _wait(processes: dict[str, subprocess.Popen[bytes]]) -> int:
-    """Until all ranks have ended well, or one process has not."""
-    ranks = {name for name in processes if name.startswith("rank")}
-    while True:
-        codes = {name: process.poll() for name, process in processes.items()}
-        for name, code in codes.items():
-            # an environment process that ends, however it does, leaves ranks waiting
-            if code or (code == 0 and name not in ranks):
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                sys.stderr.write(f"error: {name} {how}. All other processes of the job are stopped\n")
-                return -code + 128 if code < 0 else code or 1
-        if all(codes[name] == 0 for name in ranks):
-            return 0
-        time.sleep(_POLL)
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    limit = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _variables(config: EmulationConfig, place: Mapping[str, str]) -> dict[str, str]:
+    return {**environment(), **place, EMULATED: config.to_environment()}

@@ -19,7 +19,7 @@ _KEPT = 64  # sends that no receive belonged to
 
 
 @dataclass
-class Source:
+class MessageSource:
     """What a receive gets, as far as it is known."""
 
     tensor: Tensor | None = None
@@ -39,7 +39,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._sent: deque[weakref.ref[Tensor]] = deque(maxlen=_KEPT)
-        self._expected: deque[tuple[weakref.ref[Source], _Likeness]] = deque(maxlen=_KEPT)
+        self._expected: deque[tuple[weakref.ref[MessageSource], _Likeness]] = deque(maxlen=_KEPT)
 
     def send(self, x: Tensor) -> None:
         """This rank sends `x`, which is alive until its operation ends."""
@@ -51,14 +51,14 @@ class Mailbox:
                 return
         self._sent.append(weakref.ref(x))
 
-    def receive(self, x: Tensor) -> Source:
+    def receive(self, x: Tensor) -> MessageSource:
         """This rank receives into `x`; what it gets may be known later."""
         for index, held in enumerate(self._sent):
             sent = held()
             if sent is not None and _likeness(sent) == _likeness(x):
                 del self._sent[index]
-                return Source(sent)
-        source = Source()
+                return MessageSource(sent)
+        source = MessageSource()
         self._expected.append((weakref.ref(source), _likeness(x)))
         return source
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rewriter.emulation.messages import Source
+from rewriter.emulation.messages import MessageSource
 from rewriter.emulation.values import uniform
 from rewriter.fabric import Call
 
@@ -18,7 +18,7 @@ Reduction = Literal["sum", "avg", "min", "max", "product", "band", "bor", "bxor"
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class EmulatedOperation:
     """What a process group was asked for: the `call` that a model of delays sees, and this rank's part in it.
 
     | kind                | inputs                               | outputs                              |
@@ -36,7 +36,7 @@ class Operation:
     `rank`: this process's index in `call.ranks`; of a send, `call.ranks` are (sender, receiver). `root`: index in
     `call.ranks` of the one rank that a broadcast, reduce, gather or scatter has; of a message, its sender's in the
     group. `group` and `sequence`: the process
-    group's name, and how many operations it had before: what tells operations apart, the same on all real ranks.
+    group's name, and how many operations it had before: what identifies an operation, the same on all real ranks.
     `timeout`: seconds. `asynchronous`: the caller goes on meanwhile.
     """
 
@@ -51,7 +51,7 @@ class Operation:
     root: int | None = None
     reduction: Reduction = "sum"
     tag: int = 0
-    source: Source | None = None  # of a message that this rank receives
+    source: MessageSource | None = None  # of a message that this rank receives
     called: float = field(default_factory=time.monotonic)  # when this rank came to it, seconds of `time.monotonic`
 
     @property
@@ -91,16 +91,16 @@ class Operation:
 
 
 @dataclass(frozen=True, eq=False)
-class Fused(Operation):
+class FusedOperation(EmulatedOperation):
     """Several operations of one kind that backends start as one: its call has the bytes of all."""
 
-    parts: tuple[Operation, ...] = ()
+    parts: tuple[EmulatedOperation, ...] = ()
 
     @classmethod
-    def of(cls, parts: tuple[Operation, ...]) -> Fused:
+    def of(cls, parts: tuple[EmulatedOperation, ...]) -> FusedOperation:
         """At least one."""
         first = parts[0]
-        values = {name: getattr(first, name) for name in Operation.__dataclass_fields__}
+        values = {name: getattr(first, name) for name in EmulatedOperation.__dataclass_fields__}
         values["call"] = replace(first.call, nbytes=sum(part.call.nbytes for part in parts))
         values["inputs"] = tuple(x for part in parts for x in part.inputs)
         values["outputs"] = tuple(x for part in parts for x in part.outputs)

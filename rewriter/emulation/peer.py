@@ -19,7 +19,7 @@ from rewriter.emulation.frames import (
     HELLO_LIMIT,
     MAGIC,
     Announced,
-    Header,
+    FrameHeader,
     Hello,
     Position,
     header,
@@ -35,7 +35,7 @@ _DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # rea
 class Played:
     """The part that the environment has in one operation of one real rank.
 
-    The paper's bitmap of messages: as those of one direction follow each other, it is told by how many are through.
+    The paper's bitmap of messages: as those of one direction follow each other, the number that are through suffices.
     """
 
     __slots__ = ("announced", "begin", "call", "end", "number", "peer", "rank", "received", "sent", "started", "total")
@@ -93,7 +93,7 @@ class Peer:
         self.turns: dict[int, int] = {}  # messages by tag
         self.pending: deque[memoryview] = deque()
         self._staged = bytearray()
-        self._frame: tuple[Played, Header] | None = None  # whose bytes are coming
+        self._frame: tuple[Played, FrameHeader] | None = None  # whose bytes are coming
         self._left = 0  # of them
 
     def flush(self) -> None:
@@ -109,7 +109,7 @@ class Peer:
     def report(self, text: str) -> None:
         """Tell the rank of an error, as far as that is still possible."""
         body = text.encode()
-        self.pending.extend((memoryview(Header(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
+        self.pending.extend((memoryview(FrameHeader(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             for view in self.pending:
@@ -165,7 +165,7 @@ class Peer:
         if played.over:
             self.operations.pop(played.number, None)
 
-    def _expect(self, head: Header) -> None:
+    def _expect(self, head: FrameHeader) -> None:
         """Check that this is the next message of its operation."""
         played = self.operations.get(head.operation)
         got = f"message {head.message}, {head.length} bytes at {head.offset}"

@@ -2,9 +2,9 @@
 
 That is the collective's own graph as one real rank sees it (papers/neuronabox.md, section 2.2): what passes between
 other ranks is left out. Messages of one direction follow each other, so the graph is two chains with edges between
-them: `Message.needs` says how many messages of the other direction must be done first. Algorithms, their segments and
-the two messages under way at any time are those of gloo (gloo/allreduce.cc, allgather.cc, broadcast.cc, barrier.cc,
-alltoall.cc, reduce.cc), which torch uses on CPUs. No torch here: the environment process needs none.
+them: `PlannedMessage.needs` says how many messages of the other direction must be done first. Algorithms, their
+segments and the two messages under way at any time are those of gloo (gloo/allreduce.cc, allgather.cc, broadcast.cc,
+barrier.cc, alltoall.cc, reduce.cc), which torch uses on CPUs. No torch here: the environment process needs none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEGMENT = 1 << 20  # gloo's largest segment of a reduction, in bytes
 RANKS = 16
 
 
-class Message(NamedTuple):
+class PlannedMessage(NamedTuple):
     """`length` bytes at `offset` of the tensor; it waits for the first `needs` messages of the other direction."""
 
     offset: int
@@ -33,8 +33,8 @@ class Message(NamedTuple):
 class Plan(NamedTuple):
     """One rank's part of a collective: what it sends and what it receives, each in order."""
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[PlannedMessage, ...]
+    receives: tuple[PlannedMessage, ...]
 
     @property
     def received_bytes(self) -> int:
@@ -61,26 +61,26 @@ def plan(kind: Kind, nbytes: int, itemsize: int, ranks: int, rank: int, root: in
     elif kind == "all_gather":
         found = _all_gather(shard, ranks)
     elif kind == "all_to_all":
-        every = tuple(Message((rank + i) % ranks * shard, shard, 0) for i in range(1, ranks))
+        every = tuple(PlannedMessage((rank + i) % ranks * shard, shard, 0) for i in range(1, ranks))
         found = Plan(every, every)
     elif kind == "broadcast":
         found = _broadcast(nbytes, ranks, (rank - (root or 0)) % ranks)
     elif kind in ("gather", "scatter"):
-        many = tuple(Message(i * shard, shard, 0) for i in range(ranks) if i != root)
-        one = (Message(0, shard, 0),)
+        many = tuple(PlannedMessage(i * shard, shard, 0) for i in range(ranks) if i != root)
+        one = (PlannedMessage(0, shard, 0),)
         found = Plan((), many) if rank == root else Plan(one, ())
         if kind == "scatter":
             found = Plan(found.receives, found.sends)
     elif kind == "send":
-        one = (Message(0, nbytes, 0),)
+        one = (PlannedMessage(0, nbytes, 0),)
         found = Plan(one, ()) if rank == 0 else Plan((), one)
     elif kind == "barrier":  # dissemination: a round passes on what all rounds before brought
-        rounds = tuple(Message(0, 0, i) for i in range((ranks - 1).bit_length()))
+        rounds = tuple(PlannedMessage(0, 0, i) for i in range((ranks - 1).bit_length()))
         found = Plan(rounds, rounds)
     else:
         raise RewriterError(f"{kind}: a collective without a plan of its messages. Use --mode delay")
     if not found.receives:  # the rank must learn of the end
-        found = Plan(found.sends, (Message(0, 0, len(found.sends)),))
+        found = Plan(found.sends, (PlannedMessage(0, 0, len(found.sends)),))
     return found
 
 
@@ -122,9 +122,9 @@ def _reduce(nbytes: int, itemsize: int, ranks: int, rank: int, is_root: bool) ->
     ring = _laid_out(nbytes, segment, ranks * per_rank, sends, receives, needs, half)
     chunk = per_rank * segment
 
-    def gathered(one: int, after: int) -> tuple[Message, ...]:
+    def gathered(one: int, after: int) -> tuple[PlannedMessage, ...]:
         length = min(chunk, nbytes - one * chunk)
-        return (Message(one * chunk, length, after),) if length > 0 else ()
+        return (PlannedMessage(one * chunk, length, after),) if length > 0 else ()
 
     if not is_root:
         return Plan(ring.sends + gathered(rank, len(ring.receives)), ring.receives)
@@ -137,7 +137,7 @@ def _laid_out(
 ) -> Plan:
     """Messages of numbered segments. Those beyond the tensor's end do not travel, and nothing waits for them."""
 
-    def chain(mine: list[int], other: list[int], reduces: bool) -> tuple[Message, ...]:
+    def chain(mine: list[int], other: list[int], reduces: bool) -> tuple[PlannedMessage, ...]:
         done = [0]
         for slot in other:
             done.append(done[-1] + (slot % slots * segment < nbytes))
@@ -145,7 +145,9 @@ def _laid_out(
         for i, slot in enumerate(mine):
             offset = slot % slots * segment
             if offset < nbytes:
-                found.append(Message(offset, min(segment, nbytes - offset), done[needs[i]], reduces and i < reduced))
+                found.append(
+                    PlannedMessage(offset, min(segment, nbytes - offset), done[needs[i]], reduces and i < reduced)
+                )
         return tuple(found)
 
     return Plan(chain(sends, receives, False), chain(receives, sends, True))
@@ -158,15 +160,15 @@ def _all_gather(shard: int, ranks: int) -> Plan:
     sends = []
     for i in range(2 * (ranks - 1)):
         offset, length = parts[i % 2]
-        sends.append(Message(offset, length, max(0, i - 1)))
+        sends.append(PlannedMessage(offset, length, max(0, i - 1)))
     return Plan(tuple(sends), tuple(sends))
 
 
 def _broadcast(nbytes: int, ranks: int, rank: int) -> Plan:
     """A binomial tree; `rank` counts from the root."""
     below = [rank + (1 << i) for i in range(rank.bit_length(), (ranks - 1).bit_length())]
-    sends = tuple(Message(0, nbytes, int(rank > 0)) for child in below if child < ranks)
-    return Plan(sends, (Message(0, nbytes, 0),) if rank else ())
+    sends = tuple(PlannedMessage(0, nbytes, int(rank > 0)) for child in below if child < ranks)
+    return Plan(sends, (PlannedMessage(0, nbytes, 0),) if rank else ())
 
 
 def _up(value: int, multiple: int) -> int:

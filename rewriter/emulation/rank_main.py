@@ -6,11 +6,9 @@ the other ranks of the world, for which torch would wait, do not exist.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,18 +22,17 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import EMULATED, end_with_parent
 from rewriter.emulation.backend import register
-from rewriter.emulation.config import VARIABLE, EmulationConfig
-
-_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+from rewriter.emulation.config import EmulationConfig
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script as `__main__` in this process."""
-    end_with_launcher()
+    end_with_parent()
     config = EmulationConfig.from_environment()
     if config is None:
-        raise RewriterError(f"{VARIABLE} is not set. Start the script with `python -m rewriter.emulation`")
+        raise RewriterError(f"{EMULATED} is not set. Start the script with `python -m rewriter.emulation`")
     as_module, script = arguments[0] == "-m", list(arguments[arguments[0] == "-m" :])
     sys.argv = script
     with emulated(config):
@@ -49,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def emulated(config: EmulationConfig) -> Iterator[None]:
-    """Within it, all process groups that torch makes are emulated, whatever backend is named."""
+    """Within it, all process groups that torch makes are emulated, no matter which backend is named."""
     register()
     helper: Callable[..., Any] = c10d._new_process_group_helper
     parameters = inspect.signature(helper)
@@ -83,12 +80,6 @@ def store(config: EmulationConfig, rank: int, timeout: timedelta | None) -> Any:
         timeout=timeout or timedelta(seconds=config.timeout),
         wait_for_workers=False,
     )
-
-
-def end_with_launcher() -> None:
-    """Die when the launcher does, also when it is killed; on Linux, others leave it to the launcher."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 if __name__ == "__main__":

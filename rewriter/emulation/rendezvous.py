@@ -1,4 +1,4 @@
-"""Several real ranks in one job: each tells the others when it comes to a collective, over TCP.
+"""Several real ranks in one job: each reports to the others when it comes to a collective, over TCP.
 
 A collective begins when its last real member has come. What one of them sends to the others that is more than time (the
 values of a broadcast, of a message) travels along, where it is small or a program's own bookkeeping: integers.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.work import CollectiveAborted
 
 Then = Callable[[float, bytes | None, BaseException | None], None]
@@ -33,8 +33,8 @@ _LARGE = 1 << 26  # of integers: pickled objects, counts, tokens
 
 
 @dataclass
-class _Meeting:
-    operation: Operation
+class _Arrivals:
+    operation: EmulatedOperation
     last: float
     missing: set[int]
     then: Then
@@ -50,7 +50,7 @@ class _Peer:
     sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in threads of their own
 
 
-class Meetings:
+class Rendezvous:
     """The connections of real rank `own` to the other `real` ones, found through `store`.
 
     All real ranks make it at one point. Raises RewriterError where one does not come within `timeout` seconds.
@@ -59,27 +59,27 @@ class Meetings:
     def __init__(self, store: Any, real: tuple[int, ...], own: int, timeout: float) -> None:
         self.real, self.own = real, own
         self._lock = threading.Lock()
-        self._meetings: dict[str, _Meeting] = {}
+        self._arrivals: dict[str, _Arrivals] = {}
         self._early: dict[str, list[tuple[int, dict[str, Any], bytes, float]]] = {}
         self._gone: dict[int, str] = {}
         self._peers = {peer.rank: peer for peer in _connected(store, real, own, timeout)}
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._listen, name="rewriter-meetings", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="rewriter-rendezvous", daemon=True)
         self._thread.start()
 
-    def shared(self, operation: Operation) -> bool:
+    def shared(self, operation: EmulatedOperation) -> bool:
         """Whether other real ranks take part."""
         return any(rank != self.own and rank in operation.call.ranks for rank in self.real)
 
-    def last(self, operation: Operation, now: float, then: Then) -> None:
+    def last(self, operation: EmulatedOperation, now: float, then: Then) -> None:
         """This rank came to `operation` at `now`. `then(time, values, error)` is called once, from any thread: with the
         time at which the last came, and what the root of a broadcast or the sender of a message gave."""
         members = [rank for rank in self.real if rank != self.own and rank in operation.call.ranks]
         key = _key(operation)
         self._tell(members, {"key": key, "what": _what(operation), "time": now}, _carried(operation))
         with self._lock:
-            meeting = _Meeting(operation, now, set(members), then)
-            self._meetings[key] = meeting
+            arrivals = _Arrivals(operation, now, set(members), then)
+            self._arrivals[key] = arrivals
             early = self._early.pop(key, [])
         for rank, said, values, came in early:
             self._came(rank, said, values, came)
@@ -97,32 +97,32 @@ class Meetings:
 
     def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
         with self._lock:
-            meeting = self._meetings.get(line["key"])
-            if meeting is None:
+            arrivals = self._arrivals.get(line["key"])
+            if arrivals is None:
                 self._early.setdefault(line["key"], []).append((rank, line, values, came))
                 return
-            wrong = line["what"] != _what(meeting.operation)
-            meeting.missing.discard(rank)
-            meeting.last = max(meeting.last, came)
-            meeting.values = values or meeting.values
-            if meeting.missing and not wrong:
+            wrong = line["what"] != _what(arrivals.operation)
+            arrivals.missing.discard(rank)
+            arrivals.last = max(arrivals.last, came)
+            arrivals.values = values or arrivals.values
+            if arrivals.missing and not wrong:
                 return
-            del self._meetings[line["key"]]
+            del self._arrivals[line["key"]]
         error = None
         if wrong:
             error = RewriterError(
-                f"{meeting.operation.title}: rank {rank} calls {line['what']} there. Real ranks have to call the same "
+                f"{arrivals.operation.title}: rank {rank} calls {line['what']} there. Real ranks have to call the same "
                 "collectives in the same order"
             )
-        meeting.then(meeting.last, meeting.values, error)
+        arrivals.then(arrivals.last, arrivals.values, error)
 
     def _fail(self, key: str, rank: int) -> None:
         with self._lock:
-            meeting = self._meetings.get(key)
-            if meeting is None or rank not in meeting.missing:
+            arrivals = self._arrivals.get(key)
+            if arrivals is None or rank not in arrivals.missing:
                 return
-            del self._meetings[key]
-        meeting.then(0.0, None, CollectiveAborted(f"{meeting.operation.title}: rank {rank} {self._gone[rank]}"))
+            del self._arrivals[key]
+        arrivals.then(0.0, None, CollectiveAborted(f"{arrivals.operation.title}: rank {rank} {self._gone[rank]}"))
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -157,7 +157,7 @@ class Meetings:
 
     def _leave(self, peer: _Peer) -> None:
         self._gone[peer.rank] = "has left the job"
-        for key in list(self._meetings):
+        for key in list(self._arrivals):
             self._fail(key, peer.rank)
 
     def close(self) -> None:
@@ -170,20 +170,20 @@ class Meetings:
             connection.close()
 
 
-def _key(operation: Operation) -> str:
+def _key(operation: EmulatedOperation) -> str:
     call = operation.call
     ends = f" {call.ranks[0]}>{call.ranks[1]}" if call.kind == "send" else ""
     return f"{operation.group}{ends} {operation.sequence}"
 
 
-def _what(operation: Operation) -> str:
+def _what(operation: EmulatedOperation) -> str:
     call = operation.call
     # splits of an all-to-all, and so its bytes, may be other ones on each rank
     size = "" if call.kind == "all_to_all" else f" of {call.nbytes} bytes"
     return f"{call.kind}{size} among {call.size} ranks"
 
 
-def _carried(operation: Operation) -> bytes:
+def _carried(operation: EmulatedOperation) -> bytes:
     """The values that go along, on the rank that has them."""
     call, tensors = operation.call, operation.inputs
     gives = (call.kind == "broadcast" and operation.root == operation.rank) or (call.kind == "send" and bool(tensors))

@@ -31,7 +31,7 @@ def uniform(
     root: int | None,
     reduction: str,
 ) -> None:
-    """Write `outputs` of a collective; see `Operation` for what the tensors are."""
+    """Write `outputs` of a collective; see `EmulatedOperation` for what the tensors are."""
     with torch.no_grad():
         if kind == "all_reduce" or (kind == "reduce" and rank == root):
             for x in outputs:

@@ -2,8 +2,8 @@
 
 The rank does what gloo does in its place: it sends its segments, receives others, sums up those that a reduction
 brings, two of them under way at a time (see `plan`). What the environment sends has no meaning, so the values of the
-outputs are written once, by `Operation.fill`; that takes the place of copying out of the socket what is not summed up,
-which Linux then skips. So a rank's CPU is as busy as in the real job.
+outputs are written once, by `EmulatedOperation.fill`; that takes the place of copying out of the socket what is not
+summed up, which Linux then skips. So a rank's CPU is as busy as in the real job.
 
 The environment process knows when messages may pass, but not whether this rank computes meanwhile, which keeps the real
 library's threads waiting (`Delay.hindrance`): with the environment's model the rank adds that by itself.
@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.channel import Channel
-from rewriter.emulation.cpu_progress import Progress
+from rewriter.emulation.channel import EnvironmentChannel
+from rewriter.emulation.cpu_progress import CpuProgress
 from rewriter.emulation.deadlines import Deadlines
 from rewriter.emulation.frames import Hello
 from rewriter.emulation.link_directions import directed
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.wire_work import WireWork
 from rewriter.fabric import DelayModel
 
@@ -43,13 +43,13 @@ class WireEngine:
         self.address, self.rank, self.real = address, rank, tuple(real) or (rank,)
         self.endpoint = endpoint(address)
         self._model = model
-        self._progress = Progress()
-        self._channels: dict[tuple[str, object], Channel] = {}
+        self._progress = CpuProgress()
+        self._channels: dict[tuple[str, object], EnvironmentChannel] = {}
         self._lock = threading.Lock()
         self._deadlines = Deadlines()
         self._closed = False
 
-    def submit(self, operation: Operation) -> Any:
+    def submit(self, operation: EmulatedOperation) -> Any:
         """Begin `operation`; an EmulatedWork."""
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device.type != "cpu":
@@ -80,7 +80,7 @@ class WireEngine:
             channel.close()
         self._deadlines.close()
 
-    def _channel(self, operation: Operation) -> Channel:
+    def _channel(self, operation: EmulatedOperation) -> EnvironmentChannel:
         call = operation.call
         key = (operation.group, call.ranks if call.kind == "send" else None)
         channel = self._channels.get(key)
@@ -91,7 +91,7 @@ class WireEngine:
                 raise RewriterError(f"{operation.title}: the emulated job has ended: its process group was destroyed")
             if key not in self._channels:
                 hello = Hello.of(self.rank, operation.group, call.ranks, self.real)
-                self._channels[key] = Channel(self._connect(), hello, self.address)
+                self._channels[key] = EnvironmentChannel(self._connect(), hello, self.address)
             return self._channels[key]
 
     def _connect(self) -> socket.socket:

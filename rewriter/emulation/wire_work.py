@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from rewriter.emulation.cpu_progress import Progress, Underway
+from rewriter.emulation.cpu_progress import CpuProgress, Underway
 from rewriter.emulation.deadlines import Deadlines
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.work import EmulatedWork
 
 
 class WireWork(EmulatedWork):
-    """An operation whose messages have all arrived may still have to last: `arrive` is told until when."""
+    """An operation whose messages have all arrived may still have to last: `arrive` gives the time."""
 
-    def __init__(self, operation: Operation, progress: Progress, deadlines: Deadlines) -> None:
+    def __init__(self, operation: EmulatedOperation, progress: CpuProgress, deadlines: Deadlines) -> None:
         super().__init__(operation)
         self.underway: Underway | None = None
         self._progress, self._deadlines = progress, deadlines

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.operation import Operation
+from rewriter.emulation.operation import EmulatedOperation
 
 _SPIN = 2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
 _RETURN = 4e-5  # seconds from the end of watching to the caller's next instruction
@@ -30,7 +30,7 @@ class CollectiveAborted(RewriterError, dist.DistError):
 class OperationWork(dist.Work):
     """What handles of an operation have in common, wherever it takes place."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: EmulatedOperation) -> None:
         super().__init__()
         self.operation = operation
 
@@ -57,7 +57,7 @@ class EmulatedWork(OperationWork):
     `deadline`): who waits watches the clock, so that no thread has to be woken at the moment.
     """
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: EmulatedOperation) -> None:
         super().__init__(operation)
         self.begun = operation.called
         self._ready = threading.Event()
@@ -208,7 +208,7 @@ class Deferred(dist.Work):
     """An operation between `_start_coalescing` and `_end_coalescing`, which begins it. To wait before that does
     nothing: torch waits for each call of a synchronous function there, too."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: EmulatedOperation) -> None:
         super().__init__()
         self.operation = operation
         self.work: Any = None

@@ -20,7 +20,7 @@ class Composed:
         seconds = latency inside + latency between + max(transfer inside, transfer between)
 
     Two nodes of 8 H100 with 8 adapters of 400 Gb/s reach by this 461 GB/s (all-reduce bus bandwidth of 256 MB), where
-    about 470 are told to be expected (nccl-tests #290, NCCL #2409).
+    about 470 are reported as expected (nccl-tests #290, NCCL #2409).
     """
 
     inside: Measured

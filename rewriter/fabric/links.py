@@ -1,6 +1,6 @@
 """Links by latency and bandwidth (the α-β model), devices, and what exchanges of a group of ranks take on links.
 
-Bandwidths are of one direction; ranks send and receive at once. Every rank has a link of its own to other nodes.
+Bandwidths are of one direction; ranks send and receive at once. Every rank has a separate link to other nodes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def occupied(placement: Placement, node: int, inside: Link, between: Link | None
     """Names of the links that an exchange holds: at most two per rank of one node, however large the group.
 
     Links of a rank are called `rank3` and, to other nodes, `rank3.network`; shared ones `node0` and `node0.network`.
-    A group on several nodes is told by its first node: all its nodes do alike.
+    A group on several nodes is named by its first node: all its nodes do alike.
     """
     home = f"node{placement.first[0] // node}"
     names: list[str] = []

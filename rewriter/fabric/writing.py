@@ -43,7 +43,7 @@ def imported(logs: list[Log], device_of: str, out: Path) -> str:
 
     Raises RewriterError where logs do not go together, or span nodes that this fabric does not join.
     """
-    load_fabric(device_of)  # tells what is wrong with the name
+    load_fabric(device_of)  # says what is wrong with the name
     if device_of not in fabrics():
         raise RewriterError(f"--device-of {device_of!r:.80}: expected a fabric that ships: {', '.join(fabrics())}.")
     data: dict[str, Any] = read((LIBRARY / f"{device_of}.yaml").read_text(encoding="utf-8"), "fabric").data

@@ -17,25 +17,17 @@ from rewriter.predict.forward import Forward, Runner
 from rewriter.predict.forward_pass import ForwardPass
 from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.pareto import with_front
-from rewriter.predict.results import Comparison, Phase, Point, Prediction, Skipped, generation_seconds
+from rewriter.predict.results import (
+    Phase,
+    PredictedPoint,
+    Prediction,
+    RecipeComparison,
+    SkippedRecipe,
+    generation_seconds,
+)
 from rewriter.predict.steps import Begin, Place, Step, steps
-from rewriter.predict.timeline import Durations, Timeline
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is generated: `batch` sequences of `prompt` tokens, `generate` more of each. `graphed`: compiled, and
-    replayed as CUDA graphs; otherwise every operator is launched by itself, as the module is emitted."""
-
-    batch: int = 1
-    prompt: int = 1024
-    generate: int = 512
-    graphed: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "generate"):
-            if getattr(self, name) < 1:
-                raise RewriterError(f"{name}: {getattr(self, name)}; expected 1 or more")
+from rewriter.predict.timeline import KernelDurations, Timeline
+from rewriter.predict.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class Predictor:
     nodes: int | None = None
     library: str | None = None
     runner: Runner = field(default_factory=Runner)
-    durations: dict[object, Durations] = field(default_factory=dict)
+    durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,28 +81,28 @@ class Predictor:
         self,
         model: str,
         candidates: Sequence[Candidate],
-        skipped: Sequence[Skipped] = (),
-    ) -> Comparison:
+        skipped: Sequence[SkippedRecipe] = (),
+    ) -> RecipeComparison:
         """All candidates, the first being what the others are compared with.
 
         Raises RewriterError where the first cannot be simulated; others that cannot are in the result's `skipped`.
         """
         found: list[Prediction] = []
         compared: list[BreakEven] = []
-        lacking: list[Skipped] = []
+        lacking: list[SkippedRecipe] = []
         for candidate in candidates:
             try:
                 simulated = self.simulate(candidate.program)
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if not found:
                     raise
-                lacking.append(Skipped(candidate.recipe, str(error)))
+                lacking.append(SkippedRecipe(candidate.recipe, str(error)))
                 continue
             found.append(self._prediction(candidate, simulated, compared, found))
             if not compared:
                 durations = self._durations(candidate.program)
                 compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
-        return Comparison(
+        return RecipeComparison(
             model=model,
             fabric=self.fabric.name,
             fabric_summary=self.fabric.summary,
@@ -140,13 +132,13 @@ class Predictor:
             made.append(listed)
         return _Simulated(phases[0], phases[1], (made[0], made[1]), tuple(notes))
 
-    def point(self, program: Program, batch: int) -> Point:
+    def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
         load, ranks = self.workload, math.prod(program.mesh.values())
         done = self.simulate(program, batch, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
         held = bytes_per_rank(program, batch, load.prompt, load.generate)
-        return Point(
+        return PredictedPoint(
             tp=program.mesh.get("tp", 1),
             sp=program.mesh.get("sp", 1),
             batch=batch,
@@ -157,12 +149,12 @@ class Predictor:
 
     def pareto(
         self, program_at: Callable[[int], Program | None], degrees: Sequence[int], batches: Sequence[int]
-    ) -> tuple[Point, ...]:
+    ) -> tuple[PredictedPoint, ...]:
         """Points of a recipe; `program_at` gives its program for a number of ranks, None where it cannot be applied.
 
         Where the fabric cannot hold so many ranks there is no point either.
         """
-        points: list[Point] = []
+        points: list[PredictedPoint] = []
         for degree in degrees:
             program = program_at(degree)
             if program is None:
@@ -216,10 +208,10 @@ class Predictor:
 
     # --- the fabric ---
 
-    def _durations(self, program: Program) -> Durations:
+    def _durations(self, program: Program) -> KernelDurations:
         dtype = str(model_dtype(program)).removeprefix("torch.")
         if dtype not in self.durations:
-            self.durations[dtype] = Durations(rates_of(self.fabric.device, dtype, self.workload.graphed))
+            self.durations[dtype] = KernelDurations(rates_of(self.fabric.device, dtype, self.workload.graphed))
         return self.durations[dtype]
 
     def _delay(self, begin: Begin, call: Call) -> Delay:

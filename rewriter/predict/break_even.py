@@ -1,6 +1,6 @@
 """From which all-reduce time on a recipe pays.
 
-All all-reduces of a phase are made to take the same time d, whatever their size; everything else stays as it is on the
+All all-reduces of a phase are made to take the same time d, no matter their size; everything else stays as it is on the
 fabric, also the SMs and memory traffic that they take. A quantized all-reduce keeps its ratio to the exact one: its
 messages take d · (their time on the fabric) / (the exact all-reduce's). The break-even is the d at which the recipe's
 phase takes as long as the first recipe's.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rewriter.fabric import Call, Delay
 from rewriter.predict.steps import Begin, Step
-from rewriter.predict.timeline import Delays, Durations, Timeline
+from rewriter.predict.timeline import Delays, KernelDurations, Timeline
 
 LONGEST = 1.0  # second: the longest all-reduce that is considered
 _CLOSE = 1e-3  # of a phase: less is no gain; launches that happen to fuse otherwise make such differences
@@ -38,7 +38,7 @@ def constant(d: float, delays: Delays) -> Delays:
 class BreakEven:
     """Compares recipes with the first one, whose times it keeps: all are searched at the same places."""
 
-    def __init__(self, first: Sequence[Step], durations: Durations, delays: Delays) -> None:
+    def __init__(self, first: Sequence[Step], durations: KernelDurations, delays: Delays) -> None:
         self.first, self.durations, self.delays = first, durations, delays
         self.known: dict[float, float] = {}
 

@@ -23,7 +23,7 @@ from rewriter.fabric import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
 from rewriter.predict.machine import device_section
-from rewriter.predict.timing import Run, beside_computation, durations, mean, own_device
+from rewriter.predict.timing import StartCollective, beside_computation, durations, mean, own_device
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 KINDS: tuple[Kind, ...] = (*COLLECTIVES, "broadcast", "send")
@@ -40,7 +40,7 @@ _ROOTED: tuple[Kind, ...] = ("broadcast", "send")  # not every rank waits for ev
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one size: the median of several rounds. `taken`: see `timing.Durations`, their largest."""
+    """One collective at one size: the median of several rounds. `taken`: the largest, see `MeasuredDurations`."""
 
     kind: Kind
     ranks: int
@@ -156,7 +156,7 @@ def _file(out: Path, found: Sequence[Measurement], device: dict[str, Any]) -> di
     }
 
 
-def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> Run:
+def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> StartCollective:
     """Starts the collective once and returns its handle. `nbytes` is counted as in `rewriter.fabric.Call`."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(max(ranks, nbytes // 4 // ranks * ranks), device=device)
@@ -164,7 +164,7 @@ def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> Ru
     other = torch.zeros_like(whole)
     if kind == "send":
         return lambda: _RoundTrip(whole, other, group) if rank < 2 else _Nothing()
-    calls: dict[Kind, Run] = {
+    calls: dict[Kind, StartCollective] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group, async_op=True),
         "all_gather": lambda: _all_gather(whole, part, group=group, async_op=True),
         "reduce_scatter": lambda: _reduce_scatter(part, whole, group=group, async_op=True),

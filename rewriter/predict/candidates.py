@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rewriter.common.errors import RewriterError
 from rewriter.inspect.rules import unfired, without_measurements
 from rewriter.predict.analytic import Candidate
-from rewriter.predict.results import Skipped
+from rewriter.predict.results import SkippedRecipe
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -32,13 +32,15 @@ class Candidates:
     known: Applied = field(default_factory=dict)
     standard: dict[int, Program] = field(default_factory=dict)
 
-    def of(self, recipes: Sequence[str | os.PathLike[str] | Recipe], tp: int) -> tuple[list[Candidate], list[Skipped]]:
+    def of(
+        self, recipes: Sequence[str | os.PathLike[str] | Recipe], tp: int
+    ) -> tuple[list[Candidate], list[SkippedRecipe]]:
         """(candidates, recipes that cannot be applied) on `tp` ranks in all.
 
         Raises RewriterError where the first recipe, with which the others are compared, or all of them cannot be.
         """
         found: list[Candidate] = []
-        skipped: list[Skipped] = []
+        skipped: list[SkippedRecipe] = []
         for given in recipes:
             recipe = load_recipe(given, self.set)
             try:
@@ -46,7 +48,7 @@ class Candidates:
             except RewriterError as error:
                 if not found:
                     raise
-                skipped.append(Skipped(recipe.name, str(error)))
+                skipped.append(SkippedRecipe(recipe.name, str(error)))
         return found, skipped
 
     def one(self, recipe: Recipe, tp: int) -> Candidate:
@@ -70,7 +72,7 @@ class Candidates:
         return sp, tp // sp
 
     def _standard(self, tp: int) -> Program:
-        """Plain tensor parallelism, which tells what a measurement would choose among."""
+        """Plain tensor parallelism, which says what a measurement would choose among."""
         if tp not in self.standard:
             if tp == 1:
                 self.standard[tp] = self.original
@@ -80,7 +82,7 @@ class Candidates:
 
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """The recipes, those of one name told apart: "mine", "mine-2". Reports are by name."""
+    """The recipes, those of one name numbered: "mine", "mine-2". Reports are by name."""
     found: list[Recipe] = []
     for recipe in recipes:
         taken, number, name = {r.name for r in found}, 1, recipe.name

@@ -13,10 +13,11 @@ from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
-from rewriter.predict.analytic import Predictor, Workload
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.pareto import BATCHES, DEGREES
-from rewriter.predict.results import Comparison, Point
+from rewriter.predict.results import PredictedPoint, RecipeComparison
+from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes.apply import load_recipe
 
 if TYPE_CHECKING:
@@ -26,41 +27,29 @@ if TYPE_CHECKING:
 def compare(
     model: Any,
     recipes: Sequence[str | os.PathLike[str] | Recipe],
+    workload: Workload,
+    cluster: Cluster,
     *,
-    fabric: Any,
-    tp: int,
-    sp: int | None,
-    nodes: int | None,
-    batch: int,
-    prompt: int,
-    generate: int,
-    graphed: bool,
-    what_if: Sequence[str],
-    library: str | None,
-    pareto: bool,
-    set: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-) -> Comparison:
-    """See `rewriter.api.predict`, whose arguments these are."""
+    pareto: bool = False,
+    set: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> RecipeComparison:
+    """See `rewriter.api.predict`."""
     began = time.process_time()
     if not recipes:
         raise RewriterError("predict: no recipe is named. Give at least one: --recipe tensor-parallel")
-    for option, number in (("--tp", tp), ("--nodes", nodes), ("--sp", sp)):
-        if number is not None and number < 1:
-            raise RewriterError(f"{option} {number}: expected 1 or more")
-    workload = Workload(batch, prompt, generate, graphed)
-    where = fabric if isinstance(fabric, Fabric) else load_fabric(fabric)
-    predictor = Predictor(where, workload, tuple(what_if), nodes, library)
+    where = cluster.fabric if isinstance(cluster.fabric, Fabric) else load_fabric(cluster.fabric)
+    predictor = Predictor(where, workload, cluster.what_if, workload.nodes, cluster.library)
     loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
     name, program = _traced(model, trust_remote_code)
-    candidates = Candidates(program, sp)
-    found, skipped = candidates.of(loaded, tp)
-    said = about_model(program, prompt + generate)
+    candidates = Candidates(program, workload.sp)
+    found, skipped = candidates.of(loaded, workload.tp)
+    said = about_model(program, workload.prompt + workload.generate)
     done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
-    points: dict[str, tuple[Point, ...]] = {}
+    points: dict[str, tuple[PredictedPoint, ...]] = {}
     if pareto:
         by_name = {recipe.name: recipe for recipe in loaded}
-        points = {p.recipe: _points(predictor, candidates, by_name[p.recipe], tp) for p in done.predictions}
+        points = {p.recipe: _points(predictor, candidates, by_name[p.recipe]) for p in done.predictions}
     return replace(done, pareto=points, seconds=time.process_time() - began)
 
 
@@ -91,7 +80,7 @@ def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
     return str(model) if isinstance(model, (str, os.PathLike)) else program.source.model_type, program
 
 
-def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe, tp: int) -> tuple[Point, ...]:
+def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[PredictedPoint, ...]:
     """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
 
     def program_at(degree: int) -> Program | None:
@@ -100,7 +89,7 @@ def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe, tp: in
         except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
             return None
 
-    degrees, batches = sorted({*DEGREES, tp}), sorted({*BATCHES, predictor.workload.batch})
+    degrees, batches = sorted({*DEGREES, predictor.workload.tp}), sorted({*BATCHES, predictor.workload.batch})
     return _on_few_nodes(predictor).pareto(program_at, degrees, batches)
 
 

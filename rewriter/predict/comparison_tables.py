@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import duration, percent, rate, size, times
-from rewriter.predict.results import Comparison, Phase, Point, Prediction
+from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 
 COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
 DROPPED = ("memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
@@ -27,10 +27,10 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class Report:
+class ComparisonReport:
     """What `rewrite predict` prints; rich renders it as wide as the terminal is. `pareto`: with the table of points."""
 
-    comparison: Comparison
+    comparison: RecipeComparison
     pareto: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -83,7 +83,7 @@ def parts(phase: Phase) -> dict[str, float]:
     return {"computing": phase.compute_seconds, "waiting": phase.exposed_seconds, "launching": phase.host_seconds}
 
 
-def setting(comparison: Comparison) -> str:
+def setting(comparison: RecipeComparison) -> str:
     """The job in words: "tp 8 on 2 nodes, batch 1, 1,024 + 512 tokens, eager"."""
     if not comparison.predictions:
         return ""
@@ -94,7 +94,7 @@ def setting(comparison: Comparison) -> str:
     return f"{ranks}{nodes}, batch {p.batch}, {p.prompt:,} + {p.generate:,} tokens, {how}"
 
 
-def model_name(comparison: Comparison) -> str:
+def model_name(comparison: RecipeComparison) -> str:
     """A hub id, or the last part of a path; of a bare config.json, with its directory."""
     parts = Path(comparison.model).parts
     if len(parts) <= 2 and not Path(comparison.model).is_absolute():
@@ -102,7 +102,7 @@ def model_name(comparison: Comparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _header(found: Comparison) -> Text:
+def _header(found: RecipeComparison) -> Text:
     header = Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
     if found.what_if:
         header.append(f"\nwhat if: {', '.join(found.what_if)}")
@@ -169,7 +169,7 @@ def _card(p: Prediction) -> Table:
     return table
 
 
-def _pareto(found: Mapping[str, Sequence[Point]]) -> Table:
+def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
     table = _table("Best TP degrees and batches", "recipe", columns)
@@ -184,12 +184,12 @@ def _pareto(found: Mapping[str, Sequence[Point]]) -> Table:
     return table
 
 
-def degree(q: Point) -> str:
+def degree(q: PredictedPoint) -> str:
     """The ranks of a point: "8", and "4 × sp 2" where some share tokens."""
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def _said(found: Comparison) -> Iterable[str]:
+def _said(found: RecipeComparison) -> Iterable[str]:
     """What must be known beyond the numbers. A note that several recipes share is said once."""
     if lacking := [p.recipe for p in found.predictions if not p.fits]:
         yield f"! More than a device's memory: {', '.join(lacking)}."

@@ -7,7 +7,7 @@ from html import escape
 from math import log
 
 from rewriter.common.numbers import duration, rate
-from rewriter.predict.results import Point
+from rewriter.predict.results import PredictedPoint
 from rewriter.predict.svg import SERIES, drawing, log_ticks, number, path, text
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1000.0, 460.0, 76.0, 230.0, 16.0, 46.0
@@ -19,13 +19,13 @@ SHAPES = (
 )  # fmt: skip
 
 
-def pareto(name: str, found: Mapping[str, Sequence[Point]]) -> str:
+def pareto(name: str, found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     """The drawing; empty without points. Both axes are logarithmic. Hollow points do not fit in memory."""
     points = [point for line in found.values() for point in line]
     if not points:
         return ""
     xs, ys = [q.seconds_per_token for q in points], [q.tokens_per_second_per_gpu for q in points]
-    place = _Place(min(xs) / 1.15, max(xs) * 1.15, min(ys) / 1.15, max(ys) * 1.15)
+    place = _PlotPlace(min(xs) / 1.15, max(xs) * 1.15, min(ys) / 1.15, max(ys) * 1.15)
     degrees = sorted({q.ranks for q in points})
     height = max(HEIGHT, TOP + 30 + LEGEND * (len(found) + len(degrees) + 3))
     parts = _axes(place)
@@ -52,13 +52,13 @@ def pareto(name: str, found: Mapping[str, Sequence[Point]]) -> str:
     return drawing(name, WIDTH, height, "Latency against use of a GPU", told, parts)
 
 
-class _Place:
+class _PlotPlace:
     """From figures to coordinates."""
 
     def __init__(self, left: float, right: float, low: float, high: float) -> None:
         self.left, self.right, self.low, self.high = left, right, low, high
 
-    def of(self, q: Point) -> str:
+    def of(self, q: PredictedPoint) -> str:
         return f"{number(self.x(q.seconds_per_token))} {number(self.y(q.tokens_per_second_per_gpu))}"
 
     def x(self, seconds: float) -> float:
@@ -77,7 +77,7 @@ def _share(value: float, low: float, high: float) -> float:
     return log(value / low) / log(high / low)
 
 
-def _axes(place: _Place) -> list[str]:
+def _axes(place: _PlotPlace) -> list[str]:
     parts = []
     for value in log_ticks(place.left, place.right):
         x = place.x(value)
@@ -101,7 +101,7 @@ def _tick(words: str) -> str:
     return f"{short} {unit}".strip()
 
 
-def _point(q: Point, recipe: str, colour: str, place: _Place, degrees: Sequence[int]) -> str:
+def _point(q: PredictedPoint, recipe: str, colour: str, place: _PlotPlace, degrees: Sequence[int]) -> str:
     ranks = f"tp {q.tp}" + (f" × sp {q.sp}" if q.sp > 1 else "")
     told = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
     told += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")

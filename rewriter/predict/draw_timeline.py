@@ -193,7 +193,7 @@ def shown(phase: Phase, common: Scale) -> list[Span]:
 
 def label_of(span: Span) -> str:
     """A span's name without the path to its layer: "mlp.down_proj", "all-reduce mlp" ("all-reduce 12 mlp" of another
-    layer is told by its path)."""
+    layer is named by its path)."""
     if span.layer is None:
         return span.name
     return re.sub(rf"(?:[\w.]*\.)?(?:layers|h|blocks?)\.{span.layer}\.", "", span.name)

@@ -13,10 +13,10 @@ from rewriter.ir import Program
 from rewriter.predict import measurement
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.compare import compare
-from rewriter.predict.measurement import Emulation, Job
-from rewriter.predict.results import Comparison
+from rewriter.predict.results import RecipeComparison
 from rewriter.predict.validate import validate as compare_with_real
 from rewriter.predict.validation import Validation
+from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import load_config
@@ -26,47 +26,36 @@ from rewriter.weights.checkpoint import INDEX, SINGLE
 def measure(
     model: str | os.PathLike[str],
     recipes: Sequence[str],
+    workload: Workload,
+    cluster: Cluster,
     *,
-    job: Job,
-    fabric: str,
-    library: str | None,
-    what_if: tuple[str, ...],
-    nodes: int | None,
-    sp: int | None,
-    trust_remote_code: bool,
-) -> Comparison:
+    trust_remote_code: bool = False,
+) -> RecipeComparison:
     """See `rewriter.api.measure`."""
-    fewest = -(-job.ranks // load_fabric(fabric).node)
+    fewest, nodes = -(-workload.tp // load_fabric(cluster.fabric).node), workload.nodes
     if nodes is not None and nodes != fewest:
         raise RewriterError(
-            f"--nodes {nodes}: with --measure, {job.ranks} ranks fill their nodes one by one, {fewest} of {fabric}. "
-            "Leave out --nodes, or --measure"
+            f"--nodes {nodes}: with --measure, {workload.tp} ranks fill their nodes one by one, {fewest} of "
+            f"{cluster.fabric}. Leave out --nodes, or --measure"
         )
     program = traced(model, trust_remote_code)
-    predicted = compare(
-        program, recipes, fabric=fabric, tp=job.ranks, sp=sp, nodes=nodes, batch=job.batch, prompt=job.prompt,
-        generate=job.generate, graphed=job.graphed, what_if=what_if, library=library, pareto=False, set=None,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    programs = _programs(program, recipes, job.ranks, sp)
-    found = measurement.measure(programs, predicted, job, Emulation(fabric, what_if, library))
+    predicted = compare(program, recipes, workload, cluster, trust_remote_code=trust_remote_code)
+    found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster)
     return replace(found, model=os.fspath(model))
 
 
 def validate(
     model: str | os.PathLike[str],
     recipes: Sequence[str],
+    workload: Workload,
+    cluster: Cluster,
     *,
-    job: Job,
-    fabric: str,
-    library: str | None,
-    sp: int | None,
-    trust_remote_code: bool,
-    launches: int,
+    trust_remote_code: bool = False,
+    launches: int = 3,
 ) -> Validation:
     """See `rewriter.api.validate`."""
-    programs = _programs(traced(model, trust_remote_code), recipes, job.ranks, sp)
-    return compare_with_real(programs, job, Emulation(fabric, (), library), launches)
+    programs = _programs(traced(model, trust_remote_code), recipes, workload)
+    return compare_with_real(programs, workload, cluster, launches)
 
 
 def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
@@ -77,8 +66,8 @@ def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
     return trace(path if path.exists() else os.fspath(model), trust_remote_code=trust_remote_code)
 
 
-def _programs(program: Program, recipes: Sequence[str], ranks: int, sp: int | None) -> list[tuple[str, Program]]:
+def _programs(program: Program, recipes: Sequence[str], workload: Workload) -> list[tuple[str, Program]]:
     """The programs of those recipes that can be applied."""
     loaded = distinct([load_recipe(recipe) for recipe in recipes])
-    found, _ = Candidates(program, sp).of(loaded, ranks)
+    found, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
     return [(candidate.recipe, candidate.program) for candidate in found]

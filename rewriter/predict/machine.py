@@ -48,7 +48,7 @@ def device_section(device: torch.device, source: str) -> dict[str, Any]:
         "graphed_launch_seconds": figure(
             0.0 if device.type == "cuda" else launch, "assumed: 0 on CUDA, no graphs else"
         ),
-        "multiprocessors": figure(_processors(device), "as the system tells"),
+        "multiprocessors": figure(_processors(device), "as the system reports"),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,10 @@ from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.predict.rank_launcher import Seconds, run, slowest
+from rewriter.predict.rank_launcher import PassSeconds, run, slowest
 from rewriter.predict.rank_worker import Spec, Variant
-from rewriter.predict.results import Comparison, Phase, Prediction, generation_seconds
+from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
+from rewriter.predict.workload import Cluster, Workload
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
 
 if TYPE_CHECKING:
@@ -28,32 +29,6 @@ if TYPE_CHECKING:
 
 REPETITIONS = 5
 TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may take long on a CPU
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is run: `batch` prompts of `prompt` tokens, `generate` new ones each, on `ranks` in all. `graphed`: compiled
-    and replayed from CUDA graphs, on GPUs; on CPUs there are none."""
-
-    ranks: int
-    batch: int
-    prompt: int
-    generate: int
-    graphed: bool
-
-    @property
-    def past(self) -> int:
-        """Tokens before the decode step that is measured: the mean of a generation."""
-        return self.prompt + self.generate // 2
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """The rest of the world: a fabric by name or file, whose library's collectives, and changes to their delays."""
-
-    fabric: str
-    what_if: tuple[str, ...] = ()
-    library: str | None = None
 
 
 def classes(program: Program) -> tuple[int, ...]:
@@ -96,30 +71,30 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def spec(variants: Sequence[Variant], job: Job, where: str, emulation: Emulation | None, cores: Sequence[int]) -> Spec:
-    """What ranks are asked; all of them are real without `emulation`."""
+def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
+    """What ranks are asked; all of them are real without `cluster`."""
     values = None
-    if emulation is not None:
+    if cluster is not None:
         values = {
-            "world_size": job.ranks, "fabric": emulation.fabric, "what_if": list(emulation.what_if),
+            "world_size": job.tp, "fabric": cluster.fabric, "what_if": list(cluster.what_if),
             "graphed": job.graphed and where == "cuda",
-            **({} if emulation.library is None else {"library": emulation.library}),
+            **({} if cluster.library is None else {"library": cluster.library}),
         }  # fmt: skip
     return Spec(
-        tuple(variants), job.ranks, job.batch, job.prompt, job.past, job.prompt + job.generate, where, store="",
+        tuple(variants), job.tp, job.batch, job.prompt, job.past, job.prompt + job.generate, where, store="",
         emulation=values, silent=False, graphed=job.graphed, cores=tuple(cores), repetitions=REPETITIONS,
     )  # fmt: skip
 
 
-def emulated(found: Spec, rank: int) -> dict[str, Seconds]:
+def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
     """One rank for real, in an emulated world."""
     assert found.emulation is not None
     return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank], TIMEOUT)
 
 
 def measure(
-    programs: Sequence[tuple[str, Program]], predicted: Comparison, job: Job, emulation: Emulation
-) -> Comparison:
+    programs: Sequence[tuple[str, Program]], predicted: RecipeComparison, job: Workload, cluster: Cluster
+) -> RecipeComparison:
     """`predicted` with passes as a real rank measures them, for recipes by name and their programs.
 
     Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
@@ -127,7 +102,7 @@ def measure(
     """
     where = device()
     by_name = dict(programs)
-    measured: dict[str, Seconds] = {}
+    measured: dict[str, PassSeconds] = {}
     for p in predicted.predictions:
         program = by_name[p.recipe]
         require_memory(p, where)
@@ -135,12 +110,12 @@ def measure(
             ranks = classes(program)
             shards = sorted({rank % program.mesh.get("tp", 1) for rank in ranks})
             made = variant(program, p.recipe, Path(scratch, "rank"), shards)
-            asked = replace(spec([made], job, where, emulation, cores(1, where)), silent=True)
+            asked = replace(spec([made], job, where, cluster, cores(1, where)), silent=True)
             measured[p.recipe] = slowest([emulated(asked, rank)[p.recipe] for rank in ranks])
     return with_measured(predicted, measured, where)
 
 
-def with_measured(predicted: Comparison, measured: Mapping[str, Seconds], where: str) -> Comparison:
+def with_measured(predicted: RecipeComparison, measured: Mapping[str, PassSeconds], where: str) -> RecipeComparison:
     """The comparison with these seconds of each recipe's passes, the silent ones among them."""
     found: list[Prediction] = []
     for p in predicted.predictions:
@@ -174,7 +149,7 @@ def _phase(phase: Phase, seconds: float, silent: float) -> Phase:
 
 
 def cores(ranks: int, where: str) -> tuple[int, ...]:
-    """A core of its own for each rank that computes on the CPU, where this process may use so many; else none."""
+    """A separate core for each rank that computes on the CPU, where this process may use so many; else none."""
     if where != "cpu" or not hasattr(os, "sched_getaffinity"):
         return ()
     usable = sorted(os.sched_getaffinity(0))

@@ -24,7 +24,7 @@ from rewriter.predict.comparison_tables import (
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import Scale, label_of, named, scale, shown, timeline
-from rewriter.predict.results import Comparison, Phase, Point, Prediction
+from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 from rewriter.predict.svg import STYLE
 from rewriter.predict.validation import COLUMNS as VALIDATED
 from rewriter.predict.validation import Validation
@@ -66,7 +66,7 @@ _HATCH = (
 
 
 def page(
-    comparison: Comparison,
+    comparison: RecipeComparison,
     command: str = "",
     figures: Sequence[tuple[str, str, str]] = (),
     validation: Validation | None = None,
@@ -148,7 +148,7 @@ def headline(predictions: Sequence[Prediction]) -> str:
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _speed(found: Comparison) -> str:
+def _speed(found: RecipeComparison) -> str:
     rows = [(p.recipe, list(cells(p).values())) for p in found.predictions]
     first = found.predictions[0].recipe if found.predictions else ""
     caption = f"Tokens per second as multiples of {first}'s, the first recipe named (the dashed line)."
@@ -209,7 +209,7 @@ def _spans(phase: Phase, common: Scale) -> str:
     )
 
 
-def _points(found: Mapping[str, Sequence[Point]]) -> str:
+def _points(found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     if not any(found.values()):
         return ""
     rows = [
@@ -237,7 +237,7 @@ def _validated(found: Validation | None) -> str:
     return f"<h2>Validation</h2>{table}{said}"
 
 
-def _notes(found: Comparison) -> str:
+def _notes(found: RecipeComparison) -> str:
     said = [
         ("" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: ") + note
         for note, recipes in shared_notes(found.predictions)
@@ -248,7 +248,7 @@ def _notes(found: Comparison) -> str:
     return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>"
 
 
-def _origin(found: Comparison, command: str, figures: Sequence[tuple[str, str, str]]) -> str:
+def _origin(found: RecipeComparison, command: str, figures: Sequence[tuple[str, str, str]]) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(what)}<td>{escape(value)}<td>{escape(source)}' for what, value, source in figures
     )

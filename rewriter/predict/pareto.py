@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rewriter.predict.results import Point
+from rewriter.predict.results import PredictedPoint
 
 DEGREES, BATCHES = (1, 2, 4, 8), (1, 4, 16, 64)
 
 
-def with_front(points: Sequence[Point]) -> tuple[Point, ...]:
+def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
     """The points with `front` set: of those that fit, no other is at least as good in both and better in one."""
 
-    def beaten(point: Point) -> bool:
+    def beaten(point: PredictedPoint) -> bool:
         return any(
             other.fits
             and other.seconds_per_token <= point.seconds_per_token

@@ -1,18 +1,14 @@
 """What a real rank runs, under gloo, NCCL or the emulated backend: emitted modules, whose passes are timed.
 
-    python -m rewriter.predict.rank_worker SPEC.json RANK RESULT.json
-
 Prefill of prompts, and decode steps behind so many tokens as a generation has in the mean; see `Spec`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rewriter.common.processes import rank_main
 from rewriter.fabric import Call, Delay
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
@@ -47,7 +44,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank of `world` is asked.
+    """What a rank of `world` measures.
 
     `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: where real ranks meet,
     the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
@@ -73,16 +70,14 @@ class Spec:
     largest: int = 0
     messages: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Spec:
-        values = json.loads(text)
+    def of(cls, values: Mapping[str, Any]) -> Spec:
+        """From the JSON values of its fields; others are left out."""
         variants = tuple(
             Variant(**{**v, "grid": None if v["grid"] is None else tuple(v["grid"])}) for v in values["variants"]
         )
-        return cls(**{**values, "variants": variants, "cores": tuple(values["cores"])})
+        own = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**{**own, "variants": variants, "cores": tuple(values["cores"])})
 
 
 class Silent:
@@ -92,9 +87,9 @@ class Silent:
         return Delay(0.0, 0.0, ())
 
 
-def main(arguments: list[str]) -> int:
-    spec_path, rank_text, result_path = arguments
-    spec, rank = Spec.from_json(Path(spec_path).read_text()), int(rank_text)
+def main(values: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What `rank` measures of the `Spec` of `values`."""
+    spec = Spec.of(values)
     if spec.cores:
         os.sched_setaffinity(0, {spec.cores[rank % len(spec.cores)]})  # before any thread: gloo's own inherit it
         torch.set_num_threads(1)
@@ -102,13 +97,9 @@ def main(arguments: list[str]) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    found: dict[str, Any] = {v.recipe: _passes(spec, v, rank, device) for v in spec.variants}
     if spec.largest:
-        found = _calibrated(spec, rank, device)
-    partial = Path(result_path + ".partial")
-    partial.write_text(json.dumps(found))
-    partial.replace(result_path)
-    return 0
+        return _calibrated(spec, rank, device)
+    return {v.recipe: _passes(spec, v, rank, device) for v in spec.variants}
 
 
 def _calibrated(spec: Spec, rank: int, device: torch.device) -> dict[str, Any]:
@@ -137,7 +128,7 @@ def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> di
 
 
 def _join(spec: Spec, meeting: int, rank: int, device: torch.device, silent: bool) -> None:
-    """A process group; real ranks of each `meeting` meet in a file of its own."""
+    """A process group; real ranks of each `meeting` meet in a separate file."""
     if spec.emulation is not None:
         from rewriter.emulation import EmulationConfig
 
@@ -217,7 +208,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], floa
 
 
 def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
-    """A pass as a CUDA graph, captured after it has warmed up on a stream of its own."""
+    """A pass as a CUDA graph, captured after it has warmed up on a separate stream."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -261,4 +252,4 @@ def _randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    rank_main(main)

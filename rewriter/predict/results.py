@@ -130,7 +130,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Point:
+class PredictedPoint:
     """One choice of ranks and batch. `tp`: ranks that share heads and channels, `sp`: those that share tokens.
     `seconds_per_token`: of a decode step, as in `Prediction` (the user's latency). `tokens_per_second_per_gpu`: of all
     sequences and whole generations, over the ranks. `fits`: in the device's memory. `front`: no other point that fits
@@ -150,7 +150,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedRecipe:
     """A recipe that was not predicted, and why, in words."""
 
     recipe: str
@@ -158,7 +158,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecipeComparison:
     """Recipes on one fabric, in the order in which they were named; the first is what the others are compared with.
 
     `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
@@ -172,19 +172,19 @@ class Comparison:
     device: str
     modelled: bool
     predictions: tuple[Prediction, ...]
-    pareto: Mapping[str, tuple[Point, ...]]
+    pareto: Mapping[str, tuple[PredictedPoint, ...]]
     what_if: tuple[str, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedRecipe, ...] = ()
     seconds: float = 0.0
 
 
-def to_json(comparison: Comparison) -> list[dict[str, Any]]:
+def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
-    asked for, "pareto" lists the recipe's, as in `Point`."""
+    asked for, "pareto" lists the recipe's, as in `PredictedPoint`."""
     return [_object(p, comparison) for p in comparison.predictions]
 
 
-def _object(prediction: Prediction, comparison: Comparison) -> dict[str, Any]:
+def _object(prediction: Prediction, comparison: RecipeComparison) -> dict[str, Any]:
     p, points = prediction, comparison.pareto.get(prediction.recipe)
     return {
         "recipe": p.recipe,

@@ -20,7 +20,7 @@ from rewriter.predict.kernel_cost import Exchange, Item, Kernel
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TimelineRun:
     """Kernels on the compute stream."""
 
     name: str
@@ -51,7 +51,7 @@ class Await:
     begin: Begin
 
 
-Step = Run | Begin | Await
+Step = TimelineRun | Begin | Await
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
     pending: list[tuple[NodeWork, Kernel]] = []
 
     def flush() -> None:
-        found.extend(Run(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
+        found.extend(TimelineRun(_name(work.node), marks(work.node).layer, (kernel,)) for work, kernel in pending)
         pending.clear()
 
     for work in forward.works:
@@ -131,7 +131,7 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
         return
     name, layer = _name(node), marks(node).layer
     if not any(isinstance(item, Exchange) for item in items):
-        yield Run(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
+        yield TimelineRun(name, layer, items)  # type: ignore[arg-type]  # one tuple for all alike layers
         return
     kernels: list[Kernel] = []
     waiting: list[tuple[int, Begin]] = []  # (items until it is waited for, what)
@@ -139,7 +139,7 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
         due = [begin for left, begin in waiting if left == 0]
         waiting = [(left - 1, begin) for left, begin in waiting if left > 0]
         if (due or isinstance(item, Exchange)) and kernels:
-            yield Run(name, layer, tuple(kernels))
+            yield TimelineRun(name, layer, tuple(kernels))
             kernels = []
         yield from (Await(begin) for begin in due)
         if isinstance(item, Kernel):
@@ -155,7 +155,7 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
         else:
             yield Await(begin)
     if kernels:
-        yield Run(name, layer, tuple(kernels))
+        yield TimelineRun(name, layer, tuple(kernels))
     yield from (Await(begin) for _, begin in waiting)
 
 
@@ -176,7 +176,7 @@ def _begin(work: NodeWork, place: Place) -> Begin:
 
 
 def _quantized(work: NodeWork, place: Place, ranks: tuple[int, ...], name: str) -> tuple[Call | Kernel, ...]:
-    """`rewriter.runtime.quantized`: slices are quantized and dealt, summed and quantized again, gathered and read."""
+    """`rewriter.runtime.quantized`: slices are quantized, exchanged, summed, quantized again, gathered and read."""
     format = parse_format(name)
     payload = len(ranks) * format.payload_bytes(slice_length(work.elements, len(ranks), format))
     own = work.nbytes / len(ranks)

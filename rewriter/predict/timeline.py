@@ -23,13 +23,13 @@ from rewriter.predict.device import Rates
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import Phase, Span
 from rewriter.predict.roofline import ALONE, Contention, seconds
-from rewriter.predict.steps import Begin, Run, Step
+from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]
 
 
 @dataclass
-class Durations:
+class KernelDurations:
     """What runs take on a device; kernels of alike layers are asked once. `rates` says which device."""
 
     rates: Rates
@@ -63,7 +63,7 @@ class _Busy:
 class Timeline:
     """Runs steps once. `delays` says what each call of a collective takes; `record` keeps spans."""
 
-    def __init__(self, durations: Durations, delays: Delays, record: bool = True) -> None:
+    def __init__(self, durations: KernelDurations, delays: Delays, record: bool = True) -> None:
         self.durations, self.delays, self.record = durations, delays, record
         self.launch = durations.rates.launch
         self.now = 0.0  # when the compute stream has done what it was given
@@ -82,7 +82,7 @@ class Timeline:
     def run(self, steps: Sequence[Step]) -> float:
         """Seconds of the steps, to the end of every stream."""
         for step in steps:
-            if isinstance(step, Run):
+            if isinstance(step, TimelineRun):
                 self._run(step)
             elif isinstance(step, Begin):
                 self._begin(step)
@@ -123,7 +123,7 @@ class Timeline:
 
     # --- the compute stream ---
 
-    def _run(self, step: Run) -> None:
+    def _run(self, step: TimelineRun) -> None:
         alone, constant = self.durations.of(step.kernels)
         self._wait(self.host + self.launch)
         start = self.now

@@ -24,11 +24,11 @@ _PAUSES = (1e-3, 15e-3)  # seconds: the shortest and longest computations betwee
 _LONGEST = 1.0  # seconds for one size of one collective, after which fewer repetitions must do
 _FEWEST = 3
 
-Run = Callable[[], Any]  # starts a collective once and returns its handle
+StartCollective = Callable[[], Any]  # starts a collective once and returns its handle
 
 
 @dataclass(frozen=True)
-class Durations:
+class MeasuredDurations:
     """Seconds of each repetition, the same on every rank. `taken`: the share of the ranks' computations between
     repetitions in which they did not have their core: something else runs there."""
 
@@ -37,8 +37,8 @@ class Durations:
 
 
 def durations(
-    run: Run, repetitions: int, device: torch.device, halves: bool = False, rooted: bool = False
-) -> Durations:
+    run: StartCollective, repetitions: int, device: torch.device, halves: bool = False, rooted: bool = False
+) -> MeasuredDurations:
     """Repetitions of a collective whose ranks wait for it, each from the moment at which a rank's call has reached the
     library to that rank's completion, on average over ranks. So a rank's wait for others, whose computations took
     longer, is part of it, as in nccl-tests' averages: a program has it as well.
@@ -76,12 +76,14 @@ def durations(
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
     found = _waits(starts[begun:], ends[begun:], 2 if halves else dist.get_world_size(), rooted and not halves)
     if halves:  # a round trip is over when its call returns
-        return Durations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
+        return MeasuredDurations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
     call = agreed(statistics.median(calls[begun:]))
-    return Durations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
+    return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
 
 
-def beside_computation(run: Run, typical: float, repetitions: int, rooted: bool = False) -> tuple[float, float]:
+def beside_computation(
+    run: StartCollective, typical: float, repetitions: int, rooted: bool = False
+) -> tuple[float, float]:
     """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
     where they wait, with the same `rooted`.
 

@@ -15,44 +15,45 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
-from rewriter.predict.measurement import TIMEOUT, Emulation, Job, classes, cores, emulated, free_memory, spec, variant
-from rewriter.predict.rank_launcher import Seconds, calibrate, run, slowest
+from rewriter.predict.measurement import TIMEOUT, classes, cores, emulated, free_memory, spec, variant
+from rewriter.predict.rank_launcher import PassSeconds, calibrate, run, slowest
 from rewriter.predict.validation import PASSES, Row, Validation
+from rewriter.predict.workload import Cluster, Workload
 
 if TYPE_CHECKING:
     from rewriter.ir import Program
 
 
-def how_real(job: Job, bytes_per_rank: int) -> tuple[str, str]:
+def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
     """(device, words) for running all ranks of a job on this machine. Raises RewriterError that says why not."""
     import torch
 
-    if job.ranks < 2:
+    if job.tp < 2:
         raise RewriterError("on 1 rank nothing is communicated. Take --tp 2 or more")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus >= job.ranks:
-        return "cuda", f"{job.ranks} GPUs, NCCL"
+    if gpus >= job.tp:
+        return "cuda", f"{job.tp} GPUs, NCCL"
     has = f"this machine has {gpus} GPU{'s' * (gpus != 1)}" if gpus else "it has no GPU"
-    if not cores(job.ranks, "cpu"):
+    if not cores(job.tp, "cpu"):
         raise RewriterError(
-            f"{job.ranks} real ranks need a GPU or a CPU core each; {has}, and fewer cores for this "
+            f"{job.tp} real ranks need a GPU or a CPU core each; {has}, and fewer cores for this "
             "process. Use fewer ranks, or a larger machine"
         )
     free = free_memory("cpu")
-    if free is not None and job.ranks * bytes_per_rank > free:
+    if free is not None and job.tp * bytes_per_rank > free:
         raise RewriterError(
-            f"{job.ranks} ranks need {size(job.ranks * bytes_per_rank)}, and {size(free)} are free. Use a smaller model"
+            f"{job.tp} ranks need {size(job.tp * bytes_per_rank)}, and {size(free)} are free. Use a smaller model"
         )
-    return "cpu", f"{job.ranks} ranks on a CPU core each, gloo"
+    return "cpu", f"{job.tp} ranks on a CPU core each, gloo"
 
 
 def validate(
     programs: Sequence[tuple[str, Program]],
-    job: Job,
-    named: Emulation,
+    job: Workload,
+    named: Cluster,
     launches: int,
 ) -> Validation:
-    """Run every recipe's program on `job.ranks` real ranks, and on one with emulated peers, in turns.
+    """Run every recipe's program on `job.tp` real ranks, and on one with emulated peers, in turns.
 
     On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
     this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
@@ -63,8 +64,8 @@ def validate(
         where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))
     except RewriterError as error:
         return Validation("", named.fabric, (), str(error))
-    real: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
-    told: dict[str, list[Seconds]] = {recipe: [] for recipe, _ in programs}
+    real: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
+    told: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
         delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
@@ -76,8 +77,8 @@ def validate(
         for launch in range(launches):
             # The order turns, so that no recipe is always the first after a start.
             turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
-            asked = spec(turned, job, where, None, cores(job.ranks, where))
-            for recipe, found in run(asked, range(job.ranks), TIMEOUT).items():
+            asked = spec(turned, job, where, None, cores(job.tp, where))
+            for recipe, found in run(asked, range(job.tp), TIMEOUT).items():
                 real[recipe].append(found)
             asked = spec(turned, job, where, delays, cores(1, where))
             by_rank = {rank: emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})}
@@ -97,15 +98,15 @@ def validate(
     return Validation(words, fabric, tuple(rows), busy=busy)
 
 
-def _calibrated(programs: Sequence[tuple[str, Program]], job: Job, directory: Path) -> tuple[Emulation, float]:
+def _calibrated(programs: Sequence[tuple[str, Program]], job: Workload, directory: Path) -> tuple[Cluster, float]:
     """A fabric of this machine's CPU, of messages as large as the job's, and how busy it is (`Validation.busy`)."""
     from rewriter.analysis.communication import collectives
 
     per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
     largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
     messages = any(program.mesh.get("sp", 1) > 1 for _, program in programs)  # ranks that share tokens send some
-    asked = replace(spec((), job, "cpu", None, cores(job.ranks, "cpu")), largest=largest, messages=messages)
+    asked = replace(spec((), job, "cpu", None, cores(job.tp, "cpu")), largest=largest, messages=messages)
     file = directory / "this-machine.yaml"
     text, busy = calibrate(asked, TIMEOUT)
     file.write_text(text, encoding="utf-8")
-    return Emulation(str(file)), busy
+    return Cluster(str(file)), busy

@@ -1,24 +1,18 @@
-"""What each rank of `rewrite generate` runs:
-`torchrun … -m rewriter.runtime.generate_worker generate --dir DIR --request FILE
---result FILE`.
+"""Generation on ranks of this machine: `launch` starts them, and this module is what each of them runs.
 
 Requests and results are JSON, so nothing is unpickled between processes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import placed, rank_main, run_ranks
 
 # The arguments of `generate` that a request may hold besides its prompts.
 OPTIONS = frozenset(
@@ -26,79 +20,40 @@ OPTIONS = frozenset(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command on this rank; returns the exit status. A failure is written beside the result for `launch`."""
-    parser = argparse.ArgumentParser(prog="rewriter.runtime.generate_worker")
-    parser.add_argument("command", choices=["generate"])
-    parser.add_argument("--dir", required=True, type=Path, help="output directory of `rewrite`")
-    parser.add_argument(
-        "--request", required=True, type=Path, help='JSON: {"prompts": [[ids], …], "max_new_tokens": N, …}'
-    )
-    parser.add_argument("--result", required=True, type=Path, help="JSON written by rank 0")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args(arguments)
-    _die_with_parent()
-    try:
-        _generate(options)
-    except BaseException as error:
-        rank = int(os.environ.get("RANK", "0"))
-        report: dict[str, Any] = {
-            "rank": rank,
-            "time": time.time(),
-            "message": str(error) if isinstance(error, RewriterError) else None,
-            "traceback": traceback.format_exc(),
-        }
-        _write(options.result.with_name(f"{options.result.name}.error-{rank}"), report)
-        sys.stderr.write(report["traceback"])
-        sys.stderr.flush()
-        # Without a goodbye: leaving the process group would wait for ranks that may never answer.
-        os._exit(1)
-    return 0
+def launch(
+    directory: str | os.PathLike[str], ranks: int, request: Mapping[str, Any], *, timeout: float | None = None
+) -> dict[str, Any]:
+    """What `ranks` processes generate with the output in `directory`: "tokens", a list for each prompt of `request`.
+
+    `request`: "prompts", lists of token ids, and arguments of `rewriter.runtime.generate`. Raises RewriterError with
+    the message of the rank that failed first, or its traceback, and after `timeout` seconds. No rank outlives this.
+    """
+    unknown = sorted(set(request) - OPTIONS - {"prompts"})
+    if unknown:
+        raise RewriterError(f"generate: unknown key {unknown[0]!r}, expected {', '.join(sorted(OPTIONS))}")
+    where = str(Path(directory).resolve())
+    spec = {"directory": where, "request": dict(request)}
+    command = [sys.executable, "-m", "rewriter.runtime.generate_worker", where]
+    found = run_ranks(command, spec, range(ranks), timeout=timeout, about=f"{directory}: ", variables=placed(ranks))
+    answer: dict[str, Any] = found[0]
+    return answer
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
     from rewriter.runtime.generate import generate
     from rewriter.runtime.load import load
 
-    request = json.loads(options.request.read_text(encoding="utf-8"))
-    unknown = set(request) - OPTIONS - {"prompts"}
-    if unknown:
-        raise RewriterError(
-            f"{options.request}: unknown key {sorted(unknown)[0]!r}, expected {', '.join(sorted(OPTIONS))}"
-        )
-    model = load(options.dir, device=options.device, compile=options.compile)
-    tokens = generate(model, request.pop("prompts"), **request)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _write(options.result, {"tokens": tokens})
+    tokens = generate(load(spec["directory"]), **spec["request"])
     if dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _write(path: Path, content: Any) -> None:
-    """At once, so that a reader never sees half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
-
-
-def _die_with_parent() -> None:
-    """End when torchrun is gone, even if it was killed without a chance to stop its ranks."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    return {"tokens": tokens}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    rank_main(_generate)

@@ -1,4 +1,4 @@
-"""`torchrun -m rewriter.runtime.logits_worker REQUEST RESULT`: the logits of a runtime module, for verification.
+"""`python -m rewriter.runtime.logits_worker REQUEST RESULT`: on every rank, the logits of a runtime module.
 
 The request names a directory and batches of token ids (JSON); rank 0 writes logits [B, S, V] in fp32 (safetensors).
 Raises RuntimeError where ranks end with different logits.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rewriter.common.processes import reported
 from rewriter.runtime.context import Context
 from rewriter.runtime.load import load
 
@@ -39,4 +40,5 @@ def main(request_path: str, result_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with reported():
+        main(*sys.argv[1:])

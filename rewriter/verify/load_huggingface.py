@@ -1,4 +1,5 @@
-"""A script, not a module: `python -P load_huggingface.py REQUEST RESULT`, started by `outside.huggingface_logits`."""
+"""A script, not a module: `python -P load_huggingface.py REQUEST RESULT`, started by
+`subprocess_logits.huggingface_logits`."""
 
 from __future__ import annotations
 

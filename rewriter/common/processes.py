@@ -1,0 +1,309 @@
+"""Processes of one job on this machine: their environment, start and end, and why one failed. Imports no torch.
+
+    with Processes() as job:                                    # none outlives the block
+        variables = placed(2)
+        for rank in range(2):
+            job.start(f"rank {rank}", command, variables(rank))
+        failure = job.wait(timeout=60)                          # None: all ended well
+
+A process that runs within `reported()` hands the reason of its failure back as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.version import PACKAGE_PARENT
+
+GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
+EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
+_REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it failed
+_PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_POLL_SECONDS = 0.02
+_PDEATHSIG = 1  # of prctl
+
+
+def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
+    """The variables of a process of a separate job: this process's, without its place in a world.
+
+    `rewriter` can be imported there, and gloo takes the loopback interface, so that no host name has to resolve. With
+    `ranks`, these share the CPU's threads. `own` are set as they are.
+    """
+    found = {k: v for k, v in os.environ.items() if not _PLACE.fullmatch(k) and k not in (EMULATED, _REPORT)}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        found.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if ranks is not None:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    return found | own
+
+
+def place(rank: int, world: int, port: int, local: int | None = None, locals: int | None = None) -> dict[str, str]:
+    """The variables by which torchrun gives a rank its place: `locals` ranks are on this machine (default: all)."""
+    local, locals = rank if local is None else local, world if locals is None else locals
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(locals),
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+
+
+def placed(ranks: int) -> Callable[[int], dict[str, str]]:
+    """By rank its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
+    port = free_port()
+    return lambda rank: environment(ranks, **place(rank, ranks, port))
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The process that failed first. `code`: its exit status, None where it still ran when the time was up. `line`:
+    the reason in one line. `message`: of a RewriterError. `details`: its traceback, or the last lines of its output."""
+
+    name: str
+    code: int | None
+    line: str
+    message: str | None
+    details: str
+
+    @property
+    def how(self) -> str:
+        """How it ended, where it did."""
+        code = self.code or 0
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    @property
+    def status(self) -> int:
+        """The exit status for who started it: 128 + the signal where one ended it."""
+        return 1 if self.code is None else 128 - self.code if self.code < 0 else self.code or 1
+
+
+class Processes:
+    """Processes that end together: leaving the block stops what still runs, SIGTERM first, SIGKILL after `grace` s.
+
+    In the main thread, a SIGTERM or SIGHUP leaves the block with SystemExit(128 + signal). `scratch` is a directory
+    that lasts as long as the block. `logged`: outputs go to files in it; otherwise to this process's own.
+    """
+
+    def __init__(self, *, logged: bool = True, grace: float = GRACE_SECONDS) -> None:
+        self._logged, self._grace = logged, grace
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._directory = tempfile.TemporaryDirectory(prefix="rewriter-")
+        self.scratch = Path(self._directory.name)
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+            for number, handler in self._handlers.items():
+                if handler is signal.SIG_DFL:
+                    signal.signal(number, _leave)
+            self._handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not leave processes behind
+        try:
+            self._stop()
+            self._directory.cleanup()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
+        """Start `command` with these variables as its environment; `options` are further ones of Popen."""
+        report = f"{os.getpid()}:{name}:{self.scratch / name}.failed"
+        options = {"env": {**variables, _REPORT: report}, **options}
+        if not self._logged:
+            process = subprocess.Popen(command, **options)
+        else:
+            with self._log(name).open("wb") as log:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                process = subprocess.Popen(command, **{**streams, **options})
+        self._processes[name] = process
+        return process
+
+    def wait(
+        self, timeout: float | None = None, but: Sequence[str] = (), tick: Callable[[], None] = lambda: None
+    ) -> Failure | None:
+        """Until all processes have ended well (None), the first has failed, or `timeout` seconds are over.
+
+        Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. `tick` is
+        called again and again meanwhile.
+        """
+        limit = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            codes = {name: process.poll() for name, process in self._processes.items()}
+            for name, code in codes.items():
+                if code or (code == 0 and name in but):
+                    return self.failure(name, code)
+            running = [name for name, code in codes.items() if code is None and name not in but]
+            if not running:
+                return None
+            if time.monotonic() > limit:
+                return self.failure(running[0], None)
+            tick()
+            time.sleep(_POLL_SECONDS)
+
+    def failure(self, name: str, code: int | None) -> Failure:
+        """Why process `name` failed, or the one that reported a failure before it."""
+        reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
+        if reports and code is not None:
+            first = min(reports, key=lambda report: report["time"])
+            ended = self._processes[first["name"]].poll()
+            return Failure(first["name"], ended or code, first["line"], first["message"], first["details"])
+        output = self._log(name).read_text(encoding="utf-8", errors="replace") if self._logged else ""
+        lines = [line for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+        line = (errors or lines or ["it printed nothing"])[0 if errors else -1].strip()
+        return Failure(name, code, line[:600], None, "\n".join(lines[-30:]) or "it printed nothing")
+
+    def _log(self, name: str) -> Path:
+        return self.scratch / f"{name}.log"
+
+    def _stop(self) -> None:
+        running = [process for process in self._processes.values() if process.poll() is None]
+        for process in running:
+            process.terminate()
+        limit = time.monotonic() + self._grace
+        for process in running:
+            try:
+                process.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run_ranks(
+    command: Sequence[str],
+    spec: Mapping[str, Any],
+    ranks: Sequence[int],
+    *,
+    timeout: float | None,
+    about: str = "",
+    variables: Callable[[int], Mapping[str, str]] = lambda rank: environment(),
+    before: Callable[[int], Sequence[str]] = lambda rank: (),
+    tick: Callable[[Path], None] = lambda scratch: None,
+) -> list[Any]:
+    """Run `command`, whose main is `rank_main`, as each of `ranks` at once; returns what each returns.
+
+    `spec` reaches them as JSON, with "store" and "scratch" added: the path of a file store, and a directory that all
+    see. `variables`: a rank's environment; `before`: words before its command; `tick` is called with the directory
+    again and again meanwhile. Raises RewriterError with the reason of the rank that failed first: the message of its
+    RewriterError, else its traceback; and after `timeout` seconds. `about` begins what is said of the latter two.
+    """
+    with Processes() as job:
+        file, results = job.scratch / "spec.json", [job.scratch / f"result-{rank}.json" for rank in ranks]
+        write_json(file, {**spec, "store": str(job.scratch / "store"), "scratch": str(job.scratch)})
+        for rank, result in zip(ranks, results, strict=True):
+            words = [*before(rank), *command, str(file), str(rank), str(result)]
+            job.start(f"rank {rank}", words, variables(rank))
+        failure = job.wait(timeout, tick=lambda: tick(job.scratch))
+        if failure is not None and failure.code is None:
+            late = f"{len(ranks)} ranks gave no result in {timeout:g} s, and were stopped"
+            raise RewriterError(f"{about}{late}. The last line of {failure.name}: {failure.line}")
+        if failure is not None:
+            how = "failed" if (failure.code or 0) > 0 else failure.how
+            raise RewriterError(failure.message or f"{about}{failure.name} {how}:\n{failure.details}")
+        return [json.loads(result.read_text(encoding="utf-8")) for result in results]
+
+
+# --- in the processes ---
+
+
+def rank_main(work: Callable[[dict[str, Any], int], Any]) -> None:
+    """The main of a process of `run_ranks`: `work(spec, rank)` gives its result, as JSON values."""
+    with reported():
+        spec, rank, result = sys.argv[-3:]
+        write_json(Path(result), work(json.loads(Path(spec).read_text(encoding="utf-8")), int(rank)))
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Within it, the process ends with its parent. An exception is reported to it and ends the process at once:
+    to leave a process group in order would be to wait for ranks that may never answer."""
+    end_with_parent()
+    try:
+        yield
+    except BaseException as error:
+        details = traceback.format_exc()
+        line = traceback.format_exception_only(error)[-1].splitlines()[0]
+        report(line, str(error) if isinstance(error, RewriterError) else None, details)
+        sys.stderr.write(details)
+        sys.stderr.flush()
+        os._exit(error.exit_code if isinstance(error, RewriterError) else 1)
+
+
+def is_child() -> bool:
+    """Whether a `Processes` started this process."""
+    return _reports_to()[0] == os.getppid()
+
+
+def report(line: str, message: str | None, details: str = "") -> bool:
+    """Hand the reason of a failure to the parent, if that is a `Processes`; whether it is."""
+    if not is_child():
+        return False
+    _, name, file = _reports_to()
+    content = {"name": name, "time": time.time(), "line": line[:600], "message": message, "details": details}
+    write_json(Path(file), content)
+    return True
+
+
+def _reports_to() -> tuple[int, str, str]:
+    parent, name, file = (os.environ.get(_REPORT) or "0::").split(":", 2)
+    return int(parent), name, file
+
+
+def end_with_parent() -> None:
+    """End when the process that started this one does, even if it is killed."""
+    if os.uname().sysname == "Linux":
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """At once, so that a reader never sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)

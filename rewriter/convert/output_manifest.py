@@ -1,0 +1,102 @@
+"""The manifest of an output, and what an interrupted run must agree on to be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rewriter.convert.save_options import SaveOptions
+from rewriter.emit import output_files
+from rewriter.emit.manifest import (
+    AdaptationEntry,
+    Adapted,
+    CheckEntry,
+    Drift,
+    Golden,
+    Manifest,
+    PassEntry,
+    QuantizedEntry,
+    SkippedPass,
+    SourceEntry,
+    Verified,
+    mesh_of,
+    versions,
+)
+from rewriter.emit.output_directory import MANIFEST, OutputDirectory
+from rewriter.ir import Program
+from rewriter.verify.comparison import Verification
+
+
+def manifest_of(
+    program: Program,
+    layout: output_files.PlannedFiles,
+    output: OutputDirectory,
+    name: str,
+    hashes: Mapping[str, str],
+    verified: Verified,
+    *,
+    skipped: Sequence[tuple[str, str]] = (),
+    golden: Golden | None = None,
+    adaptation: AdaptationEntry | None = None,
+) -> Manifest:
+    """The manifest of what `output` holds by now. `name`: of the base model; `hashes`: of its files."""
+    recipe = program.recipe or {"name": "passes", "passes": [{"pass": e.name, **e.options} for e in program.history]}
+    return Manifest(
+        versions=versions(),
+        recipe=json.loads(json.dumps(dict(recipe), default=list)),
+        passes=[
+            PassEntry(name=e.name, kind=e.kind, options=plain(e.options), summary=e.summary, notes=list(e.notes))
+            for e in program.history
+        ],
+        skipped=[SkippedPass(name=n, reason=reason) for n, reason in skipped],
+        mesh=mesh_of(program),
+        runtime=dict(layout.runtime),
+        source=SourceEntry(
+            name=name,
+            model_type=program.source.model_type,
+            architecture=program.source.architecture,
+            files=dict(hashes),
+        ),
+        adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
+        per_rank=layout.per_rank,
+        quantized=_quantized(program),
+        verification=verified,
+        golden=golden,
+        adaptation=adaptation,
+        files={name: digest for name, (_, digest) in sorted(output.files.items()) if name != MANIFEST},
+    )
+
+
+def verified(found: Verification, level: str, drift: Drift | None = None) -> Verified:
+    """What was checked, as the manifest keeps it."""
+    checks = [CheckEntry(name=c.name, error=c.error, limit=c.limit) for c in found.checks]
+    return Verified(level=level, checks=checks, drift=drift, notes=list(found.notes))
+
+
+def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOptions) -> dict[str, Any]:
+    """What must be equal for an interrupted run to be continued. No paths: it is kept in the manifest."""
+    return {
+        "checkpoint": layout.checkpoint.fingerprint(),
+        "passes": [[e.name, plain(e.options)] for e in program.history],
+        "mesh": mesh_of(program),
+        "dtype": options.dtype,
+        "verify": options.verify,
+        "text": options.text,
+        "versions": versions(),
+        "emitted code": hashlib.sha256(json.dumps(dict(layout.texts)).encode()).hexdigest(),
+    }
+
+
+def _quantized(program: Program) -> QuantizedEntry | None:
+    from rewriter.analysis.communication import collectives, quantized
+
+    found = quantized(collectives(program))
+    return None if found is None else QuantizedEntry(**asdict(found))
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(dict(options), default=list))
+    return plain

@@ -1,0 +1,68 @@
+"""What a conversion reports: on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rewriter.analysis.sequence_layout import bytes_per_token
+from rewriter.emit.manifest import Verified
+from rewriter.ir import Program
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, or with `dry_run` would do. `to_json()` is what `--json` prints."""
+
+    model: str
+    recipe: str
+    out: str
+    mesh: Mapping[str, int]
+    passes: list[dict[str, Any]]
+    verification: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+
+
+def communication(program: Program) -> dict[str, Any]:
+    """Collectives of a forward pass as `rewrite inspect` counts them; empty where nothing is communicated.
+
+    Where tokens are sharded also what attention sends, forward and backward: bytes of a rank for each token that it
+    holds, in all layers together.
+    """
+    from rewriter.analysis.communication import by_place, collectives, quantized, summary
+
+    found = collectives(program)
+    if not found:
+        return {}
+    total, places, travel = summary(found), by_place(found), quantized(found)
+    blocks = places.get("block")
+    return {
+        "block reductions": blocks.collectives if blocks else 0,
+        "hidden behind computation": blocks.hidden if blocks else 0,
+        "other collectives": total.collectives - (blocks.collectives if blocks else 0),
+        "bytes per token": total.bytes_per_token,
+        **({} if travel is None else {"quantized reductions": asdict(travel)}),
+        **{
+            f"attention {when}": {"bytes per token of a rank": sum(sizes.values()), **sizes}
+            for when, sizes in bytes_per_token(program).items()
+        },
+    }
+
+
+def verification_table(verified: Verified) -> dict[str, Any]:
+    """Names and values for the terminal and for `--json`."""
+    table: dict[str, Any] = {check.name: check.error for check in verified.checks}
+    if verified.drift is not None:
+        table["drift"] = verified.drift.model_dump()
+    for index, note in enumerate(verified.notes, start=1):
+        table[f"note {index}" if len(verified.notes) > 1 else "note"] = note
+    return table

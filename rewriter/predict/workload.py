@@ -1,0 +1,48 @@
+"""What is predicted and measured: a generation on so many ranks, and the cluster that they stand in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.common.errors import RewriterError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`batch` sequences of `prompt` tokens get `generate` more on `tp` ranks in all.
+
+    `graphed`: compiled, and replayed from CUDA graphs; otherwise every operator is launched by itself. `sp`: ranks
+    that share tokens, in recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few
+    as hold them). Raises RewriterError for a number below 1.
+    """
+
+    batch: int = 1
+    prompt: int = 1024
+    generate: int = 512
+    graphed: bool = True
+    tp: int = 8
+    sp: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "nodes", "sp"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise RewriterError(f"--{name} {number}: expected 1 or more")
+        for name in ("batch", "prompt", "generate"):
+            if getattr(self, name) < 1:
+                raise RewriterError(f"{name}: {getattr(self, name)}; expected 1 or more")
+
+    @property
+    def past(self) -> int:
+        """Tokens before the decode step that is measured: the mean of a generation."""
+        return self.prompt + self.generate // 2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A fabric by name, file or value, changes to its delays, and whose library's collectives (None: its first)."""
+
+    fabric: Any
+    what_if: tuple[str, ...] = ()
+    library: str | None = None
