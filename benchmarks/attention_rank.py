@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.ops import SequencePlan
-from rewriter.ops.token_layout import take_tokens
 from rewriter.runtime import record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d, ring_attention, ulysses_attention
 from rewriter.runtime.exchange import Transfer, all_to_all_start
+from rewriter.sequence.token_layout import take_tokens
 
 DIRECTIONS = ("sent", "received")
 RESULTS = ("o", "dq", "dk", "dv")

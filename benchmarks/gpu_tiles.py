@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
-from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.partial_merge import Merger
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
+from rewriter.sequence.token_layout import TokenRun
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 # of the errors of the library's attention in the same dtype: the greatest varies more than the typical

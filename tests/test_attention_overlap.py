@@ -25,13 +25,13 @@ from torch import Tensor
 from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import wire_bytes
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.ops.token_layout import runs
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, ring_exchange
 from rewriter.runtime.attention import ring as ring_module
 from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.visibility import Visibility
+from rewriter.sequence.token_layout import runs
 
 ALGORITHMS = (ring_module, attention2d_overlap)
 PLANS = {

@@ -15,11 +15,11 @@ from torch import Tensor
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import accumulation_dtype, merge
 from rewriter.ops import MaskSpec
-from rewriter.ops.token_layout import LAYOUTS, TokenRun, padded
 from rewriter.runtime.attention import local, tiles
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.attention.visibility import Visibility
+from rewriter.sequence.token_layout import LAYOUTS, TokenRun, padded
 
 CAUSAL, FULL = MaskSpec("causal"), MaskSpec("bidirectional")
 STEPS = [(1, 1), (2, 2), (4, 2), (2, 3), (3, 2), (6, 4)]

@@ -14,11 +14,11 @@ import torch
 import rewriter
 from rewriter.analysis import distributed_attention
 from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.ops.mask import visible_pairs
-from rewriter.ops.sequence_plan import KINDS
-from rewriter.ops.token_layout import indices, join_tokens, padded, take_tokens
 from rewriter.runtime.attention import algorithms
 from rewriter.runtime.attention.attention_call import RankAttention
+from rewriter.sequence.mask import visible_pairs
+from rewriter.sequence.sequence_plan import KINDS
+from rewriter.sequence.token_layout import indices, join_tokens, padded, take_tokens
 
 PACKAGE = Path(rewriter.__file__).parent
 

@@ -36,12 +36,12 @@ from rewriter.analysis.attention_shape import AttentionShape
 from rewriter.analysis.distributed_attention import impossible
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime import exchange, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d, mesh_functions, ring_attention, tiles, ulysses_attention
 from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import check_heads, sequence_attention
+from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 def too_far(outcomes: Any) -> dict[str, dict[str, str]]:

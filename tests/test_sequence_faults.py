@@ -9,9 +9,9 @@ import pytest
 import torch
 from attention_cases import CAUSAL, FULL, PADDED, Case, Outcome, attention2d, run_cases
 
-from rewriter.ops import token_layout
 from rewriter.runtime.attention import attention2d as attention2d_module
 from rewriter.runtime.attention import heads, partial_merge, tiles
+from rewriter.sequence import token_layout
 
 
 def merge_in_bf16():

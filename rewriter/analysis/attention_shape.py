@@ -13,7 +13,7 @@ from typing import Literal
 
 from rewriter.kernels import parse_format, vector_bytes
 from rewriter.ops import SequencePlan
-from rewriter.ops.mask import visible_pairs
+from rewriter.sequence.mask import visible_pairs
 
 Axis = Literal["heads", "row", "column", "plane"]
 

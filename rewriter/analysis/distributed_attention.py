@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape, Axis, WireBytes, kv_bytes
 from rewriter.common.errors import RewriterError
 from rewriter.ops import SequenceKind, SequencePlan
-from rewriter.ops.sequence_plan import Grid
+from rewriter.sequence.sequence_plan import Grid
 
 
 class DistributedAttention(ABC):

@@ -14,7 +14,7 @@ from rewriter.analysis.sequence_costs import AttentionSeconds, channels, memory,
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, Link, load_fabric
 from rewriter.ops import SequenceKind, SequencePlan
-from rewriter.ops.sequence_plan import KINDS, Grid
+from rewriter.sequence.sequence_plan import KINDS, Grid
 
 Shapes = AttentionShape | Sequence[AttentionShape]
 

@@ -98,7 +98,7 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
     from rewriter.analysis.sequence_plans import MARGIN
-    from rewriter.ops.sequence_plan import KINDS
+    from rewriter.sequence.sequence_plan import KINDS
 
     notes = []
     windowed = [s for s in shapes if s.window is not None]

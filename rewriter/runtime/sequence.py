@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rewriter.common.errors import RewriterError
-from rewriter.ops.token_layout import join_tokens, take_tokens
 from rewriter.runtime.context import Context
 from rewriter.runtime.exchange import gather_start
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
+from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 def shard_tokens(x: Tensor, ctx: Context, fill: float = 0) -> Tensor:

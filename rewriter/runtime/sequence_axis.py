@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import SequencePlan
-from rewriter.ops.token_layout import LAYOUTS, indices
 from rewriter.runtime.attention import algorithms, decode
 from rewriter.runtime.attention.mesh import DIMENSIONS, AttentionMesh, flattened
+from rewriter.sequence.token_layout import LAYOUTS, indices
 
 
 class SequenceAxis:

@@ -22,7 +22,7 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of
-from rewriter.ops.token_layout import join_tokens, take_tokens
+from rewriter.sequence.token_layout import join_tokens, take_tokens
 from rewriter.verify.live_model import Host, load_host, opaque_modules
 from rewriter.verify.quantized_reference import arrived, quantized_sum
 

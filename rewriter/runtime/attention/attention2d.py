@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.kernels import accumulation_dtype, merge
-from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import unseen
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.exchange import Transfer, all_to_all_start, exchange_start, gather_start
+from rewriter.sequence.token_layout import TokenRun
 
 
 def forward(

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
-from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.attention2d import to_columns, to_rows
 from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.mesh import AttentionMesh
@@ -30,6 +29,7 @@ from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn, unse
 from rewriter.runtime.attention.ring_exchange import Returns, RingExchange
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
 from rewriter.runtime.exchange import Tensors
+from rewriter.sequence.token_layout import TokenRun
 
 
 def forward(

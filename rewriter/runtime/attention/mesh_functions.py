@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
-from rewriter.ops.sequence_plan import KINDS
 from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.sequence.sequence_plan import KINDS
 
 
 class AttentionOptions(TypedDict, total=False):

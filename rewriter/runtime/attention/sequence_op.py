@@ -57,7 +57,7 @@ def check(
     if q.shape[2] != local:
         raise RewriterError(
             f"{name}: {length} tokens on {axis.plan.ranks} ranks are {local} on each, padding included, but q has "
-            f"{q.shape[2]}. Shard with rewriter.ops.token_layout.take_tokens, which pads"
+            f"{q.shape[2]}. Shard with rewriter.sequence.token_layout.take_tokens, which pads"
         )
     batch = q.shape[0]
     if first_valid is not None and first_valid.shape != (batch,):

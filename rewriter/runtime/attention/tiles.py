@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
-from rewriter.ops.token_layout import TokenRun
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
 from rewriter.runtime.attention.partial_merge import add_part, merged
 from rewriter.runtime.attention.visibility import Visibility
+from rewriter.sequence.token_layout import TokenRun
 
 _MASK_ELEMENTS = 1 << 22  # of one block's mask
 _LEAST_BLOCK = 128  # queries: smaller blocks make kernels slow

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import MaskSpec
-from rewriter.ops.token_layout import TokenRun
+from rewriter.sequence.token_layout import TokenRun
 
 
 @dataclass(frozen=True, eq=False)

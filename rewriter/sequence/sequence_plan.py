@@ -2,7 +2,7 @@
 
 Distributed attention has four facets, each with one place for every kind of plan (`SequenceKind`):
 
-    layout      which tokens each rank holds       `SequencePlan.layout`, `rewriter.ops.token_layout`
+    layout      which tokens each rank holds       `SequencePlan.layout`, `rewriter.sequence.token_layout`
     messages    the exact bytes of every message   `rewriter.analysis.distributed_attention`
     cost        estimates of memory and time       the same
     run         forward and backward on a rank     `rewriter.runtime.attention.algorithms`
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rewriter.ops.token_layout import LAYOUTS, LayoutName
+from rewriter.sequence.token_layout import LAYOUTS, LayoutName
 
 SequenceKind = Literal["attention2d", "ring", "ulysses"]
 Grid = tuple[int, int, int]

@@ -1,7 +1,7 @@
 """The vocabulary of the IR: what attention, experts and collectives mean, in plain PyTorch.
 
 Each function is the specification of a node of a `Program`: slow, exact, on one device. The runtime implements the same
-contracts on many ranks; tests compare the two. This package imports no other room.
+contracts on many ranks; tests compare the two. What positions mean stands in `rewriter.sequence`.
 
 Shape suffixes: B batch, S query length, T key length, H query heads, K key/value heads, D head size of q and k, E head
 size of v, N tokens, X experts, I intermediate size.
@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from rewriter.ops.mask import MaskKind as MaskKind
-from rewriter.ops.mask import MaskSpec as MaskSpec
-from rewriter.ops.sequence_plan import SequenceKind as SequenceKind
-from rewriter.ops.sequence_plan import SequencePlan as SequencePlan
+from rewriter.sequence.mask import MaskKind as MaskKind
+from rewriter.sequence.mask import MaskSpec as MaskSpec
+from rewriter.sequence.sequence_plan import SequenceKind as SequenceKind
+from rewriter.sequence.sequence_plan import SequencePlan as SequencePlan
 
 
 def attention(
