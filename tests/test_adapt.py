@@ -331,7 +331,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(sp=2))
     with pytest.raises(RewriterError, match=r"--ep 2 ranks share the experts of a layer, but 1 runs"):
         adapt(adapted.directory("ladder"), data=adapted.text_file(), out=out, options=Options(ep=2))
-    with pytest.raises(RewriterError, match="bound to tp=2, and its file computes the lanes of all ranks"):
+    with pytest.raises(RewriterError, match="bound to tp=2, and its file computes all ranks"):
         adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(ep=2))
     with pytest.raises(RewriterError, match="bound to tp=2, so it cannot be trained with --tp 4"):
         adapt(adapted.directory("desync-2x", 2), data=adapted.text_file(), out=out, options=Options(tp=4))

@@ -122,7 +122,7 @@ def rewritten(opened: Opened, source: Path, *, tp: int | None = None, sp: int | 
     if bound_ranks(program) not in (None, opened.tensor_parallel):
         raise RewriterError(
             f"{opened.root} is bound to tp={opened.tensor_parallel}: it cannot be trained on {tensor} ranks. Use --tp "
-            f"{opened.tensor_parallel}, or --tp 1, which computes the lanes of all ranks on one device"
+            f"{opened.tensor_parallel}, or --tp 1, which computes all ranks on one device"
         )
     return program
 

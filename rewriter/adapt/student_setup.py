@@ -274,13 +274,13 @@ def require_serves(opened: Opened, options: Options) -> None:
     """Refuse ranks that the directory cannot be trained on."""
     if opened.bound and options.ep > 1:
         raise RewriterError(
-            f"{opened.root} is bound to tp={opened.tensor_parallel}, and its file computes the lanes of all ranks, so "
+            f"{opened.root} is bound to tp={opened.tensor_parallel}, and its file computes all ranks, so "
             f"--ep {options.ep} cannot shard its experts. Use --tp {opened.tensor_parallel}"
         )
     if opened.bound and options.tp not in (1, opened.tensor_parallel):
         raise RewriterError(
             f"{opened.root} is bound to tp={opened.tensor_parallel}, so it cannot be trained with --tp {options.tp}. "
-            f"Use --tp {opened.tensor_parallel}, or --tp 1, which computes the lanes of all ranks on one device"
+            f"Use --tp {opened.tensor_parallel}, or --tp 1, which computes all ranks on one device"
         )
     if opened.bound and options.sp > 1 and options.tp == 1:
         raise RewriterError(

@@ -172,20 +172,20 @@ def desynchronise(
     rank's own residual.
     """
     graph, _ = program.edit()
-    lane = _Lane(graph, program.mesh[AXIS], resync, name)
+    stream = _PerRankStream(graph, program.mesh[AXIS], resync, name)
     for block in blocks_of(graph, program.modules):
-        if block.index in kept or lane.varying:
-            lane.through(block, kept.get(block.index, True))
+        if block.index in kept or stream.varying:
+            stream.through(block, kept.get(block.index, True))
         else:
-            lane.current = None
-    if lane.varying:
+            stream.current = None
+    if stream.varying:
         raise RewriterError(f"{name}: the last reduction of a run of layers has to be kept")
     if untie_norms:
         program = program.with_(parameters=_untied_norms(program, graph), origin=program.origin or program)
     return settle_reads(program, graph, name)
 
 
-class _Lane:
+class _PerRankStream:
     """Walks along a run of blocks, with what each rank holds."""
 
     def __init__(self, graph: fx.Graph, ranks: int, resync: Resync, name: str) -> None:
@@ -245,8 +245,8 @@ class _Lane:
         if self.resync == "mean":
             if travel:
                 raise RewriterError(STREAM.format(f"the reduction that layer {self.block.layer} keeps"))
-            lane = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
-            return self._made(ops.all_reduce, self._sum(*parts, lane), AXIS)
+            mean = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
+            return self._made(ops.all_reduce, self._sum(*parts, mean), AXIS)
         total = self._made(ops.all_reduce, self._added(parts, whole), AXIS, **travel)
         assert self.synchronised is not None
         return self._made(operator.add, self.synchronised, total)

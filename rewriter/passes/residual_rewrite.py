@@ -141,7 +141,7 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
     what this rank itself contributed in between.
     """
     blocks, stream = blocks_of(graph, program.modules), stream_values(graph)
-    lanes = {b.index for b in blocks if b.mode.own_residual}
+    bound = {b.index for b in blocks if b.mode.own_residual}
     for block in blocks:
         if block.mode.reads == "newest":
             continue
@@ -152,7 +152,7 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
             value = before.skip
         else:
             value = _with_own_partial(before, block, name)
-            lanes.add(before.index)
+            bound.add(before.index)
             if value is not before.add and split_writes(block, name)[1]:
                 raise RewriterError(
                     f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
@@ -163,7 +163,7 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
                 if source not in block.branch and read_index(source) is not None:
                     node.replace_input_with(source, value)
     drop_dead_nodes(graph)
-    return _with_lanes(program, graph, lanes)
+    return _with_own_residuals(program, graph, bound)
 
 
 def _drained(mode: Mode) -> bool:
@@ -194,13 +194,13 @@ def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
     return value
 
 
-def _with_lanes(program: Program, graph: fx.Graph, lanes: set[int]) -> Program:
+def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> Program:
     """`program` with bodies fit for values that differ by rank; as it is where none does."""
     origin = program.origin or program
-    if not lanes:
+    if not bound:
         return program.with_(graph=graph, origin=origin)
     modules: Mapping[str, Module] = program.modules
-    paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and marks(node).block in lanes}
+    paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and marks(node).block in bound}
     without_idle_copies(graph, program.parameters)
     modules = share_bias(modules, paths)
     modules = localise(graph, modules, program.parameters)

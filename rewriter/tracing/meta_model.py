@@ -46,7 +46,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     Raises RewriterError when there is no such model, or when it needs code that was not allowed to run.
     """
     if isinstance(source, PreTrainedConfig):
-        refuse_lanes(source.model_type, source.to_dict())
+        refuse_per_rank(source.model_type, source.to_dict())
         return source
     path = Path(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
@@ -57,7 +57,7 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     try:
         if path.is_file():
             data = _json_object(path, source)
-            refuse_lanes(source, data)
+            refuse_per_rank(source, data)
             if "auto_map" in data and not trust_remote_code:
                 raise RewriterError(_remote_code(source))
             if "model_type" not in data:
@@ -65,11 +65,11 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
             return AutoConfig.for_model(**data)
         if path.is_dir():
             data = _json_object(path / "config.json", source)
-            refuse_lanes(source, data)
+            refuse_per_rank(source, data)
             if not trust_remote_code and "auto_map" in data:
                 raise RewriterError(_remote_code(source))
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-        refuse_lanes(source, config.to_dict())
+        refuse_per_rank(source, config.to_dict())
         return config
     except RewriterError:
         raise
@@ -87,11 +87,11 @@ def _json_object(path: Path, source: Any) -> dict[str, Any]:
     return data
 
 
-def refuse_lanes(source: Any, config: Any) -> None:
-    """Raise RewriterError for the config of a model that is bound to its ranks: its layers compute lanes already."""
+def refuse_per_rank(source: Any, config: Any) -> None:
+    """Raise RewriterError for the config of a model that is bound to its ranks: its layers compute all of them."""
     if isinstance(config, Mapping) and (ranks := config.get("rewriter_ranks")):
         raise RewriterError(
-            f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute their lanes. "
+            f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute all of them. "
             "Rewrite the original model for another number of ranks or another recipe."
         )
 
