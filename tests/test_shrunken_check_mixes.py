@@ -1,4 +1,4 @@
-"""The shrunken check of recipes that mix kinds of layers: the shrunken copy has the same choices, and faults are noticed."""
+"""Shrunken checks of recipes that mix kinds of layers: the copy has the same choices, and faults are noticed."""
 
 from __future__ import annotations
 

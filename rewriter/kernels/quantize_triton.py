@@ -170,7 +170,7 @@ def _factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _stride(x_RN: Tensor) -> int:
-    """Between rows; 0 where there is one, so that no length makes a kernel of its own."""
+    """Between rows; 0 where there is one, so that no length compiles another kernel."""
     return x_RN.stride(0) if x_RN.shape[0] > 1 else 0
 
 

@@ -1,7 +1,7 @@
 """The kernels of `rewriter.kernels.quantize`. Limited by memory: each reads its input once and writes its result once.
 
 A program does a tile of K blocks of one row. Those that the row fills do it without masks, so that accesses are of 16
-bytes whatever its length; the last one has masks. Rows and tiles are addressed with 64 bits, elements of a tile with
+bytes at any length; the last one has masks. Rows and tiles are addressed with 64 bits, elements of a tile with
 32. Sizes, seeds and senders are run-time arguments: one compilation serves all tensors of a dtype and format, apart
 from strides that are not multiples of 16.
 """

@@ -1,6 +1,6 @@
 """Which tokens each rank of a sequence axis holds, and sequences taken apart and joined again, differentiably.
 
-The runtime has an arithmetic of its own. This one is the plain definition, so that each shows a fault of the other.
+The runtime computes this otherwise. This one is the plain definition, so that each shows a fault of the other.
 """
 
 from __future__ import annotations
