@@ -28,7 +28,7 @@ from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library
 from rewriter.tracing import trace
-from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer, other_weights
+from rewriter.verify.drift import DriftSums, calibration_tokens, load_tokenizer, other_weights
 from rewriter.verify.sensitivity import sensitivity
 from rewriter.verify.simulate import load_weights, simulate
 
@@ -87,7 +87,7 @@ class Bench:
     @property
     def bits(self) -> float:
         """Bits per byte of the original on the same windows."""
-        found = Comparison()
+        found = DriftSums()
         for window, logits in zip(self.windows, self.logits, strict=True):
             found.add(window, logits, logits)
         return math.log2(found.result("").perplexity_before)
@@ -111,7 +111,7 @@ class Bench:
         if is_quantized(rewritten):  # what ranks compute, which their number changes too
             computed, bound = always_quantized(rewritten), ranks
         weights = other_weights(computed, self.program, self.weights)
-        found = Comparison()
+        found = DriftSums()
         for window, original in zip(self.windows, self.logits, strict=True):
             found.add(window, original, simulate(computed, window[None], weights=weights)[0])
         result = found.result("")

@@ -23,7 +23,7 @@ from rewriter.passes.permute import DIGITS, order_of
 from rewriter.recipes import Recipe
 from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
-from rewriter.verify.drift import Comparison, calibration_tokens, load_tokenizer
+from rewriter.verify.drift import DriftSums, calibration_tokens, load_tokenizer
 from rewriter.verify.simulate import load_weights, simulate
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -55,7 +55,7 @@ class Bench:
         weights = dict(self.weights)
         for path, given in ranks.items():
             weights |= reordered(self.weights, self.blocks[path], order_of(given))
-        found = Comparison()
+        found = DriftSums()
         for window, before, after in zip(
             self.windows, self.logits, simulate(rewritten, self.windows, weights=weights), strict=True
         ):

@@ -10,7 +10,7 @@ from kernel_code import Code, build
 
 from rewriter.kernels import parse_format
 
-KERNELS = ("quantize_kernel", "dequantize_kernel", "reduce_kernel", "requantize_kernel")
+KERNELS = ("quantize_kernel", "dequantize_kernel", "sum_kernel")
 OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.float32: "*fp32",
@@ -100,7 +100,9 @@ def reducing(name: str, dtype: torch.dtype, capability: int, seed: int | None = 
     format = parse_format(name)
     payload = torch.empty(4, ROWS, format.payload_bytes(LENGTH), dtype=torch.uint8)
     own, out = torch.empty(ROWS, LENGTH, dtype=dtype), torch.empty(ROWS, LENGTH, dtype=dtype)
-    return compiled(lambda: quantize_triton.dequantize_reduce(payload, format, seed, 1, own, 0.25, out), capability)
+    return compiled(
+        lambda: quantize_triton.dequantize_reduce(payload, format, LENGTH, seed, 1, own, 0.25, out), capability
+    )
 
 
 def requantizing(name: str, to_name: str, dtype: torch.dtype, capability: int, seed: int | None = None) -> Code:
@@ -111,8 +113,8 @@ def requantizing(name: str, to_name: str, dtype: torch.dtype, capability: int, s
     own = torch.empty(ROWS, LENGTH, dtype=dtype)
     out = torch.empty(ROWS, to.payload_bytes(LENGTH), dtype=torch.uint8)
     return compiled(
-        lambda: quantize_triton.dequantize_reduce_quantize(
-            payload, format, LENGTH, to, seed, 1, own, 0.25, seed, [1, 0], out
+        lambda: quantize_triton.dequantize_reduce(
+            payload, format, LENGTH, seed, 1, own, 0.25, out, to=to, to_seed=seed, order=[1, 0]
         ),
         capability,
     )
@@ -123,4 +125,4 @@ def elements(*names: str) -> int:
     from rewriter.kernels import quantize_triton
 
     formats = [parse_format(name) for name in names]
-    return int(quantize_triton.geometry(*formats)["K"]) * formats[0].block // (32 * quantize_triton.WARPS)
+    return quantize_triton.tile_of(*formats).K * formats[0].block // (32 * quantize_triton.WARPS)

@@ -117,7 +117,7 @@ def dequantized(format: Format, dtype: torch.dtype, seed: int | None, rows: int,
 
 def lengths(format: Format) -> tuple[int, int]:
     """One number, and a tile that rows fill with a tail behind it."""
-    return 1, quantize_triton.geometry(format)["K"] * format.block + 12 * format.block + 77
+    return 1, quantize_triton.tile_of(format).K * format.block + 12 * format.block + 77
 
 
 def case(name: str, dtype: str, seed: str) -> Iterator[tuple[str, dict[str, float]]]:
@@ -176,11 +176,11 @@ def reduced(
     if skip is not None:
         payload[skip] = 0xFF  # scales of NaN: it must not be read
     got = torch.empty_like(expected)
-    quantize_triton.dequantize_reduce(payload, format, seed, skip, own, factor, got)
+    quantize_triton.dequantize_reduce(payload, format, n, seed, skip, own, factor, got)
     again = quantize_rows(exact, to, seed=to_seed, order=[1, 0, 1])
     sent_on = torch.full_like(again, 0xA5)
-    quantize_triton.dequantize_reduce_quantize(
-        payload, format, n, to, seed, skip, own, factor, to_seed, [1, 0, 1], sent_on
+    quantize_triton.dequantize_reduce(
+        payload, format, n, seed, skip, own, factor, sent_on, to=to, to_seed=to_seed, order=[1, 0, 1]
     )
     finite = expected[0].double()
     return differences(sent_on, again, to, n) | {

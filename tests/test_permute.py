@@ -35,7 +35,7 @@ from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
 from rewriter.verify.shrunken_check import rehearse
 from rewriter.verify.simulate import load_weights, simulate
-from rewriter.verify.unit_assignment import deal
+from rewriter.verify.unit_assignment import assign_units
 from rewriter.weights import Checkpoint
 from rewriter.weights.regions import blocks, fill, tiles
 
@@ -311,7 +311,7 @@ def test_units_are_dealt_evenly_and_nearly_best(ranks: int, width: int) -> None:
         return float((torch.cat(chosen, 1) @ weight).square().sum())
 
     all_ = set(itertools.permutations(sorted(list(range(ranks)) * (units // ranks))))
-    found = tuple(deal(errors, weight, units))
+    found = tuple(assign_units(errors, weight, units))
     assert found in all_
     ranked = sorted(map(error, all_))
     assert error(found) <= ranked[len(ranked) // 10]
@@ -378,7 +378,7 @@ def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
     """The dealing is turned round: every unit goes where it reads worst."""
 
     def worst(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
-        return [1 - rank for rank in deal(errors, weight, units)]
+        return [1 - rank for rank in assign_units(errors, weight, units)]
 
     monkeypatch.setattr("rewriter.verify.affinity.deal", worst)
     rewritten = measurable(tiny(), with_order({"pass": "desync", "n": 2}, ranks={}), 2)

@@ -1,4 +1,4 @@
-"""Verification: the independent reference, the shrunken copy, the rehearsal that has to notice faults, drift."""
+"""Verification: the independent reference, the shrunken copy, the shrunken check that has to notice faults, drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rewriter.passes.selection import resolve
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.verify import drift as drift_module
-from rewriter.verify import shrunken_check as rehearsal_module
+from rewriter.verify import shrunken_check as shrunken_check_module
 from rewriter.verify.comparison import Verification, compare, relative_error
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, too_large
 from rewriter.verify.eager_blocks import find_structure
@@ -125,7 +125,7 @@ LLAMA_70B = dict(
 )
 
 
-def test_the_rehearsal_has_both_sides_of_every_transition() -> None:
+def test_the_copy_has_both_sides_of_every_transition() -> None:
     config = AutoConfig.for_model("llama", **LLAMA_70B)
     kept = representatives(config, [set(resolve("upper-half", 80))])
     assert kept == [0, 1, 38, 39, 40, 41, 78, 79]
@@ -134,7 +134,7 @@ def test_the_rehearsal_has_both_sides_of_every_transition() -> None:
     assert representatives(config, []) == [0, 1, 78, 79]
 
 
-def test_every_kind_of_layer_is_in_the_rehearsal() -> None:
+def test_every_kind_of_layer_is_in_the_copy() -> None:
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26)
     kept = representatives(config, [set(resolve("last:5", 26))])
     selected = set(resolve("last:5", 26))
@@ -189,7 +189,7 @@ def test_weights_of_the_copy_are_degenerate_nowhere() -> None:
     assert 0.5 < seen[0] < 2
 
 
-# The rehearsal
+# The shrunken check
 
 
 def small_config(family: str) -> PretrainedConfig:
@@ -236,14 +236,14 @@ class Faulty(Ladder):
 @pytest.mark.parametrize(
     "fault", ["drained transition", "one block forgotten", "too stale", "attention and MLP swapped"]
 )
-def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal_module, "single_device", lambda program: program)
+def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
         rehearse(small_config("llama"), [Faulty("upper-half", fault=fault)])
 
 
 def test_without_a_fault_the_same_pass_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal_module, "single_device", lambda program: program)
+    monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
     rehearse(small_config("llama"), [Faulty("upper-half")])
 
 
@@ -256,7 +256,7 @@ def test_a_comparison_that_could_not_fail_is_refused(monkeypatch: pytest.MonkeyP
                     parameter.mul_(1e-4)
         return model
 
-    monkeypatch.setattr(rehearsal_module, "random_model", quiet)
+    monkeypatch.setattr(shrunken_check_module, "random_model", quiet)
     with pytest.raises(VerificationError, match="shows nothing: its rewritten form differs from the original by"):
         rehearse(small_config("llama"), [Ladder("upper-half")])
 

@@ -75,7 +75,7 @@ class _Subject:
             self.config = small_config(self.result.type)
             model = build_model(self.config)
         with self._check("traces", needed=True):
-            self.model = self._telling(model)
+            self.model = self._checkpoint(model)
             self.batches = [random_ids(self.config, length) for length in test_lengths(self.config)]
             self.expected = [self._logits(ids) for ids in self.batches]
             self.program = trace(self.source)
@@ -106,7 +106,7 @@ class _Subject:
         """Note whether the block ran through. What stops one that is `needed` stops those that follow, too."""
         try:
             yield
-        except Exception as error:  # models, and what reads them, raise anything
+        except Exception as error:  # models, and what reads them, may raise any error
             self.result.reasons[name] = explain(error).replace(str(self.scratch), "…")
             if isinstance(error, VerificationError):
                 self.result.wrong.append(name)
@@ -115,7 +115,7 @@ class _Subject:
         else:
             setattr(self.result, name, True)
 
-    def _telling(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _checkpoint(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model with weights that show a wrong ladder, saved as a checkpoint and loaded from it."""
         for strength in (1.0, 2.0, 4.0):
             if strength > 1:

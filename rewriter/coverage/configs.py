@@ -62,7 +62,9 @@ def small_config(model_type: str) -> PreTrainedConfig:
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:
     """Settings whose defaults would leave something untried, or stop everything: dropout, attention to the future."""
     data, table = config.to_dict(), text_table(config)
-    changes: dict[str, Any] = {path: 0.0 for path, value in _settings(data) if "drop" in path and _is_rate(value)}
+    changes: dict[str, Any] = {
+        path: 0.0 for path, value in _settings(data) if "drop" in path and isinstance(value, float) and 0 < value < 1
+    }
     if "is_decoder" in data:
         changes["is_decoder"] = True  # encoders attend to the future without it
     heads, kv_heads = table.get("num_attention_heads"), table.get("num_key_value_heads")
@@ -78,7 +80,3 @@ def _settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value < 1

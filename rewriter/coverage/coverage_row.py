@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
+from rewriter.common.errors import RewriterError
+
 # In the order in which they are made; a reason is named after its check.
 CHECKS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
 
@@ -63,22 +65,13 @@ class Coverage:
 def explain(error: BaseException) -> str:
     """What went wrong in one line, and where: the source line of the first cause, in transformers where it is there."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if not _is_told(error):
+    if not isinstance(error, RewriterError):
         text = f"{type(error).__name__}: {text}"
-    place = _place(_root_cause(error))
+    cause = error
+    while (earlier := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
+        cause = earlier
+    place = _place(cause)
     return f"{text:.600}" + (f" ({place})" if place else "")
-
-
-def _is_told(error: BaseException) -> bool:
-    from rewriter.common.errors import RewriterError
-
-    return isinstance(error, RewriterError)
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
-        error = cause
-    return error
 
 
 def _place(error: BaseException) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -38,40 +37,38 @@ def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0
     broken = ~torch.isfinite(top)
     if broken.any():
         x_RKE, top = x_RKE.masked_fill(broken, 0), top.masked_fill(broken, 0)
-    if seed is not None:
-        codes, scales = _dithered(x_RKE, top, format, _offsets(format, seed, first_block, x_RKE))
-    elif format.positive_levels:
+    offsets = None if seed is None else _offsets(format, seed, first_block, x_RKE)
+    if not format.odd:
+        codes, scales = _symmetric(x_RKE, top, format, offsets)
+    elif offsets is not None:
+        codes, scales = _dithered(x_RKE, top, format, offsets)
+    elif format.lloyd_max:
         codes, scales = _lloyd_max(x_RKE, top, format)
-    elif format.odd:
-        codes, scales = _clipped(x_RKE, top, format)
     else:
-        codes, scales = _symmetric(x_RKE, top, format)
+        codes, scales = _clipped(x_RKE, top, format)
     return codes, scales.masked_fill(broken, NAN_SCALE).squeeze(-1)
 
 
-def _symmetric(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    largest = (1 << (format.bits - 1)) - 1
+def _symmetric(x: Tensor, top: Tensor, format: Format, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    largest = format.half - 1
     # no larger than what keeps largest · scale finite
     scales = _rounded_up(top * (1.0 / largest)).clamp_(max=finite(largest))
-    codes = (x * _reciprocal(decode_scales(scales))).round_().add_(largest + 1)
-    return codes.to(torch.uint8), scales
+    v = x * _reciprocal(decode_scales(scales))
+    if offsets is not None:
+        v.add_(offsets)
+    return v.round_().clamp_(-largest, largest).add_(format.half).to(torch.uint8), scales
 
 
 def _dithered(x: Tensor, top: Tensor, format: Format, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Uniform levels that reach the largest magnitude, so that no sum of value and offset leaves them."""
-    half = 1 << (format.bits - 1)
-    if format.odd or format.positive_levels:
-        # levels count half steps
-        scales = _rounded_up(top * (0.5 / (half - 0.5)))
-        v = x * _reciprocal(decode_scales(scales) * 2)
-        return v.add_(offsets).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8), scales
-    scales = _rounded_up(top * (1.0 / (half - 1))).clamp_(max=finite(half - 1))
-    v = x * _reciprocal(decode_scales(scales))
-    return v.add_(offsets).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8), scales
+    """Odd levels, counted in half steps, that reach the largest magnitude: no sum of value and offset leaves them."""
+    half = format.half
+    scales = _rounded_up(top * (0.5 / (half - 0.5)))
+    v = x * _reciprocal(decode_scales(scales) * 2)
+    return v.add_(offsets).floor_().clamp_(-half, half - 1).add_(half).to(torch.uint8), scales
 
 
 def _clipped(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    half = 1 << (format.bits - 1)
+    half = format.half
     step = top * (format.clip / half)
     # so few bits that sums are the same in any order, up to blocks of 4096
     v = (x * _reciprocal(step)).mul_(FIT_STEPS).round_().mul_(1 / FIT_STEPS)
@@ -81,16 +78,14 @@ def _clipped(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _lloyd_max(x: Tensor, top: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    positive = format.positive_levels
     v = x * _reciprocal(top)  # so that squares neither under- nor overflow
     deviation = v.square().mean(-1, keepdim=True).sqrt_()
     v *= _reciprocal(deviation)
     magnitude = v.abs()
     index = torch.zeros_like(v, dtype=torch.uint8)
-    for a, b in pairwise(positive):
-        index += magnitude > (a + b) / 256
-    half = len(positive)
-    codes = torch.where(v < 0, half - 1 - index, half + index)
+    for threshold in format.thresholds:
+        index += magnitude > threshold
+    codes = torch.where(v < 0, format.half - 1 - index, format.half + index)
     return codes, _fitted(v, _table(format, x.device)[codes.int()], deviation * top)
 
 
@@ -105,17 +100,13 @@ def decode(codes_RKE: Tensor, format: Format, seed: int | None, first_block: int
 
     Sums of them under the rotation are exact in fp32, in any order, so that all devices agree on every bit.
     """
-    half = 1 << (format.bits - 1)
-    if seed is None:
-        if format.positive_levels:
-            return _table(format, codes_RKE.device)[codes_RKE.int()]
-        levels = codes_RKE.to(torch.float32)
-        return levels.mul_(2).add_(1 - 2 * half) if format.odd else levels.sub_(half)
-    offsets = _offsets(format, seed, first_block, codes_RKE)
+    if seed is None and format.lloyd_max:
+        return _table(format, codes_RKE.device)[codes_RKE.int()]
     levels = codes_RKE.to(torch.float32)
-    if format.odd or format.positive_levels:
-        return levels.mul_(2).add_(1 - 2 * half).sub_(offsets, alpha=2)
-    return levels.sub_(half).sub_(offsets)
+    levels = levels.mul_(2).add_(1 - 2 * format.half) if format.odd else levels.sub_(format.half)
+    if seed is not None:
+        levels.sub_(_offsets(format, seed, first_block, codes_RKE), alpha=2 if format.odd else 1)
+    return levels
 
 
 def rotate_back(x_RKE: Tensor, format: Format) -> Tensor:

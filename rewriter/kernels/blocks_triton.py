@@ -1,19 +1,22 @@
 """Device functions of block formats: what `rewriter.kernels.blocks` specifies, on tiles in registers.
 
 A tile is K blocks of a row. It is held as a tuple of P parts [K, W], part p the elements p · W … p · W + W − 1 of each
-block, with P and W such that the codes that share a byte lie at the same place of different parts: packing then is
+block, with P and W such that the codes that share a byte stand at the same place of different parts: packing then is
 arithmetic within a thread, and each byte of a plane is one of a tensor [K, W] that is stored as it is.
 
-Kernels are compiled without contraction of products and sums: a code depends on the rounding of both.
+T: the `Tile` that a kernel is compiled for. FULL: all K blocks are there, so that nothing is masked. Kernels are
+compiled without contraction of products and sums: a code depends on the rounding of both.
 """
 
-from itertools import pairwise
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from rewriter.kernels import blocks, formats
+from rewriter.kernels import blocks
+from rewriter.kernels.formats import Format
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _SMALLEST_BITS = tl.constexpr(0x00800000)  # of the smallest normal fp32
 _INFINITE_BITS = tl.constexpr(0x7F800000)
 _LARGEST_SCALE = tl.constexpr(blocks.LARGEST_SCALE)
@@ -33,37 +36,29 @@ _INTEGER = tl.constexpr(8388608.0)
 _INTEGER_BITS = tl.constexpr(0x4B000000)
 
 
-# Indexed by the bits of a code
-_PLANES = tl.constexpr(tuple(formats.PLANES.get(bits, ()) for bits in range(9)))
-_CLIP = tl.constexpr(tuple(formats.CLIP.get(bits, 0.0) for bits in range(9)))
-_FINITE_SCALE = tl.constexpr((0, 0, *(blocks.finite((1 << (bits - 1)) - 1) for bits in range(2, 9))))
-# Levels above zero, and the thresholds between them
-_LEVELS = tl.constexpr(tuple(tuple(map(float, formats.LLOYD_MAX.get(bits, ()))) for bits in range(9)))
-_THRESHOLDS = tl.constexpr(
-    tuple(tuple((a + b) / 256 for a, b in pairwise(formats.LLOYD_MAX.get(bits, ()))) for bits in range(9))
-)
+@dataclass(frozen=True)
+class Tile:
+    """The constants of a kernel: K blocks of `format` in P parts, and whether codes are dithered."""
+
+    format: Format
+    K: int
+    P: int
+    dithered: bool
+
+    @property
+    def width(self) -> int:
+        """Elements of a part: W."""
+        return self.format.block // self.P
+
+    @property
+    def finite_scale(self) -> int:
+        """The largest scale whose product with the largest level is finite."""
+        return blocks.finite(self.format.half - 1)
 
 
 @triton.constexpr_function
-def plane_count(planes):
-    return len(planes)
-
-
-@triton.constexpr_function
-def mask_of(width):
-    return (1 << width) - 1
-
-
-@triton.constexpr_function
-def shift_of(planes, i):
-    """How many bits of a code lie in the planes before."""
-    return sum(planes[:i])
-
-
-@triton.constexpr_function
-def half_of(BITS):
-    """Half of the number of codes."""
-    return 1 << (BITS - 1)
+def length(values):
+    return len(values)
 
 
 @triton.constexpr_function
@@ -91,11 +86,11 @@ def _mix(x):
 
 
 @triton.jit
-def _dot(x, h, INTERPRETED: tl.constexpr):
+def _dot(x, h):
     """x [K, W] · h [W, W] in fp32."""
     if x.shape[1] < 16:  # narrower than a product of matrices may be; these are tiny blocks
         return tl.sum(x.to(tl.float32)[:, :, None] * h.to(tl.float32)[None, :, :], 1)
-    if INTERPRETED:  # it multiplies the bits of bf16 as integers
+    if _INTERPRETED:  # it multiplies the bits of bf16 as integers
         return tl.dot(x.to(tl.float32), h.to(tl.float32), input_precision="ieee")
     return tl.dot(x, h)
 
@@ -107,9 +102,10 @@ def _high(x):
 
 
 @triton.jit
-def signed(parts, P: tl.constexpr):
+def signed(parts, T: tl.constexpr):
     """S x of each block: the bits of a hash are signs."""
-    W: tl.constexpr = parts[0].shape[1]
+    P: tl.constexpr = T.P
+    W: tl.constexpr = T.width
     found = ()
     for p in tl.static_range(P):
         signs = ((_mix((tl.arange(0, W) + p * W).to(tl.uint32)) << 24) & 0x80000000)[None, :]
@@ -122,11 +118,12 @@ def signed(parts, P: tl.constexpr):
 
 
 @triton.jit
-def rotate(parts, h, P: tl.constexpr, INTERPRETED: tl.constexpr):
+def rotate(parts, h, T: tl.constexpr):
     """H x of each block, fp32: by the matrix h, of ±1 or ±1/block, within parts, by sums and differences across them.
 
     16-bit numbers are multiplied as they are; fp32 ones in three parts of 8 bits of mantissa, which lose nothing.
     """
+    P: tl.constexpr = T.P
     y = ()
     for p in tl.static_range(P):
         x = parts[p]
@@ -135,11 +132,11 @@ def rotate(parts, h, P: tl.constexpr, INTERPRETED: tl.constexpr):
             rest = x - high
             middle = _high(rest)
             low = rest - middle
-            part = _dot(low.to(tl.bfloat16), h, INTERPRETED)
-            part += _dot(middle.to(tl.bfloat16), h, INTERPRETED)
-            part += _dot(high.to(tl.bfloat16), h, INTERPRETED)
+            part = _dot(low.to(tl.bfloat16), h)
+            part += _dot(middle.to(tl.bfloat16), h)
+            part += _dot(high.to(tl.bfloat16), h)
         else:
-            part = _dot(x, h, INTERPRETED)
+            part = _dot(x, h)
         y = y + (part,)
     for i in tl.static_range(log2(P)):
         z = ()
@@ -187,15 +184,17 @@ def _reciprocal(x):
 
 
 @triton.jit
-def block_starts(first, seed, K: tl.constexpr):
+def block_starts(first, seed, T: tl.constexpr):
     """[K] of uint32 for the blocks first … first + K − 1 of a row."""
+    K: tl.constexpr = T.K
     mixed = _mix(tl.full((1,), 0, tl.uint32) + seed.to(tl.uint32))
     return _mix(tl.arange(0, K).to(tl.uint32) + first.to(tl.uint32) + mixed)
 
 
 @triton.jit
-def _offsets(starts, p: tl.constexpr, W: tl.constexpr):
+def _offsets(starts, p: tl.constexpr, T: tl.constexpr):
     """[K, W] of part p. Seven bits of the hash are put behind the point of a number from 1 to 2."""
+    W: tl.constexpr = T.width
     e = (tl.arange(0, W) + p * W).to(tl.uint32)
     hashed = starts[:, None] + (e * _GOLDEN)[None, :]
     one = ((hashed >> 9) & 0x7F0000) | 0x3F800000
@@ -206,8 +205,9 @@ def _offsets(starts, p: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _highest(parts, P: tl.constexpr):
+def _highest(parts, T: tl.constexpr):
     """The bits of the largest magnitude of each block [K]: integers are in the same order, and NaN is above all."""
+    P: tl.constexpr = T.P
     top = tl.abs(parts[0])
     for p in tl.static_range(1, P):
         top = tl.maximum(top, tl.abs(parts[p]), propagate_nan=tl.PropagateNan.ALL)
@@ -215,35 +215,25 @@ def _highest(parts, P: tl.constexpr):
 
 
 @triton.jit
-def encode(
-    parts,
-    h,
-    first,
-    seed,
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    DITHER: tl.constexpr,
-    P: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+def encode(parts, h, first, seed, T: tl.constexpr):
     """(codes, scales): P tensors int32 [K, W], whose higher bits are any, and [K] int32. h is ±1/block."""
-    K: tl.constexpr = parts[0].shape[0]
+    P: tl.constexpr = T.P
     x = ()
-    if ROTATED:
-        parts = rotate(signed(parts, P), h, P, INTERPRETED)
+    if T.format.rotated:
+        parts = rotate(signed(parts, T), h, T)
     for p in tl.static_range(P):
         x = x + (parts[p].to(tl.float32),)
-    top_bits = _highest(x, P)
+    top_bits = _highest(x, T)
     broken = top_bits >= _INFINITE_BITS
     top = tl.where(broken, 0, top_bits).to(tl.float32, bitcast=True)
-    if DITHER:
-        codes, scales = _dithered(x, top, broken, block_starts(first, seed, K), BITS, ROTATED, P)
-    elif ROTATED and BITS < 4:
-        codes, scales = _lloyd_max(x, top, broken, BITS, P)
-    elif ROTATED or BITS == 2:
-        codes, scales = _clipped(x, top, broken, BITS, P)
+    if T.dithered:
+        codes, scales = _dithered(x, top, broken, block_starts(first, seed, T), T)
+    elif T.format.lloyd_max:
+        codes, scales = _lloyd_max(x, top, broken, T)
+    elif T.format.odd:
+        codes, scales = _clipped(x, top, broken, T)
     else:
-        codes, scales = _symmetric(x, top, broken, BITS, P)
+        codes, scales = _symmetric(x, top, broken, T)
     return codes, tl.where(broken, _NAN_SCALE, scales)
 
 
@@ -254,9 +244,10 @@ def _times(x, broken, factor):
 
 
 @triton.jit
-def _symmetric(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
-    largest: tl.constexpr = half_of(BITS) - 1
-    scales = tl.minimum(_rounded_up(top * (1.0 / largest)), _FINITE_SCALE[BITS])
+def _symmetric(x, top, broken, T: tl.constexpr):
+    P: tl.constexpr = T.P
+    largest: tl.constexpr = T.format.half - 1
+    scales = tl.minimum(_rounded_up(top * (1.0 / largest)), T.finite_scale)
     factor = _reciprocal(decode_scales(scales))
     codes = ()
     for p in tl.static_range(P):
@@ -265,20 +256,19 @@ def _symmetric(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _dithered(x, top, broken, starts, BITS: tl.constexpr, ROTATED: tl.constexpr, P: tl.constexpr):
-    W: tl.constexpr = x[0].shape[1]
-    half: tl.constexpr = half_of(BITS)
-    odd: tl.constexpr = ROTATED or BITS == 2
-    if odd:
+def _dithered(x, top, broken, starts, T: tl.constexpr):
+    P: tl.constexpr = T.P
+    half: tl.constexpr = T.format.half
+    if T.format.odd:
         scales = _rounded_up(top * (0.5 / (half - 0.5)))
         factor = _reciprocal(decode_scales(scales) * 2)
     else:
-        scales = tl.minimum(_rounded_up(top * (1.0 / (half - 1))), _FINITE_SCALE[BITS])
+        scales = tl.minimum(_rounded_up(top * (1.0 / (half - 1))), T.finite_scale)
         factor = _reciprocal(decode_scales(scales))
     codes = ()
     for p in tl.static_range(P):
-        v = _times(x[p], broken, factor) + _offsets(starts, p, W)
-        if odd:
+        v = _times(x[p], broken, factor) + _offsets(starts, p, T)
+        if T.format.odd:
             v = tl.clamp(tl.floor(v), -1.0 * half, half - 1.0)
         else:
             v = tl.clamp(v, 1.0 - half, half - 1.0)
@@ -287,9 +277,11 @@ def _dithered(x, top, broken, starts, BITS: tl.constexpr, ROTATED: tl.constexpr,
 
 
 @triton.jit
-def _clipped(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
-    half: tl.constexpr = half_of(BITS)
-    step = top * (_CLIP[BITS] / half)
+def _clipped(x, top, broken, T: tl.constexpr):
+    P: tl.constexpr = T.P
+    half: tl.constexpr = T.format.half
+    clip: tl.constexpr = T.format.clip
+    step = top * (clip / half)
     factor = _reciprocal(step)
     codes = ()
     products = tl.zeros(x[0].shape, tl.float32)
@@ -309,8 +301,18 @@ def _clipped(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _lloyd_max(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
-    half: tl.constexpr = half_of(BITS)
+def _level(far, further, T: tl.constexpr):
+    """A Lloyd-Max level above zero: of the upper half of them where `far`, the upper one of two where `further`."""
+    near = tl.where(further, T.format.positive_levels[1], T.format.positive_levels[0])
+    if T.format.bits == 2:
+        return near
+    return tl.where(far, tl.where(further, T.format.positive_levels[3], T.format.positive_levels[2]), near)
+
+
+@triton.jit
+def _lloyd_max(x, top, broken, T: tl.constexpr):
+    P: tl.constexpr = T.P
+    half: tl.constexpr = T.format.half
     factor = _reciprocal(top)
     v = ()
     squares = tl.zeros(x[0].shape, tl.float32)
@@ -325,17 +327,16 @@ def _lloyd_max(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
     squares = tl.zeros(x[0].shape, tl.float32)
     for p in tl.static_range(P):
         magnitude = tl.abs(v[p])
-        if BITS == 2:
-            far = magnitude > deviation * _THRESHOLDS[2][0]
-            index = far.to(tl.int32)
-            chosen = tl.where(far, _LEVELS[2][1], _LEVELS[2][0])
+        if T.format.bits == 2:
+            further = magnitude > deviation * T.format.thresholds[0]
+            far = further
+            index = further.to(tl.int32)
         else:
-            far = magnitude > deviation * _THRESHOLDS[3][1]
-            further = magnitude > tl.where(far, deviation * _THRESHOLDS[3][2], deviation * _THRESHOLDS[3][0])
+            far = magnitude > deviation * T.format.thresholds[1]
+            threshold = tl.where(far, deviation * T.format.thresholds[2], deviation * T.format.thresholds[0])
+            further = magnitude > threshold
             index = far.to(tl.int32) * 2 + further.to(tl.int32)
-            chosen = tl.where(
-                far, tl.where(further, _LEVELS[3][3], _LEVELS[3][2]), tl.where(further, _LEVELS[3][1], _LEVELS[3][0])
-            )
+        chosen = _level(far, further, T)
         products = tl.fma(magnitude, chosen, products)
         squares = tl.fma(chosen, chosen, squares)
         codes = codes + (tl.where(v[p] < 0, half - 1 - index, half + index),)
@@ -347,36 +348,27 @@ def _lloyd_max(x, top, broken, BITS: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def levels(codes, starts, BITS: tl.constexpr, ROTATED: tl.constexpr, DITHER: tl.constexpr, P: tl.constexpr):
+def levels(codes, starts, T: tl.constexpr):
     """P tensors fp32 [K, W] of what a scale multiplies, before the rotation back."""
-    W: tl.constexpr = codes[0].shape[1]
-    half: tl.constexpr = half_of(BITS)
-    odd: tl.constexpr = ROTATED or BITS == 2
+    P: tl.constexpr = T.P
+    half: tl.constexpr = T.format.half
     found = ()
     for p in tl.static_range(P):
         code = codes[p]
-        if odd and (DITHER or BITS == 4 or not ROTATED):
+        if T.format.odd:
             x = ((code * 2) | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGER + (2 * half - 1))
-        elif odd:
-            # index of the level, counted from zero outwards
-            index = tl.where(code < half, half - 1 - code, code - half)
-            if BITS == 2:
-                x = tl.where(index == 1, _LEVELS[2][1], _LEVELS[2][0])
-            else:
-                x = tl.where(
-                    index > 1,
-                    tl.where(index == 3, _LEVELS[3][3], _LEVELS[3][2]),
-                    tl.where(index == 1, _LEVELS[3][1], _LEVELS[3][0]),
-                )
-            x = tl.where(code < half, -x, x)
         else:
             x = (code | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGER + half)
-        if DITHER:
-            offsets = _offsets(starts, p, W)
-            if odd:
+        if T.dithered:
+            offsets = _offsets(starts, p, T)
+            if T.format.odd:
                 x -= offsets * 2
             else:
                 x -= offsets
+        elif T.format.lloyd_max:
+            index = tl.where(code < half, half - 1 - code, code - half)  # of the level, counted from zero outwards
+            x = _level(index > 1, (index & 1) == 1, T)
+            x = tl.where(code < half, -x, x)
         found = found + (x,)
     return found
 
@@ -385,98 +377,78 @@ def levels(codes, starts, BITS: tl.constexpr, ROTATED: tl.constexpr, DITHER: tl.
 
 
 @triton.jit
-def _store_plane(
-    plane,
-    codes,
-    first,
-    left,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    P: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    K: tl.constexpr = codes[0].shape[0]
-    W: tl.constexpr = codes[0].shape[1]
-    size: tl.constexpr = BLOCK * WIDTH // 8  # bytes of a block
-    runs: tl.constexpr = P * WIDTH // 8  # of W bytes
-    k = tl.arange(0, K)[:, None]
-    at = plane + first * size + (k * size + tl.arange(0, W)[None, :])
+def _plane(row, first, count, i: tl.constexpr, T: tl.constexpr):
+    """Where the bytes of the blocks first … are in plane i of a payload's row of `count` blocks."""
+    K: tl.constexpr = T.K
+    W: tl.constexpr = T.width
+    block: tl.constexpr = T.format.block
+    size: tl.constexpr = block * T.format.planes[i] // 8
+    plane = row + count * (block * T.format.shifts[i] // 8)
+    return plane + first * size + (tl.arange(0, K)[:, None] * size + tl.arange(0, W)[None, :])
+
+
+@triton.jit
+def _store_plane(row, codes, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr):
+    K: tl.constexpr = T.K
+    W: tl.constexpr = T.width
+    width: tl.constexpr = T.format.planes[i]
+    shift: tl.constexpr = T.format.shifts[i]
+    mask: tl.constexpr = (1 << width) - 1
+    runs: tl.constexpr = T.P * width // 8  # of W bytes
+    at = _plane(row, first, count, i, T)
     for t in tl.static_range(runs):
-        packed = (codes[t] >> SHIFT) & mask_of(WIDTH)
-        for j in tl.static_range(1, 8 // WIDTH):
-            packed |= ((codes[t + j * runs] >> SHIFT) & mask_of(WIDTH)) << (j * WIDTH)
+        packed = (codes[t] >> shift) & mask
+        for j in tl.static_range(1, 8 // width):
+            packed |= ((codes[t + j * runs] >> shift) & mask) << (j * width)
         if FULL:
             tl.store(at + t * W, packed.to(tl.uint8))
         else:
-            tl.store(at + t * W, packed.to(tl.uint8), mask=k < left)
+            tl.store(at + t * W, packed.to(tl.uint8), mask=tl.arange(0, K)[:, None] < left)
 
 
 @triton.jit
-def store_codes(
-    row, codes, first, count, left, BITS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, FULL: tl.constexpr
-):
+def store_codes(row, codes, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
     """Into the planes of a payload's row (a pointer to bytes) of `count` blocks, those of the blocks first … ; of the
     tile's K there are only `left` where it is not FULL."""
-    for i in tl.static_range(plane_count(_PLANES[BITS])):
-        plane = row + count * (BLOCK * shift_of(_PLANES[BITS], i) // 8)
-        _store_plane(plane, codes, first, left, _PLANES[BITS][i], shift_of(_PLANES[BITS], i), BLOCK, P, FULL)
+    for i in tl.static_range(length(T.format.planes)):
+        _store_plane(row, codes, first, count, left, i, T, FULL)
 
 
 @triton.jit
-def _load_plane(
-    plane,
-    first,
-    left,
-    WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    W: tl.constexpr = BLOCK // P
-    size: tl.constexpr = BLOCK * WIDTH // 8
-    runs: tl.constexpr = P * WIDTH // 8
-    k = tl.arange(0, K)[:, None]
-    at = plane + first * size + (k * size + tl.arange(0, W)[None, :])
+def _load_plane(row, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr):
+    K: tl.constexpr = T.K
+    P: tl.constexpr = T.P
+    W: tl.constexpr = T.width
+    width: tl.constexpr = T.format.planes[i]
+    runs: tl.constexpr = P * width // 8
+    at = _plane(row, first, count, i, T)
     packed = ()
     for t in tl.static_range(runs):
         if FULL:
             packed = packed + (tl.load(at + t * W).to(tl.int32),)
         else:
-            packed = packed + (tl.load(at + t * W, mask=k < left, other=0).to(tl.int32),)
+            packed = packed + (tl.load(at + t * W, mask=tl.arange(0, K)[:, None] < left, other=0).to(tl.int32),)
     codes = ()
     for p in tl.static_range(P):
-        codes = codes + (((packed[p % runs] >> (p // runs * WIDTH)) & mask_of(WIDTH)) << SHIFT,)
+        codes = codes + (((packed[p % runs] >> (p // runs * width)) & ((1 << width) - 1)) << T.format.shifts[i],)
     return codes
 
 
 @triton.jit
-def load_codes(
-    row,
-    first,
-    count,
-    left,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    FULL: tl.constexpr,
-):
+def load_codes(row, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
     """What `store_codes` stored: P tensors int32 [K, W]."""
-    codes = _load_plane(row, first, left, _PLANES[BITS][0], 0, BLOCK, K, P, FULL)
-    for i in tl.static_range(1, plane_count(_PLANES[BITS])):
-        plane = row + count * (BLOCK * shift_of(_PLANES[BITS], i) // 8)
-        more = _load_plane(plane, first, left, _PLANES[BITS][i], shift_of(_PLANES[BITS], i), BLOCK, K, P, FULL)
-        whole = ()
+    P: tl.constexpr = T.P
+    codes = _load_plane(row, first, count, left, 0, T, FULL)
+    for i in tl.static_range(1, length(T.format.planes)):
+        more = _load_plane(row, first, count, left, i, T, FULL)
+        both = ()
         for p in tl.static_range(P):
-            whole = whole + (codes[p] | more[p],)
-        codes = whole
+            both = both + (codes[p] | more[p],)
+        codes = both
     return codes
 
 
 @triton.jit
-def scales_of(row, first, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the scale of the block `first` lies in a payload's row."""
-    return (row + count * (BLOCK * BITS // 8)).to(tl.pointer_type(tl.uint16)) + first
+def scales_of(row, first, count, T: tl.constexpr):
+    """Where the scale of the block `first` stands in a payload's row."""
+    return (row + count * T.format.block_bytes).to(tl.pointer_type(tl.uint16)) + first

@@ -1,4 +1,4 @@
-"""Block formats of quantized messages: their names, their levels and where bytes are.
+"""Block formats of quantized messages: their names, their levels and the order of their bytes.
 
 A row of n elements is cut into blocks of `block` consecutive ones, the last padded with zeros. A block is a code of
 `bits` bits per element and a scale; an element is its code's level, an integer, times the scale.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 
 ALIGNMENT = 16  # bytes: the widest access of a GPU thread
 DEFAULT_BLOCK = 128
@@ -34,7 +35,7 @@ PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
 
 # The levels of Lloyd and Max for a normal distribution, in 1/128 of its standard deviation; the negative ones mirror
 # them (Max 1960, table I: 0.4528 1.510; 0.2451 0.7560 1.344 2.152)
-LLOYD_MAX = {2: (58, 193), 3: (31, 97, 172, 275)}
+LLOYD_MAX = {2: (58.0, 193.0), 3: (31.0, 97.0, 172.0, 275.0)}
 
 CLIP = {4: 0.95, 2: 0.7}  # of the largest magnitude: the least squared error on normal blocks of 128
 
@@ -73,14 +74,34 @@ class Format:
         return PLANES[self.bits]
 
     @property
-    def odd(self) -> bool:
-        """Levels are the odd integers about zero, instead of all; uniform ones of dithered messages too."""
-        return self.bits in CLIP and (self.rotated or self.bits == 2)
+    def shifts(self) -> tuple[int, ...]:
+        """Of each plane, how many bits of a code are in the planes before."""
+        return tuple(accumulate(self.planes[:-1], initial=0))
 
     @property
-    def positive_levels(self) -> tuple[int, ...]:
-        """Lloyd-Max levels above zero, ascending; empty where levels are uniform."""
-        return LLOYD_MAX.get(self.bits, ()) if self.rotated else ()
+    def half(self) -> int:
+        """Half of the number of codes."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def odd(self) -> bool:
+        """Uniform levels, and those of dithered messages, are the odd integers about zero, instead of all."""
+        return self.rotated or self.bits == 2
+
+    @property
+    def lloyd_max(self) -> bool:
+        """Levels of messages without dither are those of Lloyd and Max, in contrast to uniform ones."""
+        return self.rotated and self.bits in LLOYD_MAX
+
+    @property
+    def positive_levels(self) -> tuple[float, ...]:
+        """Lloyd-Max levels above zero, ascending."""
+        return LLOYD_MAX[self.bits]
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Magnitudes between the positive levels, in standard deviations."""
+        return tuple((a + b) / 256 for a, b in pairwise(self.positive_levels))
 
     @property
     def clip(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def merge(parts: Parts, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Te
                 f"{list(first.shape[:-1])} as of the first part"
             )
     dtype = dtype or wide
-    if first.is_cuda and wide == torch.float32 and _triton():
+    if first.is_cuda and wide == torch.float32 and has_triton():
         from rewriter.kernels.merge_triton import launch
 
         out, lse = first.new_empty(first.shape, dtype=dtype), first.new_empty(first.shape[:-1], dtype=wide)
@@ -64,5 +65,7 @@ def merge_reference(parts: Parts) -> tuple[Tensor, Tensor]:
     return o.div_(total.unsqueeze(-1)), top + total.log()
 
 
-def _triton() -> bool:
+@cache
+def has_triton() -> bool:
+    """Whether the kernels can be imported: there is no Triton for macOS and Windows."""
     return importlib.util.find_spec("triton") is not None

@@ -14,19 +14,21 @@ about 2**-119 come back as zeros. Shape suffixes: R rows, N elements of a row, B
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format, parse_format
+from rewriter.kernels.merge import has_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_BLOCK = 4096  # of which a program of a kernel holds one in registers
 _PIECE = 1 << 17  # elements at a time on a CPU: half a MiB of fp32
+
+_Span = tuple[slice, int, int]  # rows, the first block of them, the one after the last
 
 
 def quantize(x: Tensor, format: str | Format, *, seed: int | None = None) -> Tensor:
@@ -44,10 +46,7 @@ def dequantize(
 
     Raises ValueError if the payload does not have the size that format and shape ask for.
     """
-    n = 1
-    for size in shape:
-        n *= size
-    return dequantize_rows(payload[None], format, n, dtype, seed=seed).view(tuple(shape))
+    return dequantize_rows(payload[None], format, math.prod(shape), dtype, seed=seed).view(tuple(shape))
 
 
 @torch.no_grad()
@@ -137,11 +136,14 @@ def _dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | Non
     # rows of one sender are dithered alike, and decoded at once where there is no dither
     for group in [slice(0, rows)] if seed is None else [slice(row, row + 1) for row in range(rows)]:
         some_seed = None if seed is None else seed + group.start
-        for some, first, last, levels, scales in _decoded(payload_RB[group], format, n, some_seed):
+        payload, out = payload_RB[group], out_RN[group]
+        for piece in _pieces(out.shape[0], format.blocks(n), format):
+            some, first, last = piece
+            levels, scales = _levels(payload, format, n, some_seed, piece)
             # a rotation, or the rounding of a scale, may have passed the largest number by a little; NaN stays
             x = blocks.rotate_back(levels, format).mul_(scales).clamp_(-finite, finite)
             start, end = first * format.block, min(last * format.block, n)
-            out_RN[group][some, start:end] = x.flatten(1)[:, : end - start]
+            out[some, start:end] = x.flatten(1)[:, : end - start]
 
 
 @torch.no_grad()
@@ -167,7 +169,7 @@ def dequantize_reduce(
     if _kernels(payload_PRB, format):
         from rewriter.kernels import quantize_triton
 
-        quantize_triton.dequantize_reduce(payload_PRB, format, seed, skip, add, factor, out)
+        quantize_triton.dequantize_reduce(payload_PRB, format, n, seed, skip, add, factor, out)
     else:
         _dequantize_reduce(payload_PRB, format, seed, skip, add, factor, out)
     return out
@@ -184,15 +186,13 @@ def _dequantize_reduce(
 ) -> None:
     senders = payload_PRB.shape[0]
     rows, n = out_RN.shape
-    count = format.blocks(n)
-    for some, first, last in _pieces(rows, count, format):
-        total = torch.zeros(
-            len(range(rows)[some]), last - first, format.block, dtype=torch.float32, device=payload_PRB.device
-        )
+    for piece in _pieces(rows, format.blocks(n), format):
+        some, first, last = piece
+        shape = len(range(rows)[some]), last - first, format.block
+        total = torch.zeros(shape, dtype=torch.float32, device=payload_PRB.device)
         for p in range(senders):
             if p != skip:
-                sender_seed = None if seed is None else seed + p
-                total.addcmul_(*_levels(payload_PRB[p], format, n, sender_seed, some, first, last))
+                total.addcmul_(*_levels(payload_PRB[p], format, n, None if seed is None else seed + p, piece))
         start, end = first * format.block, min(last * format.block, n)
         total = blocks.rotate_back(total, format).flatten(1)[:, : end - start]
         if add is not None:
@@ -223,8 +223,8 @@ def dequantize_reduce_quantize(
         _check(payload_PRB, format, n, 3)
         rows = payload_PRB.shape[1] if order is None else len(order)
         out = torch.empty(rows, to.payload_bytes(n), dtype=torch.uint8, device=payload_PRB.device)
-        quantize_triton.dequantize_reduce_quantize(
-            payload_PRB, format, n, to, seed, skip, add, factor, to_seed, order, out
+        quantize_triton.dequantize_reduce(
+            payload_PRB, format, n, seed, skip, add, factor, out, to=to, to_seed=to_seed, order=order
         )
         return out
     total = dequantize_reduce(payload_PRB, format, n, torch.float32, seed=seed, skip=skip, add=add, factor=factor)
@@ -233,12 +233,7 @@ def dequantize_reduce_quantize(
 
 def _kernels(x: Tensor, *formats: Format) -> bool:
     """Whether Triton kernels do it. Blocks that a program cannot hold in registers are PyTorch's on any device."""
-    return x.is_cuda and _triton() and all(format.block <= _LARGEST_BLOCK for format in formats)
-
-
-@cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return x.is_cuda and has_triton() and all(format.block <= _LARGEST_BLOCK for format in formats)
 
 
 def _check(payload: Tensor, format: Format, n: int, dimensions: int, dtype: torch.dtype = torch.float32) -> None:
@@ -252,8 +247,8 @@ def _check(payload: Tensor, format: Format, n: int, dimensions: int, dtype: torc
         raise ValueError(f"dequantize: dtype {dtype}, expected bfloat16, float16 or float32")
 
 
-def _pieces(rows: int, count: int, format: Format) -> Iterator[tuple[slice, int, int]]:
-    """(rows, first block, the one after the last): about `_PIECE` elements each, of whole rows where they are short."""
+def _pieces(rows: int, count: int, format: Format) -> Iterator[_Span]:
+    """_Spans of about `_PIECE` elements each, of full rows where these are short."""
     blocks_at_once = max(1, _PIECE // format.block)
     rows_at_once = max(1, blocks_at_once // max(count, 1))
     for row in range(0, rows, rows_at_once):
@@ -261,18 +256,9 @@ def _pieces(rows: int, count: int, format: Format) -> Iterator[tuple[slice, int,
             yield slice(row, row + rows_at_once), first, min(first + blocks_at_once, count)
 
 
-def _decoded(
-    payload_RB: Tensor, format: Format, n: int, seed: int | None
-) -> Iterator[tuple[slice, int, int, Tensor, Tensor]]:
-    """A piece of `_pieces` and what `_levels` gives for it, one after the other."""
-    for some, first, last in _pieces(payload_RB.shape[0], format.blocks(n), format):
-        yield some, first, last, *_levels(payload_RB, format, n, seed, some, first, last)
-
-
-def _levels(
-    payload_RB: Tensor, format: Format, n: int, seed: int | None, some: slice, first: int, last: int
-) -> tuple[Tensor, Tensor]:
-    """Levels [R, K, E] and scales [R, K, 1], fp32, of the blocks first … last − 1 of some rows."""
+def _levels(payload_RB: Tensor, format: Format, n: int, seed: int | None, piece: _Span) -> tuple[Tensor, Tensor]:
+    """Levels [R, K, E] and scales [R, K, 1], fp32, of a piece."""
+    some, first, last = piece
     planes_RKB, scales_RK, _ = _parts(payload_RB, format, format.blocks(n))
     codes = _unpack([plane[some, first:last] for plane in planes_RKB], format)
     scales = blocks.decode_scales(scales_RK[some, first:last].to(torch.int32) & 0xFFFF)
@@ -284,37 +270,27 @@ def _levels(
 
 def _parts(payload_RB: Tensor, format: Format, count: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Views of the planes [R, K, bytes], the scales [R, K] int16, and the bytes behind them. There is a block."""
-    sizes = [count * format.block * width // 8 for width in format.planes]
-    used = sum(sizes) + 2 * count
-    *planes, scales, rest = payload_RB.split([*sizes, 2 * count, payload_RB.shape[1] - used], dim=1)
-    return (
-        [plane.unflatten(1, (count, -1)) for plane in planes],
-        scales.view(torch.int16),
-        rest,
-    )
+    sizes = [*(count * format.block * width // 8 for width in format.planes), 2 * count]
+    *planes, scales, rest = payload_RB.split([*sizes, payload_RB.shape[1] - sum(sizes)], dim=1)
+    return [plane.unflatten(1, (count, -1)) for plane in planes], scales.view(torch.int16), rest
 
 
 def _pack(codes_RKE: Tensor, format: Format, planes: Sequence[Tensor]) -> None:
-    shift = 0
-    for width, plane in zip(format.planes, planes, strict=True):
+    for width, shift, plane in zip(format.planes, format.shifts, planes, strict=True):
         bits = codes_RKE if format.bits == 8 else (codes_RKE >> shift) & ((1 << width) - 1)
-        parts = bits.unflatten(-1, (8 // width, -1)).unbind(-2)
-        total = parts[0]
-        for k, part in enumerate(parts[1:], 1):
+        total, *parts = bits.unflatten(-1, (8 // width, -1)).unbind(-2)
+        for k, part in enumerate(parts, 1):
             total = total.add(part, alpha=1 << (k * width))
         plane.copy_(total)
-        shift += width
 
 
 def _unpack(planes: Sequence[Tensor], format: Format) -> Tensor:
-    codes: Tensor | None = None
-    shift = 0
-    for width, plane in zip(format.planes, planes, strict=True):
-        if width == 8:
-            return plane
-        mask = (1 << width) - 1
-        bits = torch.cat([(plane >> (k * width)) & mask for k in range(8 // width)], -1)
-        codes = bits if codes is None else codes.add_(bits, alpha=1 << shift)
-        shift += width
-    assert codes is not None
+    if format.bits == 8:
+        return planes[0]
+    codes, *more = (
+        torch.cat([(plane >> (k * width)) & ((1 << width) - 1) for k in range(8 // width)], -1)
+        for width, plane in zip(format.planes, planes, strict=True)
+    )
+    for bits, shift in zip(more, format.shifts[1:], strict=True):
+        codes.add_(bits, alpha=1 << shift)
     return codes

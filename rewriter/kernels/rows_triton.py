@@ -1,7 +1,7 @@
 """The kernels of `rewriter.kernels.quantize`. Limited by memory: each reads its input once and writes its result once.
 
 A program does a tile of K blocks of one row. Those that the row fills do it without masks, so that accesses are of 16
-bytes whatever its length; the last one has masks. Rows and tiles are addressed with 64 bits, elements of a tile with
+bytes at any length; the last one has masks. Rows and tiles are addressed with 64 bits, elements of a tile with
 32. Sizes, seeds and senders are run-time arguments: one compilation serves all tensors of a dtype and format, apart
 from strides that are not multiples of 16.
 """
@@ -23,79 +23,91 @@ from rewriter.kernels.blocks_triton import (
 
 
 @triton.jit
-def load_parts(x, left, BLOCK: tl.constexpr, K: tl.constexpr, P: tl.constexpr, FULL: tl.constexpr):
+def places(p: tl.constexpr, T: tl.constexpr):
+    """[K, W]: which element of the tile is each of part p."""
+    K: tl.constexpr = T.K
+    W: tl.constexpr = T.width
+    block: tl.constexpr = T.format.block
+    return tl.arange(0, K)[:, None] * block + tl.arange(0, W)[None, :] + p * W
+
+
+@triton.jit
+def load_parts(x, left, T: tl.constexpr, FULL: tl.constexpr):
     """P tensors [K, W] from K consecutive blocks, of which `left` elements are there; zeros stand for the others."""
-    W: tl.constexpr = BLOCK // P
-    at = tl.arange(0, K)[:, None] * BLOCK + tl.arange(0, W)[None, :]
+    P: tl.constexpr = T.P
     parts = ()
     for p in tl.static_range(P):
+        at = places(p, T)
         if FULL:
-            parts = parts + (tl.load(x + (at + p * W)),)
+            parts = parts + (tl.load(x + at),)
         else:
-            parts = parts + (tl.load(x + (at + p * W), mask=at + p * W < left, other=0.0),)
+            parts = parts + (tl.load(x + at, mask=at < left, other=0.0),)
     return parts
 
 
 @triton.jit
-def store_parts(out, parts, left, BLOCK: tl.constexpr, P: tl.constexpr, FULL: tl.constexpr):
-    K: tl.constexpr = parts[0].shape[0]
-    W: tl.constexpr = BLOCK // P
-    at = tl.arange(0, K)[:, None] * BLOCK + tl.arange(0, W)[None, :]
+def store_parts(out, parts, left, T: tl.constexpr, FULL: tl.constexpr):
+    P: tl.constexpr = T.P
     for p in tl.static_range(P):
+        at = places(p, T)
         value = parts[p].to(out.dtype.element_ty)
         if FULL:
-            tl.store(out + (at + p * W), value)
+            tl.store(out + at, value)
         else:
-            tl.store(out + (at + p * W), value, mask=at + p * W < left)
+            tl.store(out + at, value, mask=at < left)
 
 
 @triton.jit
-def load_matrix(h, W: tl.constexpr):
+def load_matrix(h, T: tl.constexpr):
+    W: tl.constexpr = T.width
     return tl.load(h + tl.arange(0, W)[:, None] * W + tl.arange(0, W)[None, :])
 
 
 @triton.jit
-def store_payload(
-    row, codes, scales, first, count, left, BITS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, FULL: tl.constexpr
-):
+def store_payload(row, codes, scales, first, count, T: tl.constexpr, FULL: tl.constexpr):
     """Codes and scales of a tile, and, behind the last scale, zeros up to a multiple of 16 bytes."""
-    K: tl.constexpr = codes[0].shape[0]
-    store_codes(row, codes, first, count, left, BITS, BLOCK, P, FULL)
+    K: tl.constexpr = T.K
+    left = (count - first).to(tl.int32)
+    store_codes(row, codes, first, count, left, T, FULL)
     k = tl.arange(0, K)
-    at = scales_of(row, first, count, BITS, BLOCK) + k
+    at = scales_of(row, first, count, T) + k
     if FULL:
         tl.store(at, scales.to(tl.uint16))
     else:
         tl.store(at, scales.to(tl.uint16), mask=k < left)
     if first + K >= count:
-        used = count * (BLOCK * BITS // 8 + 2)
+        used = count * (T.format.block_bytes + 2)
         rest = tl.arange(0, 16)
         tl.store(row + used + rest, tl.zeros((16,), tl.uint8), mask=rest < (16 - used % 16) % 16)
 
 
 @triton.jit
-def load_scales(row, first, count, left, BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, FULL: tl.constexpr):
-    """[K] fp32."""
+def load_payload(row, first, count, seed, T: tl.constexpr, FULL: tl.constexpr):
+    """Levels of a tile, P tensors fp32 [K, W] before the rotation back, and scales [K] fp32."""
+    K: tl.constexpr = T.K
+    left = (count - first).to(tl.int32)
+    starts = None
+    if T.dithered:
+        starts = block_starts(first, seed, T)
+    codes = load_codes(row, first, count, left, T, FULL)
     k = tl.arange(0, K)
-    at = scales_of(row, first, count, BITS, BLOCK) + k
+    at = scales_of(row, first, count, T) + k
     if FULL:
-        return decode_scales(tl.load(at))
-    return decode_scales(tl.load(at, mask=k < left, other=0))
+        scales = tl.load(at)
+    else:
+        scales = tl.load(at, mask=k < left, other=0)
+    return levels(codes, starts, T), decode_scales(scales)
 
 
 @triton.jit
-def _quantize_tile(
-    x, row, h, n, first, seed, BITS: tl.constexpr, ROTATED: tl.constexpr, DITHER: tl.constexpr, BLOCK: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    count = tl.cdiv(n, BLOCK)
-    start = first * BLOCK
+def _quantize_tile(x, row, h, n, first, seed, T: tl.constexpr, FULL: tl.constexpr):
+    start = first * T.format.block
     matrix = None
-    if ROTATED:
-        matrix = load_matrix(h, BLOCK // P)
-    parts = load_parts(x + start, (n - start).to(tl.int32), BLOCK, K, P, FULL)
-    codes, scales = encode(parts, matrix, first, seed, BITS, ROTATED, DITHER, P, INTERPRETED)
-    store_payload(row, codes, scales, first, count, (count - first).to(tl.int32), BITS, BLOCK, P, FULL)
+    if T.format.rotated:
+        matrix = load_matrix(h, T)
+    parts = load_parts(x + start, (n - start).to(tl.int32), T, FULL)
+    codes, scales = encode(parts, matrix, first, seed, T)
+    store_payload(row, codes, scales, first, tl.cdiv(n, T.format.block), T, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "seed"])
@@ -109,53 +121,38 @@ def quantize_kernel(
     x_stride,
     payload_stride,
     seed,
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    DITHER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    T: tl.constexpr,
 ):
     row = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles).to(tl.int64) * K
+    first = (tl.program_id(0) % tiles).to(tl.int64) * T.K
     source = row
     if order is not None:
         source = tl.load(order + row)
     x += source.to(tl.int64) * x_stride
     payload += row.to(tl.int64) * payload_stride
     n = n.to(tl.int64)
-    if (first + K) * BLOCK <= n:
-        _quantize_tile(x, payload, h, n, first, seed, BITS, ROTATED, DITHER, BLOCK, K, P, INTERPRETED, True)
+    if (first + T.K) * T.format.block <= n:
+        _quantize_tile(x, payload, h, n, first, seed, T, True)
     else:
-        _quantize_tile(x, payload, h, n, first, seed, BITS, ROTATED, DITHER, BLOCK, K, P, INTERPRETED, False)
+        _quantize_tile(x, payload, h, n, first, seed, T, False)
 
 
 @triton.jit
-def _dequantize_tile(
-    row, h, out, n, first, seed, BITS: tl.constexpr, ROTATED: tl.constexpr, DITHER: tl.constexpr, BLOCK: tl.constexpr,
-    K: tl.constexpr, P: tl.constexpr, FINITE: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    count = tl.cdiv(n, BLOCK)
-    left = (count - first).to(tl.int32)
-    starts = None
-    if DITHER:
-        starts = block_starts(first, seed, K)
-    codes = load_codes(row, first, count, left, BITS, BLOCK, K, P, FULL)
-    scales = load_scales(row, first, count, left, BITS, BLOCK, K, FULL)
-    x = levels(codes, starts, BITS, ROTATED, DITHER, P)
-    if ROTATED:
+def _dequantize_tile(row, h, out, n, first, seed, T: tl.constexpr, FINITE: tl.constexpr, FULL: tl.constexpr):
+    P: tl.constexpr = T.P
+    x, scales = load_payload(row, first, tl.cdiv(n, T.format.block), seed, T, FULL)
+    if T.format.rotated:
         # levels have at most 11 bits
         exact = ()
         for p in tl.static_range(P):
             exact = exact + (x[p].to(tl.float16),)
-        x = signed(rotate(exact, load_matrix(h, BLOCK // P), P, INTERPRETED), P)
+        x = signed(rotate(exact, load_matrix(h, T), T), T)
     found = ()
     for p in tl.static_range(P):
         value = x[p] * scales[:, None]
         found = found + (tl.clamp(value, -FINITE, FINITE, propagate_nan=tl.PropagateNan.ALL),)
-    start = first * BLOCK
-    store_parts(out + start, found, (n - start).to(tl.int32), BLOCK, P, FULL)
+    start = first * T.format.block
+    store_parts(out + start, found, (n - start).to(tl.int32), T, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "seed"])
@@ -168,24 +165,16 @@ def dequantize_kernel(
     payload_stride,
     out_stride,
     seed,  # of row 0; row r used seed + r
-    BITS: tl.constexpr,
-    ROTATED: tl.constexpr,
-    DITHER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
+    T: tl.constexpr,
     FINITE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0) // tiles
-    first = (tl.program_id(0) % tiles).to(tl.int64) * K
+    first = (tl.program_id(0) % tiles).to(tl.int64) * T.K
     payload += row.to(tl.int64) * payload_stride
     out += row.to(tl.int64) * out_stride
     n = n.to(tl.int64)
     seed += row
-    if (first + K) * BLOCK <= n:
-        _dequantize_tile(payload, h, out, n, first, seed, BITS, ROTATED, DITHER, BLOCK, K, P, FINITE, INTERPRETED, True)
+    if (first + T.K) * T.format.block <= n:
+        _dequantize_tile(payload, h, out, n, first, seed, T, FINITE, True)
     else:
-        _dequantize_tile(
-            payload, h, out, n, first, seed, BITS, ROTATED, DITHER, BLOCK, K, P, FINITE, INTERPRETED, False
-        )
+        _dequantize_tile(payload, h, out, n, first, seed, T, FINITE, False)

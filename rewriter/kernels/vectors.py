@@ -1,6 +1,6 @@
 """Quantized vectors that can be taken apart: each keeps its own bytes together, codes then scales, nothing between.
 
-A payload of `quantize` holds the codes of all its elements, then all scales, and is read as a whole. Keys and values
+A payload of `quantize` holds the codes of all its elements, then all scales, and is read at once. Keys and values
 are cut by heads and by tokens on their way from rank to rank, so here the last dimension stays one thing: what a vector
 becomes does not depend on those beside it, and any slice, stack or permutation of the other dimensions is one of bytes.
 A vector is filled up with zeros to whole blocks, so blocks that divide it cost nothing.
@@ -26,9 +26,9 @@ def vector_bytes(format: Format, n: int) -> int:
 def quantize_vectors(x: Tensor, format: Format) -> Tensor:
     """uint8 [..., vector_bytes(format, n)] of x [..., n] in bf16, fp16, fp32 or fp64, rounded to nearest."""
     parts = _parts(format, x.shape[-1])
-    whole = F.pad(x.float() if x.dtype == torch.float64 else x, [0, -x.shape[-1] % format.block])
-    vectors = whole.shape[:-1].numel()
-    places = quantize(whole, format)[: vectors * sum(parts)].split([vectors * part for part in parts])
+    padded = F.pad(x.float() if x.dtype == torch.float64 else x, [0, -x.shape[-1] % format.block])
+    vectors = padded.shape[:-1].numel()
+    places = quantize(padded, format)[: vectors * sum(parts)].split([vectors * part for part in parts])
     rows = torch.cat([place.view(vectors, part) for place, part in zip(places, parts, strict=True)], 1)
     return rows.view(*x.shape[:-1], sum(parts))
 

@@ -24,9 +24,9 @@ from rewriter.ir import Module, Program, walk_modules
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, moved_units, order_of
 from rewriter.recipes.apply import apply_recipe
-from rewriter.verify.drift import Comparison, host_of, other_weights, windows
+from rewriter.verify.drift import DriftSums, host_of, other_weights, windows
 from rewriter.verify.simulate import RankValues, Simulator, load_weights
-from rewriter.verify.unit_assignment import deal
+from rewriter.verify.unit_assignment import assign_units
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
@@ -106,7 +106,7 @@ def affinity(
         return Affinity({}, 0.0, 0.0, left)
     lower, found = True, (0.0, 0.0)
     for part in (pieces, windows(program, held_back)):
-        before, after = Comparison(), Comparison()
+        before, after = DriftSums(), DriftSums()
         for place, piece in enumerate(part):
             progress("measuring what another order of heads and channels changes", place, len(part))
             logits = Simulator(program, weights, host).run(piece[None])[0][0]
@@ -222,4 +222,4 @@ class _Arranging(Simulator):
             [self.original.units(exit, [values[0][rank] for values in inputs]) - true for rank in range(self.ranks)]
         )
         weight = self.original.weights[f"{exit.path}.weight"].movedim(exit.dim, 0)[exit.columns]
-        return "".join(DIGITS[rank] for rank in deal(errors, weight, exit.block.count))
+        return "".join(DIGITS[rank] for rank in assign_units(errors, weight, exit.block.count))

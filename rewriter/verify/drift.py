@@ -26,7 +26,7 @@ _BUDGET = 1.5e12
 _FEWEST, _MOST = 64, 2048
 
 
-class Comparison:
+class DriftSums:
     """Sums over windows of a text: what a `Drift` is the mean of."""
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ def drift(
         weights = load_weights(original, torch.float32)
     if rewritten_weights is None:
         rewritten_weights = other_weights(rewritten, original, weights)
-    found, host = Comparison(), host_of(original)
+    found = DriftSums()
     for window in windows(original, tokens):
         before, after = (
-            simulate(program, window[None], weights=tensors, host=host)[0]
+            simulate(program, window[None], weights=tensors)[0]
             for program, tensors in ((original, weights), (rewritten, rewritten_weights))
         )
         found.add(window, before, after)
@@ -175,7 +175,7 @@ def golden_logits(program: Program, weights: Mapping[str, torch.Tensor]) -> torc
 
 
 def parameter_count(program: Program) -> int:
-    """Elements of all parameters of the whole model."""
+    """Elements of all parameters of the full model."""
     return sum(math.prod(spec.full_shape or spec.shape) for spec in program.parameters.values())
 
 

@@ -40,7 +40,7 @@ class Plain:
         self.writes: list[torch.Tensor] = []
 
     def begin(self, stream: torch.Tensor) -> None:
-        self.values, self.writes = [stream.clone()], []
+        self.values, self.writes = [stream.clone()], []  # some models add in place
 
     def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
         self.writes.append(written.clone())

@@ -1,8 +1,8 @@
-"""An independent reference for ladder: the unmodified eager Hugging Face model, whose blocks are handed other inputs.
+"""An independent reference for ladder: the unmodified eager Hugging Face model, whose blocks read other inputs.
 
 A ladder changes only what each block *reads*. Number the blocks of a model in order; let X_0 be the stream before the
 first, X_{j+1} = X_j + block_j(read_j). Standard: read_j = X_j. In a ladder layer: read_j = X_{j-1}, with X_{-1} := X_0.
-Both transitions follow from that. Where blocks begin and end is found by watching a forward pass (see `structure`).
+Both transitions follow from that. Where blocks begin and end is found by watching a forward pass (see `eager_blocks`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.eager_blocks import Structure, find_structure
-from rewriter.verify.stream_hooks import Carry, decoder_layers, watched
+from rewriter.verify.eager_blocks import Plain, Structure, find_structure
+from rewriter.verify.stream_hooks import decoder_layers, watched
 
 
 @contextmanager
@@ -37,23 +37,17 @@ def check_layers(name: str, model: PreTrainedModel, layers: Collection[int]) -> 
         raise RewriterError(f"{name}: layers {surplus}, the model has 0 to {depth - 1}")
 
 
-class _Ladder:
+class _Ladder(Plain):
     """The ledger of a ladder."""
 
     def __init__(self, structure: Structure, layers: Collection[int]) -> None:
+        super().__init__()
         # what is read where the model reads stream value `value`: the start of the block before
         starts = structure.starts
         self.source = {structure.last: structure.last} | {
             start: starts[max(block - 1, 0)] if structure.layers[block] in layers else start
             for block, start in enumerate(starts)
         }
-        self.values: dict[int, torch.Tensor] = {}
-
-    def begin(self, stream: torch.Tensor) -> None:
-        self.values = {0: stream.clone()}  # some models add in place
-
-    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
-        self.values[value + 1] = carry(self.values[value]) + written
 
     def read(self, value: int) -> torch.Tensor:
         return self.values[self.source[value]]

@@ -1,4 +1,4 @@
-"""A live model that stands behind a simulation: its own modules compute what the program holds as opaque."""
+"""A live model behind a simulation: its own modules compute what the program holds as opaque."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
 
 
 class Host:
-    """The opaque modules of a program in a live model, and what the unmodified model hands them on one input.
+    """The opaque modules of a program in a live model, and what the unmodified model gives them on one input.
 
     Raises RewriterError when `model` has no such modules.
     """
@@ -45,13 +45,13 @@ class Host:
     def __init__(self, program: Program, model: nn.Module) -> None:
         self.model = model
         found = dict(model.named_modules())
-        for path, module in opaque_modules(program).items():
+        self.opaque = opaque_modules(program)
+        for path, module in self.opaque.items():
             if type(found.get(path)).__name__ != module.class_name:
                 raise RewriterError(
                     f"the host model has no {path} of class {module.class_name}: it has to be the model that the "
                     "program was traced from"
                 )
-        self.opaque = opaque_modules(program)
         self.modules = {path: found[path] for path in self.opaque}
         self.calls: dict[str, Call] = {}
 
@@ -92,8 +92,7 @@ class Host:
         self, path: str, opaque: Opaque, inputs: list[torch.Tensor], parameters: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What the module at `path` computes with these parameters, given `inputs` in the places of the wiring's."""
-        args, kwargs = self.calls[path]
-        tree: Any = (args, kwargs)
+        tree: Any = self.calls[path]
         for place, value in zip(opaque.places, inputs, strict=True):
             tree = _replaced(tree, place, value)
         result = torch.func.functional_call(self.modules[path], dict(parameters), *tree)
@@ -114,6 +113,3 @@ def _replaced(tree: Any, place: tuple[Any, ...], value: torch.Tensor | None) -> 
         return {**tree, step: _replaced(tree[step], tuple(rest), value)}
     items = [_replaced(item, tuple(rest), value) if i == step else item for i, item in enumerate(tree)]
     return items if isinstance(tree, list) else tuple(items)
-
-
-__all__ = ["Host", "load_host", "opaque_modules"]

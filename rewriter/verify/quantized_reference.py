@@ -18,54 +18,54 @@ def quantized_sum(parts: Sequence[torch.Tensor], format: str, min_bytes: int = 0
     """
     if parts[0].nbytes < min_bytes:
         return sum(parts[1:], parts[0])
-    result: torch.Tensor = _StraightThrough.apply(format, *parts)
+    result: torch.Tensor = _SameGradient.apply(_reduced(parts, format), *parts)
     return result
 
 
-class _StraightThrough(torch.autograd.Function):
+def arrived(x: torch.Tensor, format: str) -> torch.Tensor:
+    """`x` [..., n] as all ranks have it where each vector of n elements travels by itself.
+
+    The gradient of x is that of the result. x in fp64 travels as fp32.
+    """
+    rows_RN = _wire(x).reshape(-1, x.shape[-1])
+    result: torch.Tensor = _SameGradient.apply(_sent(rows_RN, format, rows_RN.dtype).view(x.shape).to(x.dtype), x)
+    return result
+
+
+class _SameGradient(torch.autograd.Function):
+    """`value`, whose gradient each of `parts` has."""
+
     @staticmethod
-    def forward(ctx: Any, format: str, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.ranks = len(parts)
-        return _reduced(parts, format)
+    def forward(ctx: Any, value: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.parts = len(parts)
+        return value
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *(gradient,) * ctx.ranks)
+        return None, *(gradient,) * ctx.parts
 
 
+@torch.no_grad()
 def _reduced(parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     format, ranks, like = parse_format(name), len(parts), parts[0]
     length = slice_length(like.numel(), ranks, format)
-    wire = torch.float32 if like.dtype == torch.float64 else like.dtype
     padding = (0, ranks * length - like.numel())
-    slices_PRN = [F.pad(part.reshape(-1).to(wire), padding).view(ranks, length) for part in parts]
-    arrived_PRN = [dequantize_rows(quantize_rows(rows, format), format, length, torch.float32) for rows in slices_PRN]
+    slices_PRN = [F.pad(_wire(part).reshape(-1), padding).view(ranks, length) for part in parts]
+    arrived_PRN = [_sent(rows, name, torch.float32) for rows in slices_PRN]
     total_RN = torch.zeros(ranks, length, device=like.device)
     for owner in range(ranks):
         for sender in range(ranks):
             if sender != owner:
                 total_RN[owner] += arrived_PRN[sender][owner]
         total_RN[owner] += slices_PRN[owner][owner].float()
-    result = dequantize_rows(quantize_rows(total_RN, format), format, length, wire)
+    result = _sent(total_RN, name, slices_PRN[0].dtype)
     return result.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
 
 
-def arrived(x: torch.Tensor, format: str) -> torch.Tensor:
-    """`x` [..., n] as all ranks have it where each vector of n elements travels by itself; its gradient is straight."""
-    result: torch.Tensor = _Arrived.apply(x, format)
-    return result
+@torch.no_grad()
+def _sent(rows_RN: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize_rows(quantize_rows(rows_RN, format), format, rows_RN.shape[1], dtype)
 
 
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, format: str) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows.float() if x.dtype == torch.float64 else rows
-        return dequantize_rows(quantize_rows(rows, format), format, rows.shape[1], rows.dtype).view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-__all__ = ["arrived", "quantized_sum"]
+def _wire(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().float() if x.dtype == torch.float64 else x.detach()

@@ -38,10 +38,10 @@ def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_c
     """
     try:
         model = build_model(config, trust_remote_code)
-    except Exception as error:  # constructors of models raise whatever they like
+    except Exception as error:  # constructors of models may raise any error
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RewriterError(
-            f"model type {config.model_type!r} cannot be rehearsed: its shrunken copy cannot be built ({text}). "
+            f"model type {config.model_type!r} has no shrunken check: its shrunken copy cannot be built ({text}). "
             "Use --verify full or none"
         ) from error
     randomize(model, strength)
@@ -49,7 +49,7 @@ def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_c
 
 
 def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises whatever that raises."""
+    """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises what that raises."""
     kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ def randomize(model: PreTrainedModel, strength: float = 1.0) -> None:
             # Stored, and zero at first: a bias that training moves without gradients, as routers have.
             if name in stored and buffer.is_floating_point() and not buffer.any():
                 buffer.add_(torch.randn(buffer.shape) * 0.15)
-    _calibrate(model, model.config)
+    _calibrate(model)
 
 
 @torch.no_grad()
@@ -100,8 +100,8 @@ def _randomize(model: PreTrainedModel, name: str, parameter: torch.Tensor, stren
 
 
 @torch.no_grad()
-def _calibrate(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Scale the embeddings so that the first layer is given a stream of about 1, whatever factors they meet before."""
+def _calibrate(model: PreTrainedModel) -> None:
+    """Scale the embeddings so that the first layer gets a stream of about 1, after all factors before it."""
     seen: list[float] = []
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def _calibrate(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
     with_hook = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        model(input_ids=random_ids(config, 21), use_cache=False)
+        model(input_ids=random_ids(model.config, 21), use_cache=False)
     finally:
         with_hook.remove()
     if seen and math.isfinite(seen[0]) and seen[0] > 0:

@@ -129,7 +129,7 @@ class RealWeights:
 
     @torch.no_grad()
     def compare_emitted(self, found: Verification, directory: Path) -> None:
-        """Compare what a written directory computes in processes of its own. Adds or raises."""
+        """Compare what a written directory computes in separate processes. Adds or raises."""
         ids = [golden_tokens(self.program)]
         expected = [simulate(self.single, ids[0], weights=self.written)]
         sharded = self._quantized(ids[0])

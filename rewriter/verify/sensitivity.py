@@ -16,7 +16,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.verify.drift import Comparison, host_of, windows
+from rewriter.verify.drift import DriftSums, host_of, windows
 from rewriter.verify.simulate import Simulator, load_weights
 
 STREAM = "stream"
@@ -50,7 +50,7 @@ def sensitivity(
         weights = load_weights(program, torch.float32)
     host = host_of(program)
     whole = _with_stream(program, [blocks[layer].index for layer in tails])
-    found = {layer: Comparison() for layer in tails}
+    found = {layer: DriftSums() for layer in tails}
     done, pieces = 0, windows(program, tokens)
     for window in pieces:
         logits, *stream = Simulator(whole, weights, host).run(window[None])[0]

@@ -7,7 +7,7 @@ names of these settings are in `shrink_sizes`). Encoders beside the text model (
 
 Layer selections name layers of the real model, so layers are not renumbered by a rule of three. `representatives`
 picks real layers: the first two and the last two, every kind of layer (its type in the config, and which passes select
-it), and around each kind of border between unlike neighbours the two layers on either side. Layer j of the rehearsal
+it), and around each kind of border between unlike neighbours the two layers on either side. Layer j of the copy
 stands for the j-th of them, and a pass that selects layers selects their places. A pick of `upper-half` of 80 layers is
 [0, 1, 38, 39, 40, 41, 78, 79], selected [4, 5, 6, 7]: the same standard → ladder transition, the same end.
 """
@@ -50,8 +50,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def text_table(config: PreTrainedConfig) -> Mapping[str, Any]:
     """The settings of the text model inside a config."""
-    table: Mapping[str, Any] = text_config(config).to_dict()
-    return table
+    return dict(text_config(config).to_dict())
 
 
 def depth(config: PreTrainedConfig) -> int:
@@ -67,7 +66,7 @@ def depth(config: PreTrainedConfig) -> int:
 
 
 def representatives(config: PreTrainedConfig, selections: Sequence[Collection[int]]) -> list[int]:
-    """The layers of the real model that the rehearsal keeps, ascending: see this module's docstring."""
+    """The layers of the real model that the copy keeps, ascending: see this module's docstring."""
     table, count = text_table(config), depth(config)
     per_layer = [
         value
@@ -107,7 +106,7 @@ def shrink(
 ) -> PreTrainedConfig:
     """A small config of the same kind, with one layer for each of `layers` of the real one, for `ranks` ranks.
 
-    Its heads divide by `ranks` · `exchanged` where the real ones do: `exchanged` sequence-parallel ranks deal out the
+    Its heads divide by `ranks` · `exchanged` where the real ones do: `exchanged` sequence-parallel ranks share the
     heads of a tensor-parallel one. `changes` are settings to put last, by name; `text_config.head_dim` names one of a
     config inside. Raises RewriterError when the result is no valid config of its type.
     """
@@ -131,10 +130,10 @@ def shrink(
         place[name] = value
     try:
         return type(config).from_dict(data)
-    except Exception as error:  # validation differs by type, and raises whatever it likes
+    except Exception as error:  # validation differs by type, and may raise any error
         text_ = " ".join(str(error).split()) or type(error).__name__
         raise RewriterError(
-            f"model type {config.model_type!r} cannot be shrunken for a rehearsal: {text_}. Use --verify full or none"
+            f"model type {config.model_type!r} cannot be shrunken: {text_}. Use --verify full or none"
         ) from error
 
 

@@ -146,7 +146,7 @@ def _heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     """(query heads, key/value heads): fewest that share and divide as the real ones do."""
     unit = max(ranks, 2)
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        return heads, kv_heads  # cannot be split: kept, so that the rehearsal cannot be split either
+        return heads, kv_heads  # cannot be split: kept, so that the copy cannot be split either
     if kv_heads == heads:
         new = unit
         return (new + unit, new + unit) if new in TAKEN else (new, new)

@@ -20,7 +20,6 @@ from torch import fx, nn
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression
 from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of
 from rewriter.sequence.token_layout import join_tokens, take_tokens
 from rewriter.verify.live_model import Host, load_host, opaque_modules
@@ -79,7 +78,11 @@ def load_weights(program: Program, dtype: torch.dtype | None = None) -> dict[str
             "this program was traced from a config and has no weights: pass `weights=`, or trace a checkpoint"
         )
     checkpoint = Checkpoint.open(program.source.path)
-    loaded = {name: checkpoint.evaluate(_whole(p.expression, name)) for name, p in program.parameters.items()}
+    loaded = {}
+    for name, parameter in program.parameters.items():
+        if parameter.expression is None:
+            raise RewriterError(f"{name} is not in the checkpoint")
+        loaded[name] = checkpoint.evaluate(parameter.expression)
     return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in loaded.items()}
 
 
@@ -97,12 +100,6 @@ def _host(program: Program, weights: Mapping[str, torch.Tensor], model: nn.Modul
         dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
         model = load_host(str(program.source.path), program.source.remote_code, dtype)
     return Host(program, model)
-
-
-def _whole(expression: Expression | None, name: str) -> Expression:
-    if expression is None:
-        raise RewriterError(f"{name} is not in the checkpoint")
-    return expression
 
 
 def whole_parameter(name: str, spec: Parameter, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:

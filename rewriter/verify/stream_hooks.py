@@ -1,8 +1,8 @@
-"""Watching the residual stream of an eager Hugging Face model, call by call, and handing its readers other values.
+"""Watching the residual stream of an eager Hugging Face model, call by call, and giving its readers other values.
 
 Nothing here knows the IR, the analyses or the passes; they are what it checks. The stream begins as the hidden states
 given to the first decoder layer. An addition of the stream and another tensor of its shape makes the next stream value,
-and the other tensor is a *write*; a cast, a view or a multiple (by a number) of the stream is the stream; whatever else
+and the other tensor is a *write*; a cast, a view or a multiple (by a number) of the stream is the stream; all else that
 is computed from it is a *read*. This is seen in the calls of torch functions, so it does not matter which module adds,
 norms or reads.
 

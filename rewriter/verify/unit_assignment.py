@@ -1,4 +1,4 @@
-"""Units dealt to ranks of equal size so that the error of their common output is small."""
+"""Units assigned to ranks, equally many to each, so that the error of their common output is small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ROUNDS = 32
 
 
 @torch.no_grad()
-def deal(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
+def assign_units(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
     """The rank of each unit that makes ‖Σ_u errors[rank(u), :, u] · weight[u]‖² small; every rank gets equally many.
 
     `errors`, fp32 [ranks, tokens, units · width], is by how much each unit's activations are wrong on each rank, those
@@ -20,27 +20,27 @@ def deal(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
     ranks, _, size = errors.shape
     width = size // units
     own = _own_errors(errors, weight, units)
-    dealt = _balanced(own)
+    rank_of = _balanced(own)
     step = max(1, units // (8 * ranks))
-    wrong = _chosen(errors, dealt, width)
+    wrong = _chosen(errors, rank_of, width)
     best = float((wrong @ weight).square().sum())
     for _ in range(_ROUNDS):
         towards = (wrong @ weight) @ weight.T
         # the change of the squared error if unit u alone went to rank q: [ranks, units]
         change = 2 * ((errors - wrong) * towards).sum(1).reshape(ranks, units, width).sum(-1)
         change += _own_errors(errors - wrong, weight, units)
-        other = _exchanged(dealt, change, step)
-        if torch.equal(other, dealt):
+        other = _exchanged(rank_of, change, step)
+        if torch.equal(other, rank_of):
             break
         moved = _chosen(errors, other, width)
         found = float((moved @ weight).square().sum())
         if found < best:
-            dealt, wrong, best = other, moved, found
+            rank_of, wrong, best = other, moved, found
         elif step == 1:
             break
         else:
             step = max(1, step // 2)
-    return dealt.tolist()
+    return rank_of.tolist()
 
 
 def _own_errors(errors: torch.Tensor, weight: torch.Tensor, units: int) -> torch.Tensor:
@@ -55,37 +55,37 @@ def _own_errors(errors: torch.Tensor, weight: torch.Tensor, units: int) -> torch
     return torch.einsum("rtui,uij,rtuj->ru", parts, gram, parts)
 
 
-def _chosen(errors: torch.Tensor, dealt: torch.Tensor, width: int) -> torch.Tensor:
+def _chosen(errors: torch.Tensor, rank_of: torch.Tensor, width: int) -> torch.Tensor:
     """[tokens, units · width] of `errors`: those of each unit on its rank."""
     places = torch.arange(errors.shape[2])
-    return errors[dealt.repeat_interleave(width), :, places].T
+    return errors[rank_of.repeat_interleave(width), :, places].T
 
 
 def _balanced(own: torch.Tensor) -> torch.Tensor:
     """The rank [units] of each unit that makes the sum of `own` [ranks, units] small: best for every two ranks."""
     ranks, units = own.shape
     share = units // ranks
-    dealt = torch.arange(units) // share
+    rank_of = torch.arange(units) // share
     for _ in range(_ROUNDS):
-        before = dealt.clone()
+        before = rank_of.clone()
         for first in range(ranks):
             for second in range(first + 1, ranks):
-                both = ((dealt == first) | (dealt == second)).nonzero()[:, 0]
+                both = ((rank_of == first) | (rank_of == second)).nonzero()[:, 0]
                 preference = (own[first] - own[second])[both]
                 sorted_ = both[preference.argsort(stable=True)]
-                dealt[sorted_[:share]], dealt[sorted_[share:]] = first, second
-        if torch.equal(dealt, before):
+                rank_of[sorted_[:share]], rank_of[sorted_[share:]] = first, second
+        if torch.equal(rank_of, before):
             break
-    return dealt
+    return rank_of
 
 
-def _exchanged(dealt: torch.Tensor, change: torch.Tensor, most: int) -> torch.Tensor:
-    """`dealt` after the most promising exchanges between every two ranks, at most `most` of each pair."""
-    ranks, result = len(change), dealt.clone()
+def _exchanged(rank_of: torch.Tensor, change: torch.Tensor, most: int) -> torch.Tensor:
+    """`rank_of` after the most promising exchanges between every two ranks, at most `most` of each pair."""
+    ranks, result = len(change), rank_of.clone()
     for first in range(ranks):
         for second in range(first + 1, ranks):
-            there = ((dealt == first) & (result == first)).nonzero()[:, 0]
-            back = ((dealt == second) & (result == second)).nonzero()[:, 0]
+            there = ((rank_of == first) & (result == first)).nonzero()[:, 0]
+            back = ((rank_of == second) & (result == second)).nonzero()[:, 0]
             there = there[change[second, there].argsort(stable=True)[:most]]
             back = back[change[first, back].argsort(stable=True)[:most]]
             count = min(len(there), len(back))

@@ -1,4 +1,4 @@
-"""The rehearsal of recipes that mix kinds of layers: the shrunken copy has the same choices, and faults are noticed."""
+"""Shrunken checks of recipes that mix kinds of layers: the copy has the same choices, and faults are noticed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_dropped_layers_keep_their_places() -> None:
     assert DropSync(2, costs).shrunken([0, 1, 2, 4, 5], 6) == [DropSync(layers=[1, 3])]
 
 
-def test_a_pattern_is_told_out_run_by_run() -> None:
+def test_a_pattern_is_split_run_by_run() -> None:
     rewrite = Desync([0, 1, 2, 3, 6, 7], pattern=PATTERN, resync="sum")
     kinds = rewrite.kinds_of_layers(8)
     assert kinds == [{0, 1, 2, 3, 6, 7}, {0, 3, 6}, {1, 7}, {2}]
@@ -51,7 +51,7 @@ def test_what_selects_no_layers_is_left_as_it_is() -> None:
     assert TensorParallel().shrunken([0, 1], 6) == [TensorParallel()]
 
 
-# What the reference is told
+# What the reference gets
 
 
 @pytest.mark.parametrize(
@@ -67,25 +67,25 @@ def test_what_selects_no_layers_is_left_as_it_is() -> None:
         (DropSync(layers=[1, 3]), [0, 1, 0, 1]),
     ],
 )
-def test_the_reference_is_told_which_reductions_are_kept(rewrite: Any, kept: Sequence[int]) -> None:
+def test_the_reference_gets_which_reductions_are_kept(rewrite: Any, kept: Sequence[int]) -> None:
     """Written out by hand: the last reduction of a run of layers is kept whatever the pattern says."""
     modes = layer_modes(zoo.shared("llama"), [rewrite], ())
-    told = [keep for layer in sorted(modes) for keep in modes[layer].keep]
+    found = [keep for layer in sorted(modes) for keep in modes[layer].keep]
     runs_end = [i for i, layer in enumerate(sorted(modes)) if layer + 1 not in modes]
     for place in runs_end:
-        told[2 * place + 1] = True
-    assert told == [bool(k) for k in kept]
+        found[2 * place + 1] = True
+    assert found == [bool(k) for k in kept]
     assert {m.resync for m in modes.values()} == {getattr(rewrite, "resync", "sum")}
 
 
-def test_the_reference_is_told_the_other_modes() -> None:
+def test_the_reference_gets_the_other_modes() -> None:
     passes = [Ladder("0-1"), Ladder([2], "own_partial"), ParallelBlock([3], "mlp")]
     modes = layer_modes(zoo.shared("llama"), passes, ())
     assert [modes[layer].mode for layer in range(4)] == ["ladder", "ladder", "own_partial", "parallel"]
     assert modes[3].norm == "mlp"
 
 
-# The rehearsal
+# The shrunken check
 
 
 @pytest.mark.parametrize("name", ["desync-4x-sum", "ladder-own-partial", "ladder-then-desync", "parallel"])
@@ -110,7 +110,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_desynced_run_fails_the_rehearsal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_a_desynced_run_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = desync_module.desynchronise
 
     def faulty(program: Program, kept: dict[int, bool], resync: Any, *rest: Any) -> Program:
@@ -133,7 +133,7 @@ def test_the_faults_are_seeded_where_they_can_be_seen() -> None:
 # Models that amplify rounding
 
 
-def test_a_chaotic_model_is_rehearsed_with_smaller_weights() -> None:
+def test_a_chaotic_model_is_checked_with_smaller_weights() -> None:
     """Linear attention with large weights amplifies rounding a thousandfold: a right ladder would fail by chance."""
     config = AutoConfig.for_model("qwen3_next")
     small = shrink(config, representatives(config, [set(range(24, 48))]), 2)
