@@ -142,6 +142,9 @@ def test_a_wrong_tile_fails_and_an_exception_is_a_row(tiles, scale, monkeypatch:
 
 
 def test_how_many_scores_are_visible(tiles) -> None:
-    for queries, keys in ((tiles.Run(1, 2, 9), tiles.Run(0, 3, 6)), (tiles.Run(0, 1, 5), tiles.Run(3, 4, 7))):
+    for queries, keys in (
+        (tiles.TokenRun(1, 2, 9), tiles.TokenRun(0, 3, 6)),
+        (tiles.TokenRun(0, 1, 5), tiles.TokenRun(3, 4, 7)),
+    ):
         seen = queries.positions()[:, None] >= keys.positions()[None]
         assert tiles.count_visible(queries, keys) == int(seen.sum())

@@ -265,6 +265,7 @@ def test_a_pass_without_reference_is_not_waved_through() -> None:
     @dataclasses.dataclass(frozen=True)
     class Other(Ladder):
         name = "other"  # type: ignore[misc]
+        reference_modes = None
 
     with pytest.raises(RewriterError, match="other: no independent reference"):
         rehearse(small_config("llama"), [Other("all")])

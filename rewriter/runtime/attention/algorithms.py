@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format
 from rewriter.ops import SequenceKind, SequencePlan
-from rewriter.runtime.attention import attention2d, attention2d_overlap, ring
+from rewriter.runtime.attention import attention2d_gathered, attention2d_overlap, ring
 from rewriter.runtime.attention.attention_call import RankAttention
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
@@ -22,8 +22,8 @@ from rewriter.runtime.attention.quantized_kv import QuantizedKV
 # For each kind (the algorithm, that with overlap), after the exchange of heads, of which Ulysses consists.
 ALGORITHMS: Mapping[SequenceKind, tuple[RankAttention, RankAttention]] = {
     "ring": (ring, ring),
-    "ulysses": (attention2d, attention2d),
-    "attention2d": (attention2d, attention2d_overlap),
+    "ulysses": (attention2d_gathered, attention2d_gathered),
+    "attention2d": (attention2d_gathered, attention2d_overlap),
 }
 
 

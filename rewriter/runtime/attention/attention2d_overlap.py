@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
-from rewriter.runtime.attention.attention2d import to_columns, to_rows
+from rewriter.runtime.attention.attention2d_gathered import to_columns, to_rows
 from rewriter.runtime.attention.attention_call import AttentionCall
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn, unseen

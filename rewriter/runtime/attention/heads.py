@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
-from rewriter.runtime.attention.attention2d import interleaved
+from rewriter.runtime.attention.attention2d_gathered import interleaved
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.exchange import all_to_all_start
 
