@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.processes import end_with_parent
+from rewriter.common.processes import end_with_parent, is_child
 from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.frames import DATA, FRAME, Announced, FrameHeader
 from rewriter.emulation.peer import Peer, Played
@@ -253,6 +253,8 @@ def listen(address: str) -> socket.socket:
 
 if __name__ == "__main__":
     end_with_parent()
+    if not is_child():  # the launcher ended before this process asked to end with it
+        sys.exit(1)
     given = EmulationConfig.from_environment()
     assert given is not None
     serve(socket.socket(fileno=int(sys.argv[1])), given)

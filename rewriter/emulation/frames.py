@@ -37,7 +37,7 @@ HEADER = _HEADER.size
 
 class FrameHeader(NamedTuple):
     """`operation`: its number on this connection. `message`: its index in the plan. `length`: bytes that follow, at
-    `offset` of the message. `due`: nanoseconds from the operation's announcement until it may end; 0: not given here."""
+    `offset` of the message. `due`: nanoseconds from the operation's announcement until it may end, or 0."""
 
     operation: int
     type: int

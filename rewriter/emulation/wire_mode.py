@@ -32,10 +32,10 @@ CONNECT_SECONDS = 60.0  # an environment process that starts at the same time ma
 class WireEngine:
     """Operations of this process, exchanged with the environment process at `address` ("host:port").
 
-    `rank`: this process's global rank; `real`: all that are real; `model`: the environment's. Each process group opens a
-    connection at its first operation. Tensors are on the CPU. Raises RewriterError where the environment
-    cannot be reached; an operation whose environment goes away, or reports a message that it did not expect, fails in
-    `wait` with CollectiveAborted.
+    `rank`: this process's global rank; `real`: all that are real; `model`: the environment's. Each process group opens
+    a connection at its first operation. Tensors are on the CPU. Raises RewriterError where the environment cannot be
+    reached; an operation whose environment goes away, or reports a message that it did not expect, fails in `wait` with
+    CollectiveAborted.
     """
 
     def __init__(self, address: str, rank: int, real: Sequence[int] = (), model: DelayModel | None = None) -> None:

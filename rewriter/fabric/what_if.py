@@ -91,7 +91,7 @@ class Change:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """`model` with `changes`, one after another. A group of one rank communicates nothing, no matter what is changed."""
+    """`model` with `changes`, one after another. Changes do not apply to a group of one rank."""
 
     model: DelayModel
     changes: tuple[Change, ...]
