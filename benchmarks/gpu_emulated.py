@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gpu_report import Row, Scale, Table
 
 import rewriter.emulation  # the backend is registered
-from rewriter.emulation.delay import DelayEngines
+from rewriter.emulation.backend import DelayEngines
 from rewriter.fabric import Call, Delay
 
 _ = rewriter.emulation

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation import delay_cuda
-from rewriter.emulation.messages import Mailbox
 from rewriter.emulation.operation import EmulatedOperation
+from rewriter.emulation.values import Mailbox
 from rewriter.fabric import Call, Delay, load_fabric
 from rewriter.kernels import hold_triton
 from rewriter.kernels.hold_triton import LINKS, ROW, STATE, TILE, arrive_kernel, hold_kernel

@@ -22,9 +22,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.emulation import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.heterogeneous import slowest
-from rewriter.emulation.messages import MessageSource
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
+from rewriter.emulation.values import MessageSource
 from rewriter.emulation.work import CollectiveAborted, CollectiveTimeout
 from rewriter.fabric import Call, WhatIf, load_fabric
 

@@ -17,7 +17,7 @@ import typer
 
 from rewriter.common.errors import RewriterError
 from rewriter.emulation.__main__ import app
-from rewriter.emulation.environment_main import listen
+from rewriter.emulation.environment import listen
 
 COMMAND = [sys.executable, "-m", "rewriter.emulation"]
 

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
-from rewriter.fabric.alpha_beta import AlphaBeta
+from rewriter.fabric.alpha_beta import AlphaBeta, nccl
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.measured_delays import table_errors
-from rewriter.fabric.protocols import nccl
 from rewriter.fabric.rank_groups import Placement, place
 from rewriter.fabric.schema import parse
 from rewriter.fabric.shipped_fabrics import LIBRARY
@@ -168,7 +167,7 @@ def test_a_library_that_was_not_measured_is_named() -> None:
     with pytest.raises(RewriterError, match=r"h100-nvlink: 'gloo' was not measured on it; nccl, vllm, sglang, trtllm"):
         load_fabric("h100-nvlink").delay_model("gloo")
     with pytest.raises(RewriterError, match="no table of l40s"):
-        find("l40s", "trtllm")
+        find("l40s", "trtllm", version="1.0")
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ DEVICE = Device("test", flops=1e12, memory=10**9, call=0.0)
 
 
 def uniform(bandwidth: float, latency: float = 0.0, device: Device = DEVICE) -> Fabric:
-    return Fabric.uniform(Link(latency, bandwidth), device)
+    return Fabric("uniform", device, 1, Link(latency, bandwidth), Link(latency, bandwidth))
 
 
 def test_memory_by_hand() -> None:

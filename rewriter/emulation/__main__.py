@@ -48,7 +48,12 @@ def run(
     if serve is not None:
         if script:
             raise RewriterError(f"--serve runs no script, and was given {script[0]}. Start the script without --serve")
-        _serve(serve, EmulationConfig.of(world_size=world_size or max(values["real"]) + 1, **values))
+        config = EmulationConfig.of(world_size=world_size or max(values["real"]) + 1, **values)
+        from rewriter.emulation import environment as process
+
+        listener = process.listen(serve)
+        typer.echo(f"environment process at {serve}, fabric {config.fabric}", err=True)
+        process.serve(listener, config)
         return
     if not script:
         raise RewriterError("no script. Write: python -m rewriter.emulation --world-size N SCRIPT [ARGUMENT]...")
@@ -62,14 +67,6 @@ def run(
     if config.fabric != UNPACED or config.mode == "delay" or config.what_if:
         config.delay_model()  # a fabric that cannot be loaded is reported once, not by every rank
     raise typer.Exit((launch_in_turn if in_turn else launch)(config, script, as_module=module))
-
-
-def _serve(address: str, config: EmulationConfig) -> None:
-    from rewriter.emulation.environment_main import listen, serve
-
-    listener = listen(address)
-    typer.echo(f"environment process at {address}, fabric {config.fabric}", err=True)
-    serve(listener, config)
 
 
 def main() -> int:

@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
 from rewriter.emulation.config import EmulationConfig
-from rewriter.emulation.delay import DelayEngines
-from rewriter.emulation.engine import Engine
-from rewriter.emulation.group import EmulatedGroup
-from rewriter.emulation.identity import NAME, compact
+from rewriter.emulation.delay_cpu import DelayEngine
+from rewriter.emulation.delay_cuda import CudaDelayEngine
+from rewriter.emulation.group import NAME, EmulatedGroup, compact
+from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
 from rewriter.emulation.wire_mode import WireEngine
+from rewriter.emulation.work import Engine
 from rewriter.fabric import DelayModel
+
+
+class DelayEngines:
+    """A DelayEngine for tensors on the CPU and a CudaDelayEngine for each GPU, made when it is first used."""
+
+    def __init__(self, model: DelayModel, rendezvous: Rendezvous | None = None) -> None:
+        self.model = model
+        self._rendezvous = rendezvous
+        self._cpu = DelayEngine(model, rendezvous)
+        self._cuda: dict[torch.device, CudaDelayEngine] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, operation: EmulatedOperation) -> Any:
+        for x in (*operation.outputs, *operation.inputs):
+            if x.is_cuda:
+                return self.on(x.device).submit(operation)
+        if operation.call.kind == "barrier" and self._cuda:  # behind what the GPU has to do
+            return self.on(torch.device("cuda", torch.cuda.current_device())).submit(operation)
+        return self._cpu.submit(operation)
+
+    def on(self, device: torch.device) -> CudaDelayEngine:
+        """The CudaDelayEngine of `device`. Raises RewriterError where several ranks are real: on GPUs their classes
+        run in turn."""
+        if self._rendezvous is not None:
+            raise RewriterError(
+                f"emulated backend: several real ranks with tensors on {device}. On GPUs run one real rank at a "
+                "time, and take the slowest (rewriter.emulation.heterogeneous)"
+            )
+        with self._lock:
+            if device not in self._cuda:
+                self._cuda[device] = CudaDelayEngine(self.model, device)
+        return self._cuda[device]
+
+    def change(self, model: DelayModel) -> None:
+        """Operations take what `model` says from now on; in CUDA graphs that were captured, too."""
+        self.model = self._cpu.model = model
+        for engine in self._cuda.values():
+            engine.change(model)
+
+    def close(self) -> None:
+        self._cpu.close()
+        for engine in self._cuda.values():
+            engine.close()
 
 
 @dataclass(frozen=True)
@@ -74,9 +120,9 @@ def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
-        return _configured(given, None, options, seconds)
+        given = given, None
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
-        return _configured(given[0], given[1], options, seconds)
+        return _configured(*given, options, seconds)
     own = (options.group_rank,)
     if isinstance(given, DelayModel):
         return _EmulatedJob(DelayEngines(given), own)
@@ -95,8 +141,7 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
             f"emulated backend: init_process_group has {options.group_size} ranks, but {config.world_size} are emulated"
         )
     if rank not in real:
-        names = ", ".join(map(str, real))
-        raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {names}")
+        raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {', '.join(map(str, real))}")
     if config.mode == "wire":
         if config.environment is None:
             raise RewriterError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import threading
+import time
 from collections import deque
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from rewriter.common.errors import RewriterError
 from rewriter.emulation.frames import (
     ANNOUNCE,
     DATA,
+    DROP,
     ERROR,
     FRAME,
     HEADER,
+    STAGED,
     Announced,
     FrameHeader,
     Hello,
@@ -26,14 +29,30 @@ from rewriter.emulation.frames import (
     header,
 )
 from rewriter.emulation.operation import EmulatedOperation
-from rewriter.emulation.plan import SEGMENT, plan
-from rewriter.emulation.wire_work import WireWork
-from rewriter.emulation.work import CollectiveAborted
+from rewriter.emulation.plan import SEGMENT, Plan
+from rewriter.emulation.work import CollectiveAborted, EmulatedWork
 from rewriter.fabric.calls import KINDS
 
-_STAGED = 16 << 10  # read at once where headers and small messages come
-_DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # read, but do not copy
 _AT_ONCE = 512  # buffers in one call; systems take 1,024
+
+
+class WireWork(EmulatedWork):
+    """An operation whose messages have all arrived may still have to last: `arrive` gives the time."""
+
+    due = 0.0
+
+    def arrive(self, due: float) -> None:
+        """All messages are through; it ends at `due`, seconds of `time.monotonic`, or later, or now."""
+        self.due = due
+        if self.deadline() <= time.monotonic():
+            self.finish()
+            return
+        self.ready()
+        if self.awaited_as_future:
+            self._timer.add(self)
+
+    def deadline(self) -> float:
+        return self.due if self.underway is None else max(self.due, self._progress.end(self.underway))
 
 
 class _ChannelExchange:
@@ -41,25 +60,21 @@ class _ChannelExchange:
 
     __slots__ = ("due", "filled", "number", "operation", "received", "sent", "source", "target", "unsent", "work")
 
-    def __init__(self, operation: EmulatedOperation, work: WireWork) -> None:
-        call = operation.call
-        tensors = operation.inputs or operation.outputs
-        itemsize = max((t.element_size() for t in tensors), default=1)
-        found = plan(call.kind, call.nbytes, itemsize, call.size, operation.rank, operation.root)
+    def __init__(self, operation: EmulatedOperation, work: WireWork, found: Plan) -> None:
         self.operation, self.work = operation, work
         self.sent, self.received = Position(found.sends), Position(found.receives)
         self.number = -1
         self.unsent = 0  # frames that wait for room in the socket
         self.filled = False
         self.due = 0
-        # What is sent is read where it lies. Several tensors, or strided ones, which gloo would copy together first:
+        # What is sent is read where it is. Several tensors, or strided ones, which gloo would copy together first:
         # the bytes of any other memory take as long.
         flat = _flat(operation.inputs)
         self.source = None if flat is None else _bytes(flat)
         self.target: Tensor | None = None
         if any(message.reduced for message in found.receives):
             # A reduction sums up in the tensor itself; a reduce_scatter, as torch's gloo, in a copy of its input.
-            self.target = flat.clone() if flat is not None and call.kind == "reduce_scatter" else flat
+            self.target = flat.clone() if flat is not None and operation.call.kind == "reduce_scatter" else flat
 
     @property
     def over(self) -> bool:
@@ -90,7 +105,6 @@ class EnvironmentChannel:
 
     def begin(self, operation: EmulatedOperation, work: WireWork) -> None:
         """Announce `operation` and send what needs nothing else before it."""
-        exchange = _ChannelExchange(operation, work)
         call = operation.call
         tensors = operation.inputs or operation.outputs
         announced = Announced(
@@ -102,14 +116,16 @@ class EnvironmentChannel:
             sequence=operation.sequence,
             tag=operation.tag,
             dtype=call.dtype,
-        ).pack()
+        )
+        exchange = _ChannelExchange(operation, work, announced.plan(call.size))
+        body = announced.pack()
         with self._lock:
             if self._error is not None:
                 raise CollectiveAborted(f"{operation.title}: {self._error}") from None
             number = exchange.number = self._next
             self._next = (number + 1) % (1 << 32)
             self._exchanges[number] = exchange
-            first = FrameHeader(number, ANNOUNCE, 0, len(announced), 0).pack() + announced
+            first = FrameHeader(number, ANNOUNCE, 0, len(body), 0).pack() + body
             self._send([(memoryview(first), None), *self._allowed(number, exchange)])
 
     def close(self) -> None:
@@ -143,18 +159,15 @@ class EnvironmentChannel:
         if waiting:
             return  # the writer is at it
         try:
-            self._hand_over(socket.MSG_DONTWAIT)
+            while self._queue:
+                some = [view for view, _ in islice(self._queue, _AT_ONCE)]
+                self._taken(self._socket.sendmsg(some, [], socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
         except OSError:
             return  # the reader sees it too, and says why
         if self._queue:
             self._writable.notify()
-
-    def _hand_over(self, flags: int) -> None:
-        while self._queue:
-            some = [view for view, _ in list(self._queue)[:_AT_ONCE]]
-            self._taken(self._socket.sendmsg(some, [], flags))
 
     def _taken(self, count: int) -> None:
         """The socket has `count` bytes more."""
@@ -199,10 +212,9 @@ class EnvironmentChannel:
 
     def _frames(self) -> str:
         """Read until the connection ends; returns the reason."""
-        staged = bytearray(_STAGED)
-        view = memoryview(staged)
+        view = memoryview(bytearray(STAGED))
         begin = end = 0
-        wanted = _STAGED
+        wanted = STAGED
         while True:
             while end - begin < HEADER:
                 if begin:
@@ -216,18 +228,14 @@ class EnvironmentChannel:
             begin += HEADER
             here = min(head.length, end - begin)
             if head.type == ERROR:
-                text = bytes(view[begin : begin + here]) + self._rest(head.length - here)
+                text = bytes(view[begin : begin + here])
+                while len(text) < head.length and (more := self._socket.recv(head.length - len(text))):
+                    text += more
                 return f"the environment process reports: {text.decode('utf-8', 'replace')}"
             self._frame(head, view[begin : begin + here])
             begin += here
             # After a large frame another one comes: what is read with its header would be copied twice.
-            wanted = HEADER if head.length > _STAGED else _STAGED
-
-    def _rest(self, length: int) -> bytes:
-        found = b""
-        while len(found) < length and (more := self._socket.recv(length - len(found))):
-            found += more
-        return found
+            wanted = HEADER if head.length > STAGED else STAGED
 
     def _frame(self, head: FrameHeader, here: memoryview) -> None:
         """One frame of a message, of which the bytes `here` are read already."""
@@ -243,31 +251,31 @@ class EnvironmentChannel:
             exchange.operation.fill()
             exchange.filled = True
         message = exchange.received.messages[head.message]
-        place = self._room[head.offset :] if message.reduced else self._room
+        place, flags = self._room, socket.MSG_WAITALL | DROP
         if message.reduced:
+            place, flags = self._room[head.offset :], socket.MSG_WAITALL
             place[: len(here)] = here
         count = len(here)
         while count < head.length:
-            flags = socket.MSG_WAITALL if message.reduced else socket.MSG_WAITALL | _DROP
             more = self._socket.recv_into(place[count:] if message.reduced else place, head.length - count, flags)
             if not more:
                 raise EOFError
             count += more
         if head.due:
             exchange.due = head.due
-        whole = head.offset + head.length == message.length
-        if whole and message.reduced and exchange.target is not None:
+        complete = head.offset + head.length == message.length
+        if complete and message.reduced and exchange.target is not None:
             _add(exchange.target, self._segment, message.offset, message.length)
         with self._lock:
             exchange.received.advance(head.length)
-            if whole:
+            if complete:
                 self._send(self._allowed(head.operation, exchange))
                 self._settle(exchange)
 
     def _settle(self, exchange: _ChannelExchange) -> None:
         """End an operation whose messages are all through."""
         if exchange.over and self._exchanges.pop(exchange.number, None) is exchange:
-            exchange.work.arrive(exchange.work.begun + exchange.due * 1e-9)
+            exchange.work.arrive(exchange.operation.called + exchange.due * 1e-9)
 
     def _fail(self, reason: str) -> None:
         with self._lock:

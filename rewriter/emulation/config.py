@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,9 +21,9 @@ class EmulationConfig(BaseModel):
 
     `world_size`: ranks of the job. `real`: those that run as processes, one of each class of ranks whose modules are
     alike; all others are emulated. `fabric`: a name or a YAML file. `library`: whose collectives (nccl, vllm, …; the
-    fabric's first if None). `graphed`:
-    delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as `all_reduce=+5us`. `timeout`:
-    seconds, where a program names none. `seconds_file`: where a rank writes how long its job took.
+    fabric's first if None). `graphed`: delays of collectives inside CUDA graphs. `what_if`: changes to the delays, as
+    `all_reduce=+5us`. `timeout`: seconds, where a program names none. `seconds_file`: where a rank writes how long its
+    job took.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,18 +72,20 @@ class EmulationConfig(BaseModel):
         text = (os.environ if environment is None else environment).get(EMULATED)
         if not text:
             return None
-        return _checked(lambda: cls.model_validate_json(text), EMULATED)
+        with _reported(EMULATED):
+            return cls.model_validate_json(text)
 
     @classmethod
     def of(cls, **values: Any) -> EmulationConfig:
         """As the constructor, with RewriterError where it raises pydantic's."""
-        return _checked(lambda: cls(**values), "emulation")
+        with _reported("emulation"):
+            return cls(**values)
 
 
-def _checked(make: Any, what: str) -> EmulationConfig:
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
     try:
-        config: EmulationConfig = make()
+        yield
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
         raise RewriterError(f"{what}: {faults}") from None
-    return config

@@ -23,7 +23,7 @@ _OVER = 2e-6  # seconds that an operation may lack at its end: clocks are not re
 @dataclass(eq=False)
 class Underway:
     """An operation: `arrived` when the last rank called it, seconds of `time.monotonic`. `done`: the share of it that
-    is over, from `start` on; a link of its own is free again from `released` on."""
+    is over, from `start` on; its links are free again from `released` on."""
 
     arrived: float
     delay: Delay
@@ -34,7 +34,7 @@ class Underway:
     end: float | None = None
 
     def lasts(self, busy: float) -> float:
-        """Seconds of the whole, where the rank computes for a share `busy` of the time."""
+        """Seconds from start to end, where the rank computes for a share `busy` of the time."""
         seconds, hindrance = self.delay.seconds, self.delay.hindrance
         if not busy or not hindrance or seconds <= 0:
             return seconds

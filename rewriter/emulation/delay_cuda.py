@@ -5,7 +5,7 @@ Streams are ProcessGroupNCCL's since torch 2.8: a synchronous operation is on th
 a stream of its group, behind what the current stream had to do, and `wait` makes the then current stream wait. Tensors
 are held by the Work until then, and not recorded on streams.
 
-Delays lie in a table on the device. A captured graph reads it when it is replayed: `CudaDelayEngine.change` gives all
+Delays are in a table on the device. A captured graph reads it when it is replayed: `CudaDelayEngine.change` gives all
 collectives that were ever called other delays, and so the same graph another fabric.
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.link_directions import directed
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.work import CollectiveTimeout, OperationWork
 from rewriter.fabric import Call, Delay, DelayModel
+from rewriter.fabric.rank_groups import directed_delay
 
 _ROWS = 1 << 14  # different calls
 _EAGER = 1 << 12  # launches under way at a time, outside of graphs
@@ -80,13 +80,27 @@ class CudaDelayEngine:
                 stream.wait_stream(current)
             with torch.cuda.stream(stream) if stream is not current else nullcontext():
                 self._enqueue(operation, row)
-                return self._work(operation, stream is not current)
+                if stream is current:
+                    return CudaWork(operation, None, None, self.device, self._held)
+                done = torch.cuda.Event()
+                done.record()
+                outside = None
+                if torch.cuda.is_current_stream_capturing():
+                    # else who waits after the capture would wait for nothing (pytorch #192000)
+                    outside = torch.cuda.Event(external=True)
+                    outside.record()
+                else:
+                    # a program may forget its Work: what it wrote to could be used again before it is through
+                    while self._held and (oldest := next(iter(self._held))).query():
+                        del self._held[oldest]
+                    self._held[done] = operation
+                return CudaWork(operation, done, outside, self.device, self._held)
 
     def change(self, model: DelayModel) -> None:
         """From now on, and in graphs that were captured, collectives take what `model` says."""
         self.model = model
         for what, row in self._rows.items():
-            self._write(row, self._directed(*what))
+            self._write(row, directed_delay(model, *what))
 
     def close(self) -> None:
         """Let go of tensors; kernels under way come to their ends."""
@@ -106,22 +120,18 @@ class CudaDelayEngine:
             )
         if len(self._rows) == _ROWS:
             raise RewriterError(f"{operation.title}: more than {_ROWS} different calls of collectives in one job")
-        delay = self._directed(*key)
+        delay = directed_delay(self.model, *key)
         row = self._rows[key] = len(self._rows)
         self._write(row, delay)
         return row
-
-    def _directed(self, call: Call, rank: int, receives: bool) -> Delay:
-        return Delay(0.0, 0.0, ()) if call.size < 2 else directed(self.model.delay(call), call, rank, receives)
 
     def _write(self, row: int, delay: Delay) -> None:
         if len(delay.links) > self._kernels.LINKS:
             raise RewriterError(f"a collective on {len(delay.links)} links, expected at most {self._kernels.LINKS}")
         numbers = [self._link_numbers.setdefault(link, len(self._link_numbers)) for link in delay.links]
         numbers += [-1] * (self._kernels.LINKS - len(numbers))
-        own = self.launch_nanoseconds
-        seconds = max(0, round(delay.seconds * 1e9) - own)
-        values = [seconds, min(seconds, round(delay.transfer * 1e9)), delay.memory_bytes, *numbers]
+        nanoseconds = max(0, round(delay.seconds * 1e9) - self.launch_nanoseconds)
+        values = [nanoseconds, min(nanoseconds, round(delay.transfer * 1e9)), delay.memory_bytes, *numbers]
         values += [0] * (self._kernels.ROW - len(values))
         self._blocks[row] = max(1, delay.blocks)
         self._table[row].copy_(torch.tensor(values, dtype=torch.int64))
@@ -138,20 +148,17 @@ class CudaDelayEngine:
             operation.fill()
             self._hold(row, state, alone=False)
         else:
-            x, count = (operation.outputs[0].data, operation.outputs[0].numel()) if factor else (self._nothing, 0)
-            self._hold(row, self._slot(), alone=True, x=x, factor=factor or 1.0, count=count)
+            self._hold(row, self._slot(), alone=True, x=operation.outputs[0].data if factor else None, factor=factor)
 
-    def _hold(
-        self, row: int, state: Tensor, alone: bool, x: Tensor | None = None, factor: float = 1.0, count: int = 0
-    ) -> None:
+    def _hold(self, row: int, state: Tensor, alone: bool, x: Tensor | None = None, factor: float | None = None) -> None:
         self._kernels.hold_kernel[(self._blocks.get(row, 1),)](
             self._table[row],
             self._free,
             self._lock,
             state,
             self._nothing if x is None else x,
-            factor,
-            count,
+            factor or 1.0,
+            0 if x is None else x.numel(),
             self._scratch,
             _SCRATCH // 4,
             ALONE=alone,
@@ -191,25 +198,6 @@ class CudaDelayEngine:
             end.synchronize()
         return round(begin.elapsed_time(end) * 1e6 / launches)
 
-    # --- what waits for them ---
-
-    def _work(self, operation: EmulatedOperation, apart: bool) -> CudaWork:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if not apart:
-            return CudaWork(operation, None, None, self.device, self._held)
-        done = torch.cuda.Event()
-        done.record()
-        outside = None
-        if capturing:  # else who waits after the capture would wait for nothing (pytorch #192000)
-            outside = torch.cuda.Event(external=True)
-            outside.record()
-        else:
-            # a program may forget its Work: what it wrote to could be used again before it is through
-            while self._held and (oldest := next(iter(self._held))).query():
-                del self._held[oldest]
-            self._held[done] = operation
-        return CudaWork(operation, done, outside, self.device, self._held)
-
 
 def _fused(operation: EmulatedOperation, blocks: int) -> float | None:
     """The factor by which the kernel itself multiplies the tensor, where that is all that is to be written."""
@@ -233,7 +221,6 @@ class CudaWork(OperationWork):
         held: dict[torch.cuda.Event, EmulatedOperation],
     ) -> None:
         super().__init__(operation)
-        self.title, self.timeout = operation.title, operation.timeout
         self._done, self._outside, self._device = done, outside, device
         self._held = held
         self._received = False
@@ -241,15 +228,15 @@ class CudaWork(OperationWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True. Raises CollectiveTimeout from a barrier that takes longer than its timeout."""
         with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
+            capturing = torch.cuda.is_current_stream_capturing()
             if self._done is not None:
-                apart = self._outside is not None and not torch.cuda.is_current_stream_capturing()
-                stream.wait_event(self._outside if apart and self._outside is not None else self._done)
+                event = self._done if self._outside is None or capturing else self._outside
+                torch.cuda.current_stream().wait_event(event)
                 self._held.pop(self._done, None)
             self._receive()
-            if self.operation.call.kind == "barrier" and not torch.cuda.is_current_stream_capturing():
+            if self.operation.call.kind == "barrier" and not capturing:
                 given = timeout is not None and timeout > timedelta(0)
-                self._host(timeout.total_seconds() if given and timeout is not None else self.timeout)
+                self._host(timeout.total_seconds() if given and timeout else self.operation.timeout)
         return True
 
     def _receive(self) -> None:
@@ -264,14 +251,13 @@ class CudaWork(OperationWork):
         limit = time.monotonic() + seconds
         while not reached.query():
             if time.monotonic() > limit:
-                raise CollectiveTimeout(f"{self.title}: not done within {seconds:g} s")
+                raise CollectiveTimeout(f"{self.operation.title}: not done within {seconds:g} s")
             time.sleep(0)
 
     def is_completed(self) -> bool:
         return self._done is None or self._done.query()
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def exception(self) -> None:
         return None

@@ -5,27 +5,37 @@ those that the rank waits for (`plan`). It checks that each message is the expec
 rank if it is not. It sends a message (of zeros) when its predecessors are done and all real ranks of the group have
 come, not before the moment at which the delay model lets it pass, in turns over all operations that are under way.
 Nothing that it keeps grows with the number of emulated ranks.
+
+It is started by `python -m rewriter.emulation --serve HOST:PORT`, or by the launcher, which gives it a socket that
+listens already: `python -m rewriter.emulation.environment DESCRIPTOR`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
+import signal
 import socket
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import end_with_parent, is_child
+from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.frames import DATA, FRAME, Announced, FrameHeader
-from rewriter.emulation.link_directions import directed
 from rewriter.emulation.peer import Peer, Played
-from rewriter.fabric.delays import DelayModel
-from rewriter.fabric.sharing import Links
+from rewriter.emulation.wire_mode import endpoint
+from rewriter.fabric import DelayModel, Links
+from rewriter.fabric.rank_groups import directed_delay
 
 _SPIN = 1.5e-4  # seconds before a moment from which on it is watched: a sleep may be as late as this
 # What may pass within so many seconds passes now: a rank that is woken for every frame of a short operation would be
-# late. When the operation may end is said with its last message.
+# late. Its last message says when the operation may end.
 _EARLY = 5e-4
 _ZEROS = memoryview(bytes(FRAME))
 
@@ -72,14 +82,15 @@ class Environment:
         writers = [number for number, peer in self._peers.items() if peer.pending]
         readable, writable, _ = select.select(readers, writers, [], timeout)
         for number in writable:
-            self._guarded(self._peers[number], "flush")
+            self._guarded(self._peers[number], self._peers[number].flush)
         for one in readable:
             if one is self._listener:
                 self._accept()
             elif one is self._wake:
                 self._stopped = True
             elif one in self._peers:
-                self._guarded(self._peers[one], "read")
+                peer = self._peers[one]
+                self._guarded(peer, partial(peer.read, partial(self._begin, peer)))
 
     def _accept(self) -> None:
         try:
@@ -90,19 +101,16 @@ class Environment:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peers[connection.fileno()] = Peer(connection)
 
-    def _guarded(self, peer: Peer, action: str) -> None:
+    def _guarded(self, peer: Peer, action: Callable[[], None]) -> None:
         """Let `peer` read or flush; where that fails, it gets the reason, and is left."""
         try:
-            if action == "flush":
-                peer.flush()
-                return
-            peer.read(lambda number, announced: self._begin(peer, number, announced))
+            action()
         except RewriterError as error:
             peer.report(str(error))
             self._leave(peer)
         except OSError:
             self._leave(peer)
-        except Exception as error:  # whatever one rank says, the others' jobs go on
+        except Exception as error:  # no matter what one rank sends, the others' jobs go on
             peer.report(f"environment: {type(error).__name__}: {error}")
             self._leave(peer)
 
@@ -145,25 +153,24 @@ class Environment:
         if members <= 1:
             self._start([played])
             return
-        sequence: tuple[object, ...] = (announced.sequence,)
+        key: tuple[object, ...] = (hello.group, announced.sequence)
         if call.kind == "send":  # the two ends count different operations; messages of a tag keep their order
             turn = peer.turns[announced.tag] = peer.turns.get(announced.tag, -1) + 1
-            sequence = (call.ranks, announced.tag, turn)
-        gate = self._gates.setdefault((hello.group, *sequence), [])
+            key = (hello.group, call.ranks, announced.tag, turn)
+        gate = self._gates.setdefault(key, [])
         gate.append(played)
-        other = gate[0].call
+        first = gate[0]
         absent = [rank for rank in hello.real if (hello.group, rank) in self._gone]
-        if (call.kind, call.nbytes) != (other.kind, other.nbytes):
-            reason = f"rank {gate[0].rank} calls {gate[0].title}, rank {played.rank} {played.title}"
+        if (call.kind, call.nbytes) != (first.call.kind, first.call.nbytes):
+            reason = f"rank {first.rank} calls {first.title}, rank {played.rank} {played.title}"
         elif absent:
             reason = f"rank {absent[0]} has left the job"
-        elif len(gate) == members:
-            self._start(gate)  # where that fails, the others at the gate get the reason
-            del self._gates[(hello.group, *sequence)]
-            return
         else:
+            if len(gate) == members:
+                self._start(gate)  # where that fails, the others at the gate get the reason
+                del self._gates[key]
             return
-        del self._gates[(hello.group, *sequence)]
+        del self._gates[key]
         for one in gate:
             self._refuse(one, reason)
 
@@ -173,7 +180,7 @@ class Environment:
         for played in gate:
             begin = end = now
             if self._model is not None:
-                delay = directed(self._model.delay(played.call), played.call, played.rank, played.receives)
+                delay = directed_delay(self._model, played.call, played.rank, played.receives)
                 links = self._links.get(played.rank, Links())
                 begin, end, self._links[played.rank] = links.occupy(now, delay)
             played.start(begin, end)
@@ -185,7 +192,7 @@ class Environment:
         """Send all that may be sent now, each operation in turn. Returns the seconds until more may be, or
         None: more must come first."""
         while not self._stopped:
-            sent, earliest = False, None
+            sent, earliest = False, math.inf
             now = time.monotonic()
             for _ in range(len(self._active)):
                 if not self._active:  # a connection ended meanwhile
@@ -198,18 +205,13 @@ class Environment:
                     if moment <= now:
                         self._send(played, now)
                         sent = True
-                    elif earliest is None or moment < earliest:
-                        earliest = moment
+                    else:
+                        earliest = min(earliest, moment)
                 if not played.sent.over:
                     self._active.append(played)
-            if sent:
-                self._poll(0.0)
-            elif earliest is None:
-                return None
-            elif earliest - now > _SPIN:
-                return earliest - now - _SPIN
-            else:
-                self._poll(0.0)
+            if not sent and earliest - now > _SPIN:
+                return None if earliest == math.inf else earliest - now - _SPIN
+            self._poll(0.0)
         return 0.0
 
     def _send(self, played: Played, now: float) -> None:
@@ -227,6 +229,32 @@ class Environment:
                 break
             if played.sent.next()[2] > room:
                 break
-        self._guarded(peer, "flush")
+        self._guarded(peer, peer.flush)
         if played.over:
             peer.operations.pop(played.number, None)
+
+
+def serve(listener: socket.socket, config: EmulationConfig) -> None:
+    """Play all ranks that are not real until SIGTERM or SIGINT."""
+    environment = Environment(listener, config.pace())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: environment.stop())
+    environment.run()
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at "host:port". Raises RewriterError where it cannot."""
+    host, port = endpoint(address)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RewriterError(f"--serve {address}: {error}. Take an address of this machine and a free port") from None
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    if not is_child():  # the launcher ended before this process asked to end with it
+        sys.exit(1)
+    given = EmulationConfig.from_environment()
+    assert given is not None
+    serve(socket.socket(fileno=int(sys.argv[1])), given)

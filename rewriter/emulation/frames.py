@@ -9,9 +9,10 @@ that operations that are under way at the same time share the connection evenly.
 
 from __future__ import annotations
 
+import socket
 import struct
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +26,8 @@ MAGIC = b"REWRITER-WIRE-1\n"
 ANNOUNCED_LIMIT = 1 << 12
 HELLO_LIMIT = 64 << 20  # a group of some million ranks that is no range
 BYTES_LIMIT = 1 << 38  # of an operation: its plan has messages for each MiB
+STAGED = 16 << 10  # read at once where headers and small messages come
+DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # read, but do not copy
 DATA, ANNOUNCE, ERROR = range(3)
 
 _HEADER = struct.Struct("<IBxxxIIQQ")
@@ -34,7 +37,7 @@ HEADER = _HEADER.size
 
 class FrameHeader(NamedTuple):
     """`operation`: its number on this connection. `message`: its index in the plan. `length`: bytes that follow, at
-    `offset` of the message. `due`: nanoseconds from the operation's announcement until it may end; 0: not said here."""
+    `offset` of the message. `due`: nanoseconds from the operation's announcement until it may end, or 0."""
 
     operation: int
     type: int
@@ -92,8 +95,7 @@ class Hello(BaseModel):
         return hello
 
 
-@dataclass(frozen=True)
-class Announced:
+class Announced(NamedTuple):
     """An operation as the environment gets to know it. `rank` and `root`: indices in the connection's ranks."""
 
     kind_index: int
@@ -106,11 +108,8 @@ class Announced:
     dtype: str
 
     def pack(self) -> bytes:
-        root = -1 if self.root is None else self.root
-        fixed = _ANNOUNCED.pack(
-            self.kind_index, self.itemsize, len(self.dtype), root, self.rank, self.nbytes, self.sequence, self.tag
-        )
-        return fixed + self.dtype.encode()
+        kind, itemsize, root, *numbers, dtype = self
+        return _ANNOUNCED.pack(kind, itemsize, len(dtype), -1 if root is None else root, *numbers) + dtype.encode()
 
     @classmethod
     def unpack(cls, body: bytes) -> Announced:
@@ -151,12 +150,10 @@ class Position:
         left = self.messages[self.done].length - self.offset
         return self.done, self.offset, left if left < FRAME else FRAME
 
-    def advance(self, length: int) -> bool:
-        """That frame is through; whether its message is."""
+    def advance(self, length: int) -> None:
+        """That frame is through."""
         self.offset += length
         self.bytes += length
-        if self.offset < self.messages[self.done].length:
-            return False
-        self.done += 1
-        self.offset = 0
-        return True
+        if self.offset >= self.messages[self.done].length:
+            self.done += 1
+            self.offset = 0

@@ -1,7 +1,7 @@
 """A process group whose other members may not exist: the surface of torch.distributed, in Python.
 
-Each method turns a call into an Operation and hands it to the engine. torch reaches them in two ways: the functions of
-`torch.distributed` call them as Python methods; C++ callers (DDP, functional collectives) through the trampoline of
+Each method turns a call into an EmulatedOperation and hands it to the engine. torch calls them in two ways: the
+functions of `torch.distributed` as Python methods; C++ callers (DDP, functional collectives) through the trampoline of
 `torch.distributed.ProcessGroup`, which knows some of them. In torch 2.13 several were renamed: both names are here.
 The trampoline does not have `all_gather_single` and `reduce_scatter_single` (`_c10d_functional.…_out`, which Inductor
 uses where it packs several collectives into one): torch raises "No backend type associated" for these.
@@ -10,64 +10,103 @@ uses where it packs several collectives into one): torch raises "No backend type
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import islice
+from traceback import walk_stack
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.identity import Identity
-from rewriter.emulation.operation import EmulatedOperation, FusedOperation, Reduction
-from rewriter.emulation.work import Deferred, Together
+from rewriter.emulation.operation import EmulatedOperation, Reduction, fused
+from rewriter.emulation.values import Mailbox
+from rewriter.emulation.work import CollectiveAborted, Deferred, Engine, Together
 from rewriter.fabric import Call, Kind
 
-_REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "avg"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "product"),
-    (dist.ReduceOp.BAND, "band"),
-    (dist.ReduceOp.BOR, "bor"),
-    (dist.ReduceOp.BXOR, "bxor"),
-)
-
+NAME = "emulated"
 _OBJECTS = ("broadcast_object_list", "scatter_object_list")
 _WITHIN = 3  # frames of torch between its function and ours
 
 
-def _reduction(op: Any) -> Reduction:
-    return next((name for known, name in _REDUCTIONS if op == known), "premul_sum")
+def _reduction(opts: Any) -> Reduction:
+    if opts is None:
+        return "sum"
+    known = (name for name in get_args(Reduction) if opts.reduceOp == getattr(dist.ReduceOp, name.upper()))
+    return next(known, "premul_sum")
 
 
-class EmulatedGroup(Identity):
-    """See the head of this file. Made by `torch.distributed.init_process_group("emulated")` and `new_group`."""
+def _root(opts: Any) -> int:
+    return 0 if opts is None else int(opts.rootRank)
+
+
+def compact(ranks: Sequence[int]) -> tuple[int, ...] | range:
+    """`ranks` as a range where they have one distance, so that a large group costs no more than a small one."""
+    if isinstance(ranks, range):
+        return ranks
+    if len(ranks) > 1 and (step := ranks[1] - ranks[0]):
+        even = range(ranks[0], ranks[0] + step * len(ranks), step)
+        if all(found == expected for found, expected in zip(ranks, even, strict=True)):
+            return even
+    return tuple(ranks)
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs list overloads that torch does not call
+
+
+class EmulatedGroup(_ProcessGroup):
+    """See the head of this file. Made by `torch.distributed.init_process_group("emulated")` and `new_group`.
+
+    `ranks`: global ranks; `real`: those of the job that are. `timeout`: seconds. `on_shutdown`: called once, when the
+    group is destroyed.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...] | range,
+        rank: int,
+        engine: Engine,
+        timeout: float,
+        store: Any,
+        real: tuple[int, ...],
+        on_shutdown: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks = ranks
+        self.engine = engine
+        self.timeout = timeout
+        self.real = real
+        self._store = store
+        self._on_shutdown = on_shutdown
+        self._name = self._description = ""
+        self._sequence = 0
+        self._coalesced: list[Deferred] | None = None
+        self._under_way: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._messages: dict[tuple[int, int], int] = {}  # counted by sender and receiver
+        self._mailbox = Mailbox()
+        self._fate: str | None = None
 
     # --- collectives ---
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        op = _reduction(opts.reduceOp) if opts is not None else "sum"
-        return self._start("all_reduce", _bytes(tensors), tensors, tensors, opts, reduction=op)
+        return self._start("all_reduce", _bytes(tensors), tensors, tensors, opts, reduction=_reduction(opts))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        root = 0 if opts is None else opts.rootRank
-        if self.ranks[root] not in self.real:
-            refuse_objects(self.ranks[root])
-        return self._start("broadcast", _bytes(tensors), tensors, tensors, opts, root=root)
+        return self._start("broadcast", _bytes(tensors), tensors, tensors, opts, self._giver(opts))
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        root = 0 if opts is None else opts.rootRank
-        op = _reduction(opts.reduceOp) if opts is not None else "sum"
-        return self._start("reduce", _bytes(tensors), tensors, tensors, opts, root=root, reduction=op)
+        return self._start("reduce", _bytes(tensors), tensors, tensors, opts, _root(opts), _reduction(opts))
 
     def allgather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._fused("all_gather", self.size(), inputs, [[x] for x in inputs], output_lists, opts)
+        sizes = [self.size() * x.nbytes for x in inputs]
+        return self._fused("all_gather", sizes, [[x] for x in inputs], output_lists, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -76,38 +115,33 @@ class EmulatedGroup(Identity):
         return self.allgather([list(of_ranks) for of_ranks in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._fused("all_gather", 1, outputs, [[x] for x in inputs], [[y] for y in outputs], opts)
+        sizes = [y.nbytes for y in outputs]
+        return self._fused("all_gather", sizes, [[x] for x in inputs], [[y] for y in outputs], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def gather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         outputs = output_lists[0] if output_lists else ()
-        size = self.size() * _bytes(inputs)
-        return self._start("gather", size, inputs, outputs, opts, root=0 if opts is None else opts.rootRank)
+        return self._start("gather", self.size() * _bytes(inputs), inputs, outputs, opts, _root(opts))
 
     def scatter(self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         inputs = input_lists[0] if input_lists else ()
-        if opts is not None and self.ranks[opts.rootRank] not in self.real:
-            refuse_objects(self.ranks[opts.rootRank])
-        size = self.size() * _bytes(outputs)
-        return self._start("scatter", size, inputs, outputs, opts, root=0 if opts is None else opts.rootRank)
+        return self._start("scatter", self.size() * _bytes(outputs), inputs, outputs, opts, self._giver(opts))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Any:
-        op = _reduction(opts.reduceOp) if opts is not None else "sum"
-        return self._fused(
-            "reduce_scatter", self.size(), outputs, input_lists, [[y] for y in outputs], opts, reduction=op
-        )
+        sizes = [self.size() * y.nbytes for y in outputs]
+        return self._fused("reduce_scatter", sizes, input_lists, [[y] for y in outputs], opts, None, _reduction(opts))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        op = _reduction(opts.reduceOp) if opts is not None else "sum"
         return self._fused(
-            "reduce_scatter", 1, inputs, [[x] for x in inputs], [[y] for y in outputs], opts, reduction=op
-        )
+            "reduce_scatter", [x.nbytes for x in inputs], [[x] for x in inputs], [[y] for y in outputs], opts,
+            None, _reduction(opts),
+        )  # fmt: skip
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -120,12 +154,13 @@ class EmulatedGroup(Identity):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        if output_splits or input_splits:
-            sizes = [list(output_splits), list(input_splits)]
-            for x, split in zip((output, input), sizes, strict=True):
-                split += [] if split else [x.shape[0] // self.size()] * self.size()
-            return self.alltoall(output.split(sizes[0]), input.split(sizes[1]), opts)
-        return self._start("all_to_all", input.nbytes, [input], [output], opts)
+        if not output_splits and not input_splits:
+            return self._start("all_to_all", input.nbytes, [input], [output], opts)
+        outputs, inputs = (
+            x.split(list(split) or [x.shape[0] // self.size()] * self.size())
+            for x, split in ((output, output_splits), (input, input_splits))
+        )
+        return self.alltoall(outputs, inputs, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         return self._start("all_to_all", _bytes(inputs), inputs, outputs, opts)
@@ -160,28 +195,17 @@ class EmulatedGroup(Identity):
         receives = destination == self.rank()
         call = Call("send", _bytes(tensors), ends, _dtype(tensors))
         inputs, outputs = ((), tuple(tensors)) if receives else (tuple(tensors), ())
-        found = None
-        if receives:
-            found = self._mailbox.receive(tensors[0])
-        else:
+        found = self._mailbox.receive(tensors[0]) if receives else None
+        if not receives:
             self._mailbox.send(tensors[0])
         # counted for each pair and direction: other ranks of the group know nothing of it
         self._messages[ends] = sequence = self._messages.get(ends, 0) + 1
         return self._submit(
             EmulatedOperation(
-                call,
-                self.group_name,
-                sequence,
-                int(receives),
-                inputs,
-                outputs,
-                self.timeout,
-                asynchronous=True,
-                root=source,
-                tag=tag,
-                source=found,
+                call, self.group_name, sequence, int(receives), inputs, outputs, self.timeout,
+                asynchronous=True, root=source, tag=tag, source=found,
             )
-        )
+        )  # fmt: skip
 
     # --- several as one ---
 
@@ -191,9 +215,9 @@ class EmulatedGroup(Identity):
     def _end_coalescing(self, device: Any = None) -> Any:
         begun, self._coalesced = self._coalesced or [], None
         for deferred in begun:
-            deferred.work = self.engine.submit(deferred.operation)
-            self._under_way.add(deferred.work)
-        return Together([deferred.work for deferred in begun])
+            deferred.works = (self.engine.submit(deferred.operation),)
+            self._under_way.add(deferred.works[0])
+        return Together(begun)
 
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
@@ -207,53 +231,31 @@ class EmulatedGroup(Identity):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         opts: Any,
-        *,
         root: int | None = None,
         reduction: Reduction = "sum",
     ) -> Any:
-        return self._submit(self._operation(kind, nbytes, inputs, outputs, opts, root, reduction, self._counted()))
+        return self._fused(kind, [nbytes], [inputs], [outputs], opts, root, reduction)
 
     def _fused(
         self,
         kind: Kind,
-        times: int,
-        whole: Sequence[Tensor],
+        sizes: Sequence[int],
         inputs: Sequence[Sequence[Tensor]],
         outputs: Sequence[Sequence[Tensor]],
         opts: Any,
+        root: int | None = None,
         reduction: Reduction = "sum",
     ) -> Any:
-        """One operation of `times` × the bytes of `whole`, where backends start one for several pairs."""
-        sequence = self._counted()
+        """One operation of all `sizes` (bytes), where backends start one for several pairs."""
+        self._sequence += 1
         parts = tuple(
-            self._operation(kind, times * x.nbytes, i, o, opts, None, reduction, sequence)
-            for x, i, o in zip(whole, inputs, outputs, strict=True)
-        )
-        return self._submit(parts[0] if len(parts) == 1 else FusedOperation.of(parts))
-
-    def _operation(
-        self,
-        kind: Kind,
-        nbytes: int,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        opts: Any,
-        root: int | None,
-        reduction: Reduction,
-        sequence: int,
-    ) -> EmulatedOperation:
-        return EmulatedOperation(
-            Call(kind, nbytes, self.ranks, _dtype(outputs or inputs)),
-            self.group_name,
-            sequence,
-            self.rank(),
-            tuple(inputs),
-            tuple(outputs),
-            self._seconds(opts),
-            bool(getattr(opts, "asyncOp", False)),
-            root,
-            reduction,
-        )
+            EmulatedOperation(
+                Call(kind, size, self.ranks, _dtype(o or i)), self.group_name, self._sequence, self.rank(),
+                tuple(i), tuple(o), self._seconds(opts), bool(getattr(opts, "asyncOp", False)), root, reduction,
+            )
+            for size, i, o in zip(sizes, inputs, outputs, strict=True)
+        )  # fmt: skip
+        return self._submit(fused(parts))
 
     def _submit(self, operation: EmulatedOperation) -> Any:
         self._check()
@@ -265,19 +267,159 @@ class EmulatedGroup(Identity):
         self._under_way.add(work)
         return work
 
+    def _giver(self, opts: Any) -> int:
+        """The root of an operation, whose values the others get. Raises RewriterError where torch broadcasts objects
+        from an emulated rank, which has none: their sizes would be garbage."""
+        root = _root(opts)
+        if self.ranks[root] not in self.real:
+            for frame, _ in islice(walk_stack(sys._getframe(2)), _WITHIN):
+                if (name := frame.f_code.co_name) in _OBJECTS:
+                    raise RewriterError(
+                        f"{name}: rank {self.ranks[root]} is emulated and has no objects. Make it real"
+                        " (in delay mode: wire mode carries no values)"
+                    )
+        return root
 
-def refuse_objects(root: int) -> None:
-    """Raise where torch broadcasts objects from an emulated rank, which has none: their sizes would be garbage."""
-    frame = sys._getframe(2)
-    for _ in range(_WITHIN):
-        if frame.f_code.co_name in _OBJECTS:
-            raise RewriterError(
-                f"{frame.f_code.co_name}: rank {root} is emulated and has no objects. Make it real"
-                " (in delay mode: wire mode carries no values)"
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    # --- names and numbers ---
+
+    # C++ calls these by camel-case names
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _get_backend_name = getBackendName
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def name(self) -> str:
+        return NAME
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Counting begins with the group."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _seconds(self, opts: Any) -> float:
+        given = getattr(opts, "timeout", None)
+        return given.total_seconds() if given is not None and given > timedelta(0) else self.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    # --- as the backend of a device, which it is itself, for all devices ---
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    @property
+    def options(self) -> Any:
+        return SimpleNamespace(_timeout=timedelta(seconds=self.timeout), global_ranks_in_group=list(self.ranks))
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """There is nobody to connect to."""
+
+    def perform_nocolor_split(self, device: Any = None) -> None:
+        """Other ranks make a group without this one."""
+
+    def comm_split_count(self) -> int:
+        return self._splits
+
+    _splits = 0
+
+    # --- others from it ---
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+    ) -> Any:
+        """Global `ranks` as another group; None where this process is not one of them. torch 2.13 and later
+        makes all groups of a job with it, no matter which backend they name."""
+        own = self.ranks[self.rank()]
+        if own not in ranks:
+            return None
+        seconds = self.timeout if timeout is None else timeout.total_seconds()
+        made = type(self)(compact(ranks), list(ranks).index(own), self.engine, seconds, self._store, self.real)
+        made._set_group_name(group_name)
+        made._set_group_desc(group_desc or "undefined")
+        return made
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> Any:
+        """`ranks` of this group as another group; None where this process is not one of them."""
+        self._splits += 1
+        name = group_name or f"{self.group_name}:split:{self._splits}"
+        return self.new_group([self.ranks[r] for r in ranks], timeout, opts, name, group_desc)
+
+    splitGroup = split_group  # as C++ calls it
+
+    def merge_remote_group(self, *args: Any, **options: Any) -> Any:
+        raise RewriterError("emulated groups cannot be merged: all ranks of a job are known when it starts")
+
+    # --- its end ---
+
+    def _check(self) -> None:
+        if self._fate is not None:
+            raise CollectiveAborted(f"group {self.group_name!r} was {self._fate}. Make another with new_group")
+
+    def abort(self) -> None:
+        """Whoever waits for one of its operations gets CollectiveAborted, and so does who begins another."""
+        self._end("aborted")
+
+    def shutdown(self) -> None:
+        """As `abort`, when the group is destroyed; the job ends with its default group."""
+        if self._fate is None:
+            self._end("destroyed")
+
+    def _end(self, fate: str) -> None:
+        self._fate = fate
+        for work in list(self._under_way):
+            if not work.is_completed() and hasattr(work, "finish"):
+                work.finish(CollectiveAborted(f"{work.operation.title}: the group was {fate} meanwhile"))
+        if self._on_shutdown is not None:
+            self._on_shutdown()
+            self._on_shutdown = None
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -285,4 +427,4 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
-    return str(tensors[0].dtype).removeprefix("torch.") if len(tensors) else str(torch.uint8).removeprefix("torch.")
+    return str(tensors[0].dtype if len(tensors) else torch.uint8).removeprefix("torch.")

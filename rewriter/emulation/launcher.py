@@ -30,7 +30,7 @@ def launch(config: EmulationConfig, script: Sequence[str], *, as_module: bool = 
         if config.mode == "wire" and config.environment is None:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 config = config.model_copy(update={"environment": f"127.0.0.1:{listener.getsockname()[1]}"})
-                words = _python("rewriter.emulation.environment_main", str(listener.fileno()))
+                words = _python("rewriter.emulation.environment", str(listener.fileno()))
                 job.start(_ENVIRONMENT, words, _variables(config, {}), pass_fds=(listener.fileno(),))
         port = free_port()
         own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if len(config.real) > 1 else {}

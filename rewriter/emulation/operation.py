@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rewriter.emulation.messages import MessageSource
-from rewriter.emulation.values import uniform
+from rewriter.emulation.values import MessageSource, uniform
 from rewriter.fabric import Call
 
 Tensors = tuple[Tensor, ...]
@@ -52,6 +51,7 @@ class EmulatedOperation:
     reduction: Reduction = "sum"
     tag: int = 0
     source: MessageSource | None = None  # of a message that this rank receives
+    parts: tuple[EmulatedOperation, ...] = ()  # of a fused one
     called: float = field(default_factory=time.monotonic)  # when this rank came to it, seconds of `time.monotonic`
 
     @property
@@ -84,28 +84,24 @@ class EmulatedOperation:
 
         Tensors keep their autograd history and version, as with other backends. See `values`.
         """
-        if self.source is not None:
+        if self.parts:
+            for part in self.parts:
+                part.fill()
+        elif self.source is not None:
             self.source.write(self.outputs)
         else:
             uniform(self.call.kind, self.inputs, self.outputs, self.call.size, self.rank, self.root, self.reduction)
 
 
-@dataclass(frozen=True, eq=False)
-class FusedOperation(EmulatedOperation):
-    """Several operations of one kind that backends start as one: its call has the bytes of all."""
-
-    parts: tuple[EmulatedOperation, ...] = ()
-
-    @classmethod
-    def of(cls, parts: tuple[EmulatedOperation, ...]) -> FusedOperation:
-        """At least one."""
-        first = parts[0]
-        values = {name: getattr(first, name) for name in EmulatedOperation.__dataclass_fields__}
-        values["call"] = replace(first.call, nbytes=sum(part.call.nbytes for part in parts))
-        values["inputs"] = tuple(x for part in parts for x in part.inputs)
-        values["outputs"] = tuple(x for part in parts for x in part.outputs)
-        return cls(**values, parts=parts)
-
-    def fill(self) -> None:
-        for part in self.parts:
-            part.fill()
+def fused(parts: tuple[EmulatedOperation, ...]) -> EmulatedOperation:
+    """Several operations of one kind, at least one, that backends start as one: its call has the bytes of all."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return replace(
+        first,
+        call=replace(first.call, nbytes=sum(part.call.nbytes for part in parts)),
+        inputs=tuple(x for part in parts for x in part.inputs),
+        outputs=tuple(x for part in parts for x in part.outputs),
+        parts=parts,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,10 +13,12 @@ from rewriter.emulation.frames import (
     ANNOUNCE,
     ANNOUNCED_LIMIT,
     DATA,
+    DROP,
     ERROR,
     HEADER,
     HELLO_LIMIT,
     MAGIC,
+    STAGED,
     Announced,
     FrameHeader,
     Hello,
@@ -27,9 +28,7 @@ from rewriter.emulation.frames import (
 from rewriter.emulation.plan import Plan
 from rewriter.fabric.calls import Call
 
-_STAGED = 16 << 10
-_SCRATCH = memoryview(bytearray(1 << 20))  # what a rank sends is not looked at
-_DROP = getattr(socket, "MSG_TRUNC", 0) if sys.platform == "linux" else 0  # read, but do not copy
+_SCRATCH = memoryview(bytearray(1 << 20))  # what a rank sends is not read
 
 
 class Played:
@@ -107,7 +106,7 @@ class Peer:
                     self.pending[0] = self.pending[0][count:]
 
     def report(self, text: str) -> None:
-        """Tell the rank of an error, as far as that is still possible."""
+        """Report an error to the rank, as far as that is still possible."""
         body = text.encode()
         self.pending.extend((memoryview(FrameHeader(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
         with contextlib.suppress(OSError):
@@ -122,12 +121,12 @@ class Peer:
         message that is not the expected one, ConnectionError at the end."""
         with contextlib.suppress(BlockingIOError):
             if self._left:
-                count = self.socket.recv_into(_SCRATCH, min(self._left, len(_SCRATCH)), _DROP)
+                count = self.socket.recv_into(_SCRATCH, min(self._left, len(_SCRATCH)), DROP)
                 self._left -= count
                 if count and not self._left:
                     self._arrived()
             else:
-                some = self.socket.recv(_STAGED)
+                some = self.socket.recv(STAGED)
                 count = len(some)
                 self._staged += some
                 self._parse(begin)
@@ -182,16 +181,14 @@ class Peer:
 
     def _greeted(self) -> bool:
         """Whether the greeting is there, which comes first."""
-        start = len(MAGIC)
-        if bytes(self._staged[:start]) != MAGIC[: len(self._staged)]:
+        staged, start = self._staged, len(MAGIC) + 4
+        if bytes(staged[: len(MAGIC)]) != MAGIC[: len(staged)]:
             raise RewriterError("environment: a connection of another program, or of another version of this one")
-        if len(self._staged) < start + 4:
-            return False
-        length = int.from_bytes(self._staged[start : start + 4], "little")
+        length = int.from_bytes(staged[len(MAGIC) : start], "little")
         if length > HELLO_LIMIT:
             raise RewriterError(f"environment: a Hello of {length} bytes, expected at most {HELLO_LIMIT}")
-        if len(self._staged) < start + 4 + length:
+        if len(staged) < start + length:
             return False
-        self.hello = Hello.unpack(bytes(self._staged[start + 4 : start + 4 + length]))
-        del self._staged[: start + 4 + length]
+        self.hello = Hello.unpack(bytes(staged[start : start + length]))
+        del staged[: start + length]
         return True

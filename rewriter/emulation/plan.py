@@ -4,12 +4,13 @@ That is the collective's own graph as one real rank sees it (papers/neuronabox.m
 other ranks is left out. Messages of one direction follow each other, so the graph is two chains with edges between
 them: `PlannedMessage.needs` says how many messages of the other direction must be done first. Algorithms, their
 segments and the two messages under way at any time are those of gloo (gloo/allreduce.cc, allgather.cc, broadcast.cc,
-barrier.cc, alltoall.cc, reduce.cc), which torch uses on CPUs. No torch here: the environment process needs none.
+barrier.cc, alltoall.cc, reduce.cc), which torch uses on CPUs.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from rewriter.common.errors import RewriterError
@@ -49,13 +50,13 @@ def plan(kind: Kind, nbytes: int, itemsize: int, ranks: int, rank: int, root: in
     """
     if ranks > RANKS:
         rank, root = _folded(rank, root, ranks)
-        ranks, whole = RANKS, ranks
+        all_ranks, ranks = ranks, RANKS
         if kind not in ("broadcast", "send", "barrier"):  # (n - 1) / n of the tensor pass a link
             unit = itemsize * RANKS
-            nbytes = round(nbytes * (whole - 1) / whole / (RANKS - 1) * RANKS / unit) * unit
+            nbytes = round(nbytes * (all_ranks - 1) / all_ranks / (RANKS - 1) * RANKS / unit) * unit
     shard = nbytes // ranks
     if kind in ("all_reduce", "reduce_scatter"):  # torch's gloo reduces all, then takes its part
-        found = _all_reduce(nbytes, itemsize, ranks, rank)
+        found = _ring(nbytes, itemsize, ranks, rank, 2)
     elif kind == "reduce":
         found = _reduce(nbytes, itemsize, ranks, rank, rank == root)
     elif kind == "all_gather":
@@ -101,25 +102,34 @@ def segments(nbytes: int, itemsize: int, ranks: int) -> tuple[int, int]:
     return segment, count // ranks
 
 
-def _all_reduce(nbytes: int, itemsize: int, ranks: int, rank: int) -> Plan:
-    """A ring: n - 1 steps in which chunks are summed up, n - 1 in which the sums go round."""
+def _ring(nbytes: int, itemsize: int, ranks: int, rank: int, rounds: int) -> Plan:
+    """n - 1 steps in which chunks are summed up and, with two `rounds`, n - 1 in which the sums go round.
+
+    Messages are numbered segments. Those beyond the tensor's end do not travel, and nothing waits for them.
+    """
     segment, per_rank = segments(nbytes, itemsize, ranks)
     half = (ranks - 1) * per_rank
-    first, second = (rank + 1) * per_rank, rank * per_rank
-    sends = [first + i for i in range(half)] + [second + i for i in range(half)]
+    sends = [(rank + 1 - second) * per_rank + i for second in range(rounds) for i in range(half)]
     receives = [slot + per_rank for slot in sends]
     needs = [max(0, i - 1) for i in range(half)] + [half, half] + [i - 1 for i in range(half + 2, 2 * half)]
-    return _laid_out(nbytes, segment, ranks * per_rank, sends, receives, needs, half)
+
+    def chain(mine: list[int], other: list[int], reduces: bool) -> tuple[PlannedMessage, ...]:
+        offsets = [slot % (ranks * per_rank) * segment for slot in mine]
+        travel = [slot % (ranks * per_rank) * segment < nbytes for slot in other]
+        done = [0, *accumulate(travel)]
+        return tuple(
+            PlannedMessage(offset, min(segment, nbytes - offset), done[needs[i]], reduces and i < half)
+            for i, offset in enumerate(offsets)
+            if offset < nbytes
+        )
+
+    return Plan(chain(sends, receives, False), chain(receives, sends, True))
 
 
 def _reduce(nbytes: int, itemsize: int, ranks: int, rank: int, is_root: bool) -> Plan:
     """The first half of the ring, after which the root gathers the sums."""
+    ring = _ring(nbytes, itemsize, ranks, rank, 1)
     segment, per_rank = segments(nbytes, itemsize, ranks)
-    half = (ranks - 1) * per_rank
-    sends = [(rank + 1) * per_rank + i for i in range(half)]
-    receives = [slot + per_rank for slot in sends]
-    needs = [max(0, i - 1) for i in range(half)]
-    ring = _laid_out(nbytes, segment, ranks * per_rank, sends, receives, needs, half)
     chunk = per_rank * segment
 
     def gathered(one: int, after: int) -> tuple[PlannedMessage, ...]:
@@ -132,36 +142,12 @@ def _reduce(nbytes: int, itemsize: int, ranks: int, rank: int, is_root: bool) ->
     return Plan(ring.sends, ring.receives + tuple(others))
 
 
-def _laid_out(
-    nbytes: int, segment: int, slots: int, sends: list[int], receives: list[int], needs: list[int], reduced: int
-) -> Plan:
-    """Messages of numbered segments. Those beyond the tensor's end do not travel, and nothing waits for them."""
-
-    def chain(mine: list[int], other: list[int], reduces: bool) -> tuple[PlannedMessage, ...]:
-        done = [0]
-        for slot in other:
-            done.append(done[-1] + (slot % slots * segment < nbytes))
-        found = []
-        for i, slot in enumerate(mine):
-            offset = slot % slots * segment
-            if offset < nbytes:
-                found.append(
-                    PlannedMessage(offset, min(segment, nbytes - offset), done[needs[i]], reduces and i < reduced)
-                )
-        return tuple(found)
-
-    return Plan(chain(sends, receives, False), chain(receives, sends, True))
-
-
 def _all_gather(shard: int, ranks: int) -> Plan:
     """A ring of n - 1 steps, in halves: one is passed on while the other arrives."""
     half = shard // 2
-    parts = [(0, half), (half, shard - half)]
-    sends = []
-    for i in range(2 * (ranks - 1)):
-        offset, length = parts[i % 2]
-        sends.append(PlannedMessage(offset, length, max(0, i - 1)))
-    return Plan(tuple(sends), tuple(sends))
+    parts = (0, half), (half, shard - half)
+    both = tuple(PlannedMessage(*parts[i % 2], max(0, i - 1)) for i in range(2 * (ranks - 1)))
+    return Plan(both, both)
 
 
 def _broadcast(nbytes: int, ranks: int, rank: int) -> Plan:

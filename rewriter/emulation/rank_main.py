@@ -57,14 +57,14 @@ def emulated(config: EmulationConfig) -> Iterator[None]:
         options = given.get("backend_options") if str(given["backend"]) == "emulated" else None
         return helper(**{**given, "backend": dist.Backend("emulated"), "backend_options": options})
 
-    def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
         rank = int(os.environ["RANK"]) if rank < 0 else rank
         world_size = config.world_size if world_size < 0 else world_size
         yield store(config, rank, options.get("timeout")), rank, world_size
 
     with (
         mock.patch.object(c10d, "_new_process_group_helper", make),
-        mock.patch.object(c10d, "rendezvous", meet),
+        mock.patch.object(c10d, "rendezvous", rendezvous),
     ):
         yield
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,12 +43,12 @@ class _Arrivals:
 
 
 @dataclass
-class _Peer:
+class _RealPeer:
     rank: int
     connection: socket.socket
     near: bool  # its clock is ours
     received: bytearray = field(default_factory=bytearray)
-    sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in threads of their own
+    sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in different threads
 
 
 class Rendezvous:
@@ -67,33 +68,30 @@ class Rendezvous:
         self._thread = threading.Thread(target=self._listen, name="rewriter-rendezvous", daemon=True)
         self._thread.start()
 
-    def shared(self, operation: EmulatedOperation) -> bool:
-        """Whether other real ranks take part."""
-        return any(rank != self.own and rank in operation.call.ranks for rank in self.real)
-
-    def last(self, operation: EmulatedOperation, now: float, then: Then) -> None:
+    def last(self, operation: EmulatedOperation, now: float, then: Then) -> bool:
         """This rank came to `operation` at `now`. `then(time, values, error)` is called once, from any thread: with the
-        time at which the last came, and what the root of a broadcast or the sender of a message gave."""
+        time at which the last came, and what the root of a broadcast or the sender of a message gave. False, and it is
+        not called, where no other real rank takes part."""
         members = [rank for rank in self.real if rank != self.own and rank in operation.call.ranks]
+        if not members:
+            return False
         key = _key(operation)
-        self._tell(members, {"key": key, "what": _what(operation), "time": now}, _carried(operation))
-        with self._lock:
-            arrivals = _Arrivals(operation, now, set(members), then)
-            self._arrivals[key] = arrivals
-            early = self._early.pop(key, [])
-        for rank, said, values, came in early:
-            self._came(rank, said, values, came)
-        for rank in members:
-            if rank in self._gone:
-                self._fail(key, rank)
-
-    def _tell(self, ranks: list[int], line: dict[str, Any], values: bytes) -> None:
-        text = json.dumps(line).encode()
+        text = json.dumps({"key": key, "what": _what(operation), "time": now}).encode()
+        values = _carried(operation)
         message = _HEAD.pack(len(text), len(values)) + text + values
-        for rank in ranks:
+        for rank in members:
             peer = self._peers[rank]
             with contextlib.suppress(OSError), peer.sending:  # who is gone is noticed by the thread
                 peer.connection.sendall(message)
+        with self._lock:
+            self._arrivals[key] = _Arrivals(operation, now, set(members), then)
+            early = self._early.pop(key, [])
+        for arrival in early:
+            self._came(*arrival)
+        for rank in members:
+            if rank in self._gone:
+                self._fail(key, rank)
+        return True
 
     def _came(self, rank: int, line: dict[str, Any], values: bytes, came: float) -> None:
         with self._lock:
@@ -137,7 +135,7 @@ class Rendezvous:
                         selector.unregister(ready.data.connection)
                         self._leave(ready.data)
 
-    def _read(self, peer: _Peer) -> bool:
+    def _read(self, peer: _RealPeer) -> bool:
         """Whether the connection is open still."""
         try:
             data = peer.connection.recv(1 << 20)
@@ -155,7 +153,7 @@ class Rendezvous:
             self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
         return bool(data)
 
-    def _leave(self, peer: _Peer) -> None:
+    def _leave(self, peer: _RealPeer) -> None:
         self._gone[peer.rank] = "has left the job"
         for key in list(self._arrivals):
             self._fail(key, peer.rank)
@@ -178,7 +176,7 @@ def _key(operation: EmulatedOperation) -> str:
 
 def _what(operation: EmulatedOperation) -> str:
     call = operation.call
-    # splits of an all-to-all, and so its bytes, may be other ones on each rank
+    # splits of an all-to-all, and so its bytes, may differ between ranks
     size = "" if call.kind == "all_to_all" else f" of {call.nbytes} bytes"
     return f"{call.kind}{size} among {call.size} ranks"
 
@@ -197,27 +195,25 @@ def _carried(operation: EmulatedOperation) -> bytes:
 
 def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
     """Fill `outputs` with what `_carried` gave."""
-    start = 0
-    for x in outputs:
-        part = torch.frombuffer(bytearray(values[start : start + x.nbytes]), dtype=torch.uint8)
+    given = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+    for x, part in zip(outputs, given.split([x.nbytes for x in outputs]), strict=True):
         with torch.no_grad():
-            x.data.copy_(part.view(x.dtype).view(x.shape))
-        start += x.nbytes
+            x.data.copy_(part.clone().view(x.dtype).view(x.shape))
 
 
-def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> list[_Peer]:
+def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> list[_RealPeer]:
     """A connection to each other real rank: the higher rank connects to the lower."""
     here = f"{socket.gethostname()} {_boot()}"
     peers = []
     address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
     with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
         server.settimeout(timeout)
-        store.set(f"rewriter/meet/{own}", json.dumps([address, server.getsockname()[1], here]))
+        store.set(f"rewriter/rendezvous/{own}", json.dumps([address, server.getsockname()[1], here]))
         for rank in (r for r in real if r < own):
-            host, port, there = json.loads(store.get(f"rewriter/meet/{rank}"))
+            host, port, there = json.loads(store.get(f"rewriter/rendezvous/{rank}"))
             connection = socket.create_connection((host, port), timeout)
             connection.sendall(json.dumps([own, here]).encode() + b"\n")
-            peers.append(_Peer(rank, connection, there == here))
+            peers.append(_RealPeer(rank, connection, there == here))
         for _ in (r for r in real if r > own):
             try:
                 connection, _ = server.accept()
@@ -226,7 +222,7 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
                     f"emulated job: not all real ranks {list(real)} came within {timeout:g} s. Start each of them"
                 ) from None
             rank, there = json.loads(connection.makefile("rb", buffering=0).readline())
-            peers.append(_Peer(rank, connection, there == here))
+            peers.append(_RealPeer(rank, connection, there == here))
     for peer in peers:
         peer.connection.settimeout(None)
         peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -240,8 +236,6 @@ def _local() -> bool:
 
 def _boot() -> str:
     """Processes of one boot of one machine read one clock."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

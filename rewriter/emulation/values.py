@@ -1,23 +1,27 @@
-"""The values of collectives in a world of uniform ranks: every rank holds what this one holds.
+"""The values of collectives and messages in a world of uniform ranks: every rank holds what this one holds.
 
-They have no meaning of their own, but what follows them stays in range: sums are as large as sums of as many ranks,
+They have no meaning, but what follows them stays in range: sums are as large as sums of as many ranks,
 quantized payloads can be decoded, counts add up. A scatter's shard from a rank of which nothing is known is zeros; a
-broadcast leaves what the rank has. For messages see `messages`.
+broadcast leaves what the rank has. A rank receives what it sends itself: of one size and dtype, oldest first, since
+programs begin receives before the sends that belong to them, or after. What nothing was sent for is zeros.
 
-Tensors are written through `.data`: c10d's backends tell autograd nothing either.
+Tensors are written through `.data`: c10d's backends do not report them to autograd either.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rewriter.fabric import Kind
 
-# of these sums need to stay finite: the largest value is near
-_NARROW = (torch.float16,)
+_Likeness = tuple[int, torch.dtype]
+_KEPT = 64  # sends that no receive belonged to
 # no arithmetic: what is summed in them is taken as it is
 _OPAQUE = (torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 
@@ -50,7 +54,7 @@ def uniform(
 def _part(tensors: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
     """The part for `rank`."""
     if len(tensors) == ranks:
-        return tensors[rank].data if ranks > 1 else tensors[0].data
+        return tensors[rank].data
     flat = tensors[0].data.reshape(-1)
     size = flat.numel() // ranks
     return flat[rank * size : (rank + 1) * size]
@@ -92,13 +96,10 @@ def _reduce(x: Tensor, out: Tensor, ranks: int, reduction: str) -> None:
     """`out` = the reduction of `ranks` times `x`; the two may be the same memory."""
     if x.dtype in _OPAQUE or reduction in ("avg", "min", "max", "band", "bor"):
         _copy(x, out)
-    elif reduction in ("sum", "premul_sum"):
-        torch.mul(x, ranks, out=out)
-        if x.dtype in _NARROW:
-            out.clamp_(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
-    elif reduction == "product":
-        torch.pow(x, ranks, out=out)
-        if x.is_floating_point():
+    elif reduction in ("sum", "premul_sum", "product"):
+        product = reduction == "product"
+        torch.pow(x, ranks, out=out) if product else torch.mul(x, ranks, out=out)
+        if x.dtype == torch.float16 or (product and x.is_floating_point()):  # the largest value is near
             out.clamp_(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
     elif ranks % 2:
         _copy(x, out)
@@ -109,3 +110,52 @@ def _reduce(x: Tensor, out: Tensor, ranks: int, reduction: str) -> None:
 def _copy(x: Tensor, out: Tensor) -> None:
     if x.data_ptr() != out.data_ptr():
         out.copy_(x)
+
+
+@dataclass
+class MessageSource:
+    """What a receive gets, as far as it is known."""
+
+    tensor: Tensor | None = None
+
+    def write(self, outputs: Sequence[Tensor]) -> None:
+        """Fill the receive's tensors."""
+        with torch.no_grad():
+            for x in outputs:
+                if self.tensor is None:
+                    x.data.zero_()
+                else:
+                    x.data.copy_(self.tensor.data.reshape(x.shape))
+
+
+class Mailbox:
+    """The unmatched messages of a process group."""
+
+    def __init__(self) -> None:
+        self._sent: deque[weakref.ref[Tensor]] = deque(maxlen=_KEPT)
+        self._expected: deque[tuple[weakref.ref[MessageSource], _Likeness]] = deque(maxlen=_KEPT)
+
+    def send(self, x: Tensor) -> None:
+        """This rank sends `x`, which is alive until its operation ends."""
+        for index, (held, like) in enumerate(self._expected):
+            source = held()
+            if source is not None and _likeness(x) == like:
+                source.tensor = x
+                del self._expected[index]
+                return
+        self._sent.append(weakref.ref(x))
+
+    def receive(self, x: Tensor) -> MessageSource:
+        """This rank receives into `x`; what it gets may be known later."""
+        for index, held in enumerate(self._sent):
+            sent = held()
+            if sent is not None and _likeness(sent) == _likeness(x):
+                del self._sent[index]
+                return MessageSource(sent)
+        source = MessageSource()
+        self._expected.append((weakref.ref(source), _likeness(x)))
+        return source
+
+
+def _likeness(x: Tensor) -> _Likeness:
+    return x.numel(), x.dtype

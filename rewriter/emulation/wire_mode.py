@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.channel import EnvironmentChannel
+from rewriter.emulation.channel import EnvironmentChannel, WireWork
 from rewriter.emulation.cpu_progress import CpuProgress
-from rewriter.emulation.deadlines import Deadlines
 from rewriter.emulation.frames import Hello
-from rewriter.emulation.link_directions import directed
 from rewriter.emulation.operation import EmulatedOperation
-from rewriter.emulation.wire_work import WireWork
+from rewriter.emulation.work import Timer
 from rewriter.fabric import DelayModel
+from rewriter.fabric.rank_groups import directed_delay
 
 CONNECT_SECONDS = 60.0  # an environment process that starts at the same time may be as late as this
 
@@ -33,10 +32,10 @@ CONNECT_SECONDS = 60.0  # an environment process that starts at the same time ma
 class WireEngine:
     """Operations of this process, exchanged with the environment process at `address` ("host:port").
 
-    `rank`: this process's global rank; `real`: all that are real; `model`: the environment's. Each process group gets a
-    connection of its own at its first operation. Tensors are on the CPU. Raises RewriterError where the environment
-    cannot be reached; an operation whose environment goes away, or reports a message that it did not expect, fails in
-    `wait` with CollectiveAborted.
+    `rank`: this process's global rank; `real`: all that are real; `model`: the environment's. Each process group opens
+    a connection at its first operation. Tensors are on the CPU. Raises RewriterError where the environment cannot be
+    reached; an operation whose environment goes away, or reports a message that it did not expect, fails in `wait` with
+    CollectiveAborted.
     """
 
     def __init__(self, address: str, rank: int, real: Sequence[int] = (), model: DelayModel | None = None) -> None:
@@ -46,7 +45,7 @@ class WireEngine:
         self._progress = CpuProgress()
         self._channels: dict[tuple[str, object], EnvironmentChannel] = {}
         self._lock = threading.Lock()
-        self._deadlines = Deadlines()
+        self._timer = Timer()
         self._closed = False
 
     def submit(self, operation: EmulatedOperation) -> Any:
@@ -57,14 +56,14 @@ class WireEngine:
                     f"{operation.title}: a tensor on {tensor.device}. The wire mode exchanges tensors on the CPU; use "
                     "--mode delay for devices"
                 )
-        work = WireWork(operation, self._progress, self._deadlines)
+        work = WireWork(operation, self._progress, self._timer)
         call = operation.call
         if call.size == 1:
             operation.fill()
             work.finish()
             return work
         if self._model is not None:
-            delay = directed(self._model.delay(call), call, operation.own, operation.receives)
+            delay = directed_delay(self._model, call, operation.own, operation.receives)
             if delay.hindrance:
                 self._progress.called()
                 work.underway = self._progress.begin(operation.called, delay)
@@ -78,7 +77,7 @@ class WireEngine:
             channels = list(self._channels.values())
         for channel in channels:
             channel.close()
-        self._deadlines.close()
+        self._timer.close()
 
     def _channel(self, operation: EmulatedOperation) -> EnvironmentChannel:
         call = operation.call

@@ -1,22 +1,44 @@
-"""The handle of an operation under way."""
+"""Operations under way: what an engine is, the handles that it returns, and the thread that watches their ends."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.emulation.cpu_progress import CpuProgress, Underway
 from rewriter.emulation.operation import EmulatedOperation
 
-_SPIN = 2e-4  # seconds before a deadline from which on it is watched: about what a sleep is late
+# Seconds before an end from which on it is watched, about what a sleep is late: by who waits, by the timer's thread.
+_SPIN, TIMER_SPIN = 2e-4, 1.2e-4
 _RETURN = 4e-5  # seconds from the end of watching to the caller's next instruction
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One for each process: all process groups of an emulated job share it.
+
+    `submit` is called under the order in which this rank calls its collectives (each group counts them in
+    `operation.sequence`), possibly from several threads, one for each group at a time. It returns at once a
+    `torch.distributed.Work`; `EmulatedWork` is one for engines whose operations end on the CPU. When it is over, the
+    outputs are written (`operation.fill()`).
+    """
+
+    def submit(self, operation: EmulatedOperation) -> Any:
+        """Begin `operation`; a Work. Raises RewriterError where the engine cannot do it."""
+        ...
+
+    def close(self) -> None:
+        """The job ends: stop threads, close connections. Operations under way are aborted. Twice is allowed."""
+        ...
 
 
 class CollectiveTimeout(RewriterError, dist.DistError):
@@ -54,12 +76,15 @@ class EmulatedWork(OperationWork):
     """An operation between its start and its end on the CPU, as `torch.distributed.Work`.
 
     An engine says when its results are there (`finish`), or first that all is done but time has to pass (`ready`, until
-    `deadline`): who waits watches the clock, so that no thread has to be woken at the moment.
+    `deadline`): who waits watches the clock, so that no thread has to be woken at the moment. Where somebody holds a
+    future, which has to be set at the moment, `timer` watches it.
     """
 
-    def __init__(self, operation: EmulatedOperation) -> None:
+    def __init__(self, operation: EmulatedOperation, progress: CpuProgress, timer: Timer) -> None:
         super().__init__(operation)
-        self.begun = operation.called
+        self.underway: Underway | None = None
+        self.spent = 0.0  # seconds of CPU time that the timer's thread spent on it
+        self._progress, self._timer = progress, timer
         self._ready = threading.Event()
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -96,8 +121,20 @@ class EmulatedWork(OperationWork):
 
     @property
     def awaited_as_future(self) -> bool:
-        """Whether somebody holds a future, which has to be set at the moment."""
+        """Whether somebody holds a future."""
         return self._future is not None
+
+    def advance(self, begun: float) -> float:
+        """Do what is due, in the timer's thread, whose CPU time was `begun`; when to be called again."""
+        end = self.deadline()
+        if self.awaited_as_future and end - time.monotonic() <= TIMER_SPIN:
+            while time.monotonic() < end:
+                pass
+            end = self.deadline()  # later, if the program computed meanwhile
+        if time.monotonic() >= end:
+            self.finish()
+            return end
+        return max(time.monotonic(), end - TIMER_SPIN) if self.awaited_as_future else end
 
     def _settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
         if self._error is None:
@@ -106,20 +143,16 @@ class EmulatedWork(OperationWork):
             # RuntimeError is what the C++ side of a future can carry
             future.set_exception(RuntimeError(str(self._error)))  # type: ignore[arg-type]
 
-    def on_future(self) -> None:
-        """Called once, when somebody asks for a future: an engine that ends nothing by itself overrides it."""
-
     # --- for programs: torch.distributed.Work ---
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the end; True. `timeout`: of this wait, instead of the operation's own, which counts from its
         start. Raises CollectiveTimeout, or what the operation failed with."""
-        begun = self.begun
-        seconds = self.operation.timeout
+        begun, seconds = self.operation.called, self.operation.timeout
         if timeout is not None and timeout > timedelta(0):
             begun, seconds = time.monotonic(), timeout.total_seconds()
         limit = begun + seconds
-        if not self._done.is_set():
+        with self._progress.waiting():
             if not self._ready.wait(max(0.0, limit - time.monotonic())):
                 self._late(seconds)
             self._until(limit, seconds)
@@ -164,9 +197,70 @@ class EmulatedWork(OperationWork):
             over = self._done.is_set()
         if over:
             self._settle(future)
-        else:
-            self.on_future()
+        elif self._ready.is_set():
+            self._timer.add(self)
         return future
+
+
+@dataclass
+class Timer:
+    """A thread that ends works in time. It starts with the first that needs it."""
+
+    _works: list[EmulatedWork] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _closed: bool = False
+    _accounted: float = 0.0  # of the thread's CPU time
+
+    def add(self, work: EmulatedWork) -> None:
+        """Call `work.advance` when that is due. Raises RewriterError after `close`."""
+        with self._changed:
+            if self._closed:
+                raise RewriterError(
+                    f"{work.operation.title}: the emulated job has ended. Call init_process_group again"
+                )
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rewriter-emulated", daemon=True)
+                self._thread.start()
+            if work not in self._works:
+                self._works.append(work)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread. Works that are left are aborted."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._works and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    break
+                works = list(self._works)
+            wake = min(self._advance(work) for work in works)
+            with self._changed:
+                self._works = [work for work in self._works if not work.finished]
+                if len(self._works) == len(works) and not self._closed:
+                    self._changed.wait(min(max(0.0, wake - time.monotonic()), threading.TIMEOUT_MAX))
+        for work in self._works:
+            work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
+
+    def _advance(self, work: EmulatedWork) -> float:
+        """When `work` has to be looked at again. What this takes of the CPU is spent in its place."""
+        begun = self._accounted  # with what came since, as waking
+        try:
+            return work.advance(begun)
+        except BaseException as error:
+            work.finish(error)
+            return time.monotonic()
+        finally:
+            self._accounted = time.thread_time()
+            work.spent += self._accounted - begun
 
 
 class Together(dist.Work):
@@ -191,8 +285,7 @@ class Together(dist.Work):
         return next((e for e in (work.exception() for work in self.works) if e is not None), None)
 
     def synchronize(self) -> None:
-        for work in self.works:
-            work.synchronize()
+        self.wait()
 
     def result(self) -> list[Tensor]:
         return [tensor for work in self.works for tensor in work.result()]
@@ -204,26 +297,20 @@ class Together(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self.works]).then(values)
 
 
-class Deferred(dist.Work):
-    """An operation between `_start_coalescing` and `_end_coalescing`, which begins it. To wait before that does
-    nothing: torch waits for each call of a synchronous function there, too."""
+class Deferred(Together):
+    """An operation between `_start_coalescing` and `_end_coalescing`, which begins it and sets `works`. To wait before
+    that does nothing: torch waits for each call of a synchronous function there, too."""
 
     def __init__(self, operation: EmulatedOperation) -> None:
-        super().__init__()
+        super().__init__(())
         self.operation = operation
-        self.work: Any = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if self.work is None:
-            return True
-        return bool(self.work.wait() if timeout is None else self.work.wait(timeout))
 
     def is_completed(self) -> bool:
-        return self.work is not None and bool(self.work.is_completed())
+        return bool(self.works) and super().is_completed()
 
     def get_future(self) -> Any:
-        if self.work is None:
+        if not self.works:
             raise RewriterError(
                 f"{self.operation.title}: it begins when coalescing ends. Ask for its future after that"
             )
-        return self.work.get_future()
+        return super().get_future()

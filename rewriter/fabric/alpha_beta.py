@@ -23,17 +23,72 @@ trees).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from rewriter.fabric.calls import Call
-from rewriter.fabric.delays import Delay
+from rewriter.common.errors import RewriterError
+from rewriter.fabric.calls import NO_DELAY, Call, Delay
 from rewriter.fabric.links import Link
-from rewriter.fabric.protocols import PLAIN, Protocol
-from rewriter.fabric.rank_groups import Placement, occupied, place, refuse_spanning
+from rewriter.fabric.rank_groups import Placement, occupied, place
 
+Wire = Literal["nvlink", "pci"]
 Algorithm = Literal["ring", "tree", "one-shot", "two-shot", "hierarchical", "auto"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds at the start, and of a step inside a node and between nodes; the share of the bandwidth reached."""
+
+    base: float
+    inside: float
+    between: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`ring`, `tree`: what a step takes by that algorithm. None: what the links say, with nothing at the start.
+
+    `chained`: a tree passes the ranks of a node one after another, as NCCL's does.
+    """
+
+    name: str
+    ring: Steps | None = None
+    tree: Steps | None = None
+    chained: bool = False
+
+    def steps(self, algorithm: Literal["ring", "tree"], inside: Link, between: Link | None) -> Steps:
+        own = self.ring if algorithm == "ring" else self.tree
+        return own or Steps(0.0, inside.latency, between.latency if between else 0.0, 1.0)
+
+
+PLAIN = Protocol("plain")
+
+
+def nccl(wire: Wire) -> tuple[Protocol, ...]:
+    """NCCL's protocols between ranks that NVLink or PCI joins, and a network beyond.
+
+    Figures of its own tuning model, src/graph/tuning.cc of v2.30.7 (commit 5067397c): base latencies, latencies of a
+    step over NVLink, PCI and a network, and the share of a ring's bandwidth that a protocol reaches. The caps of LL by
+    GPU generation are left out: LL is chosen for messages that no bandwidth limits.
+    """
+    us = 1e-6
+    inside = {
+        "nvlink": {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)},
+        "pci": {"ring": (1.0, 2.5, 5.7), "tree": (1.0, 1.9, 4.0)},
+    }[wire]
+    base = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
+    between = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}
+    share = {"ring": (0.5, 0.92, 1.0), "tree": (0.92 / 3.8, 0.92 * 7 / 9, 0.92)}
+
+    def steps(algorithm: str, index: int) -> Steps:
+        start, near, far = (table[algorithm][index] * us for table in (base, inside, between))
+        return Steps(start, near, far, share[algorithm][index])
+
+    return tuple(
+        Protocol(name, steps("ring", index), steps("tree", index), chained=True)
+        for index, name in enumerate(("LL", "LL128", "Simple"))
+    )
 
 
 @dataclass(frozen=True)
@@ -49,17 +104,27 @@ class AlphaBeta:
     node: int = 1
     algorithm: Algorithm = "auto"
     protocols: tuple[Protocol, ...] = (PLAIN,)
-    note: str = "by formula (α-β), not measured"
 
     def delay(self, call: Call) -> Delay:
         """Raises RewriterError for a group that spans nodes where no link joins them."""
         if call.size < 2:
-            return Delay(0.0, 0.0, ())
-        placement = place(call.ranks, self.node)
-        refuse_spanning(call, placement, self.node, self.between)
+            return NO_DELAY
+        placement, links = self.placed(call)
         latency, transfer = min(self._candidates(call, placement), key=sum)
-        links = occupied(placement, self.node, self.inside, self.between)
-        return Delay(latency + transfer, transfer, links, note=self.note)
+        return Delay(latency + transfer, transfer, links, note="by formula (α-β), not measured")
+
+    def placed(self, call: Call) -> tuple[Placement, tuple[str, ...]]:
+        """Where the ranks of `call` are, and the names of the links that it holds.
+
+        Raises RewriterError for a group that spans nodes where no link joins them.
+        """
+        placement = place(call.ranks, self.node)
+        if placement.nodes > 1 and self.between is None:
+            raise RewriterError(
+                f"{call.kind} among {call.size} ranks: they span {placement.nodes} nodes of {self.node}, and this "
+                "fabric has no link between nodes. Take fewer ranks, or a fabric with a `between` link."
+            )
+        return placement, occupied(placement, self.node, self.inside, self.between)
 
     def _candidates(self, call: Call, placement: Placement) -> list[tuple[float, float]]:
         """(latency, transfer) by each algorithm and protocol that may be chosen."""
@@ -78,10 +143,8 @@ class AlphaBeta:
         latency = (n - k) * steps.inside + (k - 1) * steps.between
         shot = steps.between if k > 1 else steps.inside
         part, size, kind = (n - 1) / n, call.nbytes / bandwidth, call.kind
-        if kind == "send":
-            return steps.base + shot, size
-        if kind in ("gather", "scatter"):
-            return steps.base + shot, part * size
+        if kind in ("send", "gather", "scatter"):
+            return steps.base + shot, size if kind == "send" else part * size
         if algorithm in ("one-shot", "two-shot"):
             if kind in ("all_gather", "reduce_scatter", "all_to_all"):
                 return steps.base + shot, part * size
@@ -101,18 +164,13 @@ class AlphaBeta:
     def _hierarchical(self, protocol: Protocol, call: Call, placement: Placement) -> tuple[float, float]:
         g, k = placement.together, placement.nodes
         near, far = split(call, g, k)
-        stages = []
-        if g > 1:
-            stages.append(self._time("ring", protocol, near, Placement(placement.first[:g], 1, g)))
-        if k > 1:
-            stages.append(self._time("ring", protocol, far, Placement(placement.first[:1], k, k)))
-        return sum(latency for latency, _ in stages), sum(transfer for _, transfer in stages)
+        stages = ((near, Placement(placement.first[:g], 1, g)), (far, Placement(placement.first[:1], k, k)))
+        times = [self._time("ring", protocol, part, where) for part, where in stages if where.size > 1]
+        return sum(latency for latency, _ in times), sum(transfer for _, transfer in times)
 
     def _bandwidth(self, placement: Placement) -> float:
         inside = self.inside.bandwidth if placement.together > 1 else math.inf
-        between = math.inf
-        if placement.nodes > 1 and self.between is not None:
-            between = self.between.bandwidth * placement.together
+        between = self.between.bandwidth * placement.together if self.between and placement.nodes > 1 else math.inf
         return min(inside, between)
 
 
@@ -124,7 +182,4 @@ def split(call: Call, together: int, nodes: int) -> tuple[Call, Call]:
     near, far = call.nbytes, math.ceil(call.nbytes / together)
     if call.kind in ("all_to_all", "gather", "scatter"):
         near, far = math.ceil(call.nbytes / nodes), call.nbytes
-    return (
-        Call(call.kind, near, range(together), call.dtype, call.graphed),
-        Call(call.kind, far, range(nodes), call.dtype, call.graphed),
-    )
+    return replace(call, nbytes=near, ranks=range(together)), replace(call, nbytes=far, ranks=range(nodes))

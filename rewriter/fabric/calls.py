@@ -1,9 +1,10 @@
-"""One collective, as a model of delays sees it."""
+"""What a delay model is asked (`Call`) and what it answers (`Delay`), and how groups share links (`Links`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 Kind = Literal[
     "all_reduce",
@@ -31,8 +32,8 @@ class Call:
     |------------------------------------|------------------------------------------------|
     | all_reduce, reduce, broadcast      | the tensor, which is as large on every rank    |
     | all_gather, gather                 | the gathered tensor: all ranks' shards         |
-    | reduce_scatter, scatter            | the whole tensor, of which a rank gets a shard |
-    | all_to_all                         | one rank's whole input                         |
+    | reduce_scatter, scatter            | the full tensor, of which a rank gets a shard  |
+    | all_to_all                         | one rank's input                               |
     | send                               | the message                                    |
     | barrier                            | nothing: 0                                     |
 
@@ -50,3 +51,67 @@ class Call:
     def size(self) -> int:
         """The number of ranks in the group."""
         return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Delay:
+    """How long one collective takes and what it occupies.
+
+    `seconds`: from the last rank's arrival to completion, with nothing else on the link; measured ones hold what ranks
+    wait for each other on average (nccl-tests, `rewrite fabrics calibrate`). `transfer`: the part of it during which it
+    has the links in `links` for itself; other groups' transfers on the same link wait (see `Links`). `cpu_seconds`: CPU
+    time taken from the rank's own core (fabrics on CPUs; measured). `hindrance`: how many seconds longer it takes if
+    that core computes all the while, so that the library's threads wait for it. `blocks`: CUDA blocks that it holds
+    (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together. `note`: how
+    `seconds` was found, where that is no measurement of such a call; empty where it is.
+    """
+
+    seconds: float
+    transfer: float
+    links: tuple[str, ...]
+    cpu_seconds: float = 0.0
+    blocks: int = 0
+    memory_bytes: int = 0
+    hindrance: float = 0.0
+    note: str = ""
+
+    def lasting(self, seconds: float) -> Delay:
+        """The same exchange, if it took `seconds`: its share on the link stays the same share, and it is hindered in
+        proportion."""
+        if self.seconds <= 0:
+            return replace(self, seconds=seconds, transfer=seconds)
+        times = seconds / self.seconds
+        return replace(self, seconds=seconds, transfer=self.transfer * times, hindrance=self.hindrance * times)
+
+
+NO_DELAY = Delay(0.0, 0.0, ())
+"""Of a group of one rank, which communicates nothing."""
+
+
+@runtime_checkable
+class DelayModel(Protocol):
+    """Says what a collective takes. A pure function: the same call has the same delay."""
+
+    def delay(self, call: Call) -> Delay:
+        """The delay of `call`. Raises RewriterError where the model has no answer for such a call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Links:
+    """Until when each link is taken, in seconds of the caller's clock. Immutable: `occupy` gives the state after.
+
+    A link serves one transfer at a time, in the order of arrival. What a delay has beyond its transfer (latency,
+    launches) overlaps with other groups' transfers:
+
+        start = max(now, free[link] for each link of the delay);  end = start + seconds;
+        free[link] = start + transfer
+    """
+
+    free: Mapping[str, float] = field(default_factory=dict)
+
+    def occupy(self, now: float, delay: Delay) -> tuple[float, float, Links]:
+        """(start, end, links after it) of an exchange whose last rank arrives at `now`."""
+        start = max([now, *(self.free.get(link, now) for link in delay.links)])
+        taken = {**self.free, **dict.fromkeys(delay.links, start + delay.transfer)}
+        return start, start + delay.seconds, Links(taken)

@@ -1,4 +1,4 @@
-"""Durations measured at some sizes, and what lies between them."""
+"""Durations measured at some sizes, and those of the sizes between."""
 
 from __future__ import annotations
 
@@ -59,18 +59,12 @@ class Curve:
         sizes: dict[int, list[Point]] = {}
         for point in measured:
             sizes.setdefault(point.nbytes, []).append(point)
-        median = statistics.median
-        return cls(
-            tuple(
-                Point(
-                    nbytes,
-                    median(p.seconds for p in same),
-                    median(p.cpu_seconds for p in same),
-                    median(p.busy_seconds for p in same),
-                )
-                for nbytes, same in sorted(sizes.items())
-            )
-        )
+
+        def median(same: list[Point], figure: str) -> float:
+            return statistics.median(getattr(point, figure) for point in same)
+
+        figures = ("seconds", "cpu_seconds", "busy_seconds")
+        return cls(tuple(Point(size, *(median(same, f) for f in figures)) for size, same in sorted(sizes.items())))
 
     @property
     def latency(self) -> float:
@@ -107,12 +101,9 @@ class Curve:
 
     def errors(self) -> tuple[float, ...]:
         """Of each size between the first and the last: |predicted / measured - 1|, predicted by all the others."""
-        found = []
-        for index in range(1, len(self.points) - 1):
-            left = self.points[index]
-            without = Curve(self.points[:index] + self.points[index + 1 :])
-            found.append(abs(without.seconds(left.nbytes) / left.seconds - 1))
-        return tuple(found)
+        inner = range(1, len(self.points) - 1)
+        without = (Curve(self.points[:i] + self.points[i + 1 :]).seconds(self.points[i].nbytes) for i in inner)
+        return tuple(abs(found / self.points[i].seconds - 1) for i, found in zip(inner, without, strict=True))
 
     @cached_property
     def _spline(self) -> _MonotoneCubic:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.fabric.alpha_beta import Algorithm, AlphaBeta
-from rewriter.fabric.calls import Call, Kind
-from rewriter.fabric.composed import Composed
-from rewriter.fabric.delays import Delay, DelayModel
+from rewriter.common.suggestions import did_you_mean
+from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
+from rewriter.fabric.calls import Call, Delay, DelayModel, Kind
 from rewriter.fabric.links import Channel, Device, Link
 from rewriter.fabric.measured_delays import Measured
-from rewriter.fabric.plugins import find_model
-from rewriter.fabric.protocols import PLAIN, Protocol
 from rewriter.fabric.rank_groups import received_bytes
-from rewriter.fabric.shipped_tables import Table, find
+from rewriter.fabric.shipped_tables import Table, TableKey, find
 
 # NCCL starts another block once each of its 512 threads has 8 bytes per rank of the group (src/include/comm.h,
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
 _NCCL_BLOCK, _CUSTOM_BLOCK = 8 * 512, 16 * 512
+_MODELS = "rewriter.delay_models"  # the group of entry points of other packages' delay models
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Fabric:
     def channel(self, ranks: int, stride: int = 1, world: int | None = None) -> Channel:
         """The channel of groups of `ranks` at distance `stride` in a job of `world` ranks, which fills node by node.
 
-        Of groups that lie unequally on nodes it is the worst. Raises RewriterError for groups on several nodes where
-        no link joins them.
+        Of groups that are spread unequally it is the worst. Raises RewriterError for groups on several nodes where no
+        link joins them.
         """
         if world is not None and world <= self.node:
             together = ranks
@@ -77,16 +78,10 @@ class Fabric:
             )
         return Channel(ranks, together, self.inside, self.between or self.inside)
 
-    @classmethod
-    def uniform(cls, link: Link, device: Device) -> Fabric:
-        """One link per rank, the same to all others."""
-        return cls("uniform", device, 1, link, link)
-
     @property
     def libraries(self) -> tuple[str, ...]:
         """The libraries whose collectives were measured on it; the first is the default."""
-        names = [table.library if isinstance(table, TableChoice) else table.key.library for table in self.tables]
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(table.library for table in self.tables))
 
     @property
     def formula(self) -> AlphaBeta:
@@ -101,45 +96,34 @@ class Fabric:
         """
         name = library or (self.libraries[0] if self.libraries else "nccl")
         if self.model == "measured":
-            measured = Measured(self._tables(name, graphed), self.formula)
-            model: DelayModel = measured
-            if self.between is not None and self.node > 1:
-                model = Composed(measured, AlphaBeta(self.between, self.between), self.formula)
+            model: DelayModel = Measured(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":
             model = self.formula
         else:
             model = find_model(self.model)(self, name, graphed)
         if not self.blocks:
             return model
-        own = {kind for table in self.chosen_tables() if table.key.library == name for kind, _ in table.curves}
+        own = {kind for table in self.chosen_tables() if table.library == name for kind, _ in table.curves}
         return _Holding(model, name, frozenset(own), self.blocks)
 
     def chosen_tables(self) -> tuple[Table, ...]:
         """All tables that it may answer from."""
-        found: list[Table] = []
+        found: dict[TableKey, Table] = {}
         for table in self.tables:
-            if isinstance(table, Table):
-                found.append(table)
-                continue
             for graphed in (False, True):
-                try:
-                    one = find(table.system, table.library, version=table.version, graphed=graphed)
-                except RewriterError:  # a library that was measured one way only
-                    continue
-                if one not in found:
-                    found.append(one)
-        return tuple(found)
+                with contextlib.suppress(RewriterError):  # a library that was measured one way only
+                    one = _table(table, graphed)
+                    found[one.key] = one
+        return tuple(found.values())
 
     def figures(self) -> dict[str, Any]:
         """Its name, device, node and links as plain values."""
-        between = asdict(self.between) if self.between else None
-        device = asdict(self.device)
         return {
             "name": self.name,
-            "device": device,
+            "device": asdict(self.device),
             "node": self.node,
             "inside": asdict(self.inside),
-            "between": between,
+            "between": asdict(self.between) if self.between else None,
         }
 
     def _tables(self, library: str, graphed: bool) -> tuple[Table, ...]:
@@ -149,16 +133,14 @@ class Fabric:
             raise RewriterError(
                 f"fabric {self.name}: {library!r} was not measured on it; {', '.join(self.libraries) or 'nothing'} was."
             )
-        own: list[Table] = []
-        rest: list[Table] = []
-        for table in self.tables:
-            name = table.library if isinstance(table, TableChoice) else table.key.library
-            if name != library and name not in ("nccl", "gloo"):
-                continue
-            if isinstance(table, TableChoice):
-                table = find(table.system, table.library, version=table.version, graphed=graphed)
-            (own if name == library else rest).append(table)
-        return (*own, *rest)
+        fitting = [table for table in self.tables if table.library in (library, "nccl", "gloo")]
+        return tuple(_table(table, graphed) for table in sorted(fitting, key=lambda table: table.library != library))
+
+
+def _table(table: TableChoice | Table, graphed: bool) -> Table:
+    if isinstance(table, Table):
+        return table
+    return find(table.system, table.library, version=table.version, graphed=graphed)
 
 
 @dataclass(frozen=True)
@@ -180,3 +162,33 @@ class _Holding:
         # what a rank receives it writes, and what it sends it reads
         traffic = round(2 * received_bytes(call))
         return replace(delay, blocks=max(1, min(self.blocks[library], needed)), memory_bytes=traffic)
+
+
+def find_model(name: str) -> Callable[..., DelayModel]:
+    """What makes a delay model of (fabric, library, graphed): `module:Class`, or an entry point of the group
+    `rewriter.delay_models`. Modules are found as by `python`, in the working directory too.
+
+    Raises RewriterError for what cannot be imported or has no such name.
+    """
+    known = {point.name: point for point in entry_points(group=_MODELS)}
+    if ":" not in name and name not in known:
+        raise RewriterError(
+            f"delay model {name!r:.60}: neither built in, nor an entry point of {_MODELS}, nor module:Class. "
+            f"{did_you_mean(name, ('measured', 'alpha-beta', *known))}"
+        )
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        found: Any = (EntryPoint(name, name, _MODELS) if ":" in name else known[name]).load()
+    except (ImportError, ValueError, AttributeError) as error:
+        raise RewriterError(f"delay model {name!r:.60}: cannot be imported: {error}. Write module:Class.") from None
+    if not callable(found):
+        raise RewriterError(f"delay model {name!r:.60}: {type(found).__name__} is no class. Write module:Class.")
+
+    def make(*arguments: object) -> DelayModel:
+        model = found(*arguments)
+        if not isinstance(model, DelayModel):
+            raise RewriterError(f"delay model {name!r:.60}: it has no method delay(call), which a model has.")
+        return model
+
+    return make

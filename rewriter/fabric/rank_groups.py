@@ -1,13 +1,12 @@
-"""How a group of ranks lies on nodes, and which links its exchanges occupy."""
+"""On which nodes a group of ranks is, and which links its exchanges occupy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from rewriter.common.errors import RewriterError
-from rewriter.fabric.calls import Call
+from rewriter.fabric.calls import NO_DELAY, Call, Delay, DelayModel
 from rewriter.fabric.links import Link
 
 
@@ -25,17 +24,8 @@ class Placement:
         return max(1, self.size // self.nodes)
 
 
-def refuse_spanning(call: Call, placement: Placement, node: int, between: Link | None) -> None:
-    """Raises RewriterError for a group that spans nodes where no link joins them."""
-    if placement.nodes > 1 and between is None:
-        raise RewriterError(
-            f"{call.kind} among {call.size} ranks: they span {placement.nodes} nodes of {node}, and this fabric has no "
-            "link between nodes. Take fewer ranks, or a fabric with a `between` link."
-        )
-
-
 def place(ranks: Sequence[int], node: int) -> Placement:
-    """Where `ranks` lie in a job that fills nodes of `node` ranks in order. Takes as long for a large `range` as for a
+    """Where `ranks` are in a job that fills nodes of `node` ranks in order. Takes as long for a large `range` as for a
     small one."""
     home = ranks[0] // node
     if isinstance(ranks, range):
@@ -68,10 +58,17 @@ def occupied(placement: Placement, node: int, inside: Link, between: Link | None
 _OF_A_RANK = re.compile(r"rank\d+(?=$|\.network$)")
 
 
-def links_of(rank: int, links: Iterable[str]) -> tuple[str, ...]:
-    """What `rank` itself can wait for, of `links` of exchanges that it takes part in: each of them passes its own link,
-    and that of other members is left out. At most two for a model's answer, however many ranks share a node."""
-    return tuple(dict.fromkeys(_OF_A_RANK.sub(f"rank{rank}", link) for link in links))
+def directed_delay(model: DelayModel, call: Call, rank: int, receives: bool) -> Delay:
+    """What `model` says of `call`, with the links that global `rank` itself can wait for: its own instead of those of
+    other members, at most two however many ranks share a node. Each link has two directions: a send and a receive
+    (`receives`) do not wait for each other, and a collective takes both. A group of one rank takes no time.
+    """
+    if call.size < 2:
+        return NO_DELAY
+    delay = model.delay(call)
+    own = dict.fromkeys(_OF_A_RANK.sub(f"rank{rank}", link) for link in delay.links)
+    ways = "<>" if call.kind != "send" else "<" if receives else ">"
+    return replace(delay, links=tuple(link + way for link in own for way in ways))
 
 
 def received_bytes(call: Call) -> float:

@@ -4,23 +4,22 @@ bytes per second."""
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Problem, read
-from rewriter.fabric.alpha_beta import Algorithm
+from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.fabric import Fabric, TableChoice
 from rewriter.fabric.links import Device, Link
-from rewriter.fabric.protocols import PLAIN, Wire, nccl
 from rewriter.fabric.shipped_tables import Table, TableKey
 
 MAX_BYTES = 1 << 20
-"""A file with measurements of its own may be so large."""
+"""Size limit of a file, which may hold measurements."""
 
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")]
@@ -30,6 +29,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Share = Annotated[float, Field(gt=0, le=1)]
+V = TypeVar("V")
 DType = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 
 
@@ -37,24 +37,17 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Time(_Strict):
-    value: Seconds
+class Figure(_Strict, Generic[V]):
+    """A value, and who says so."""
+
+    value: V
     source: Text
 
 
-class Rate(_Strict):
-    value: Positive
-    source: Text
-
-
-class Fraction(_Strict):
-    value: Share
-    source: Text
-
-
-class Number(_Strict):
-    value: Count
-    source: Text
+Time = Figure[Seconds]
+Rate = Figure[Positive]
+Fraction = Figure[Share]
+Number = Figure[Count]
 
 
 class DeviceFile(_Strict):

@@ -49,6 +49,11 @@ class Table:
     source: str = SOURCE
 
     @property
+    def library(self) -> str:
+        """The library that was measured."""
+        return self.key.library
+
+    @property
     def errors(self) -> dict[tuple[Kind, int], tuple[float, ...]]:
         """The leave-one-out errors of each curve (see `Curve.errors`)."""
         return {what: curve.errors() for what, curve in self.curves.items()}
@@ -73,26 +78,16 @@ def shipped() -> Mapping[TableKey, Table]:
     }
 
 
-def find(system: str, library: str, *, version: str | None = None, graphed: bool = True) -> Table:
-    """The shipped table of a system and library; without a version, of the newest; of 16-bit numbers.
+def find(system: str, library: str, *, version: str, graphed: bool = True) -> Table:
+    """The shipped table of a system and a version of a library; of 16-bit numbers.
 
     Raises RewriterError where there is none, with those that there are.
     """
     known = [key for key in shipped() if key.system == system]
-    fitting = [
-        key
-        for key in known
-        if key.library == library
-        and (version is None or key.version == version)
-        and (key.graphed == graphed or key.library == "nccl")
-        and _BYTES[key.dtype] == 2
-    ]
-    if not fitting:
-        wanted = " ".join(part for part in (library, version, "graphed" if graphed else "eager") if part)
-        there = "; ".join(sorted({str(key) for key in known})) or "none"
-        raise RewriterError(f"{wanted}: no table of {system} is shipped. There are: {there}.")
-    return shipped()[max(fitting, key=lambda key: _order(key.version))]
-
-
-def _order(version: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (0, part) for part in version.split("."))
+    for key in known:
+        fits = (key.library, key.version) == (library, version) and _BYTES[key.dtype] == 2
+        if fits and (key.graphed == graphed or key.library == "nccl"):
+            return shipped()[key]
+    there = "; ".join(sorted({str(key) for key in known})) or "none"
+    how = "graphed" if graphed else "eager"
+    raise RewriterError(f"{library} {version} {how}: no table of {system} is shipped. There are: {there}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,14 +9,12 @@ from typing import Literal, cast
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
-from rewriter.fabric.calls import KINDS, Call, Kind
-from rewriter.fabric.delays import Delay, DelayModel
+from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
 _CHANGE = re.compile(rf"(?:x{_NUMBER}|(?P<sign>[-+]?){_NUMBER.replace('number', 'seconds')}(?P<unit>ns|us|µs|μs|ms|s))")
 _LARGEST = 1e6  # seconds or times; more would not be finite for long
-_WRITTEN = "write +5us, -5us, x1.5 or 20us (units: ns, us, ms, s)"
 
 Target = Kind | Literal["latency", "bandwidth"]
 _TARGETS: tuple[str, ...] = (*KINDS, "latency", "bandwidth")
@@ -42,30 +39,33 @@ class Change:
         """Raises RewriterError, naming what is wrong, for what is not TARGET=CHANGE."""
         name, equals, written = text.partition("=")
         name, written = name.strip().lower().replace("-", "_"), written.strip().lower()
+
+        def fail(why: str) -> RewriterError:
+            return RewriterError(f"--what-if {text!r:.60}: {why}")
+
         if not equals:
-            raise RewriterError(f"--what-if {text!r:.60}: no `=`. Write e.g. all_reduce=+5us or bandwidth=x0.5.")
+            raise fail("no `=`. Write e.g. all_reduce=+5us or bandwidth=x0.5.")
         if name not in _TARGETS:
-            raise RewriterError(f"--what-if {text!r:.60}: unknown {name!r:.40}. {did_you_mean(name, _TARGETS)}")
+            raise fail(f"unknown {name!r:.40}. {did_you_mean(name, _TARGETS)}")
         found = _CHANGE.fullmatch(written)
         if found is None:
-            bare = re.fullmatch(r"[-+]?[0-9.]+", written)
-            why = f"{written!r:.40} has no unit" if bare else f"{written!r:.40} is no change"
-            raise RewriterError(f"--what-if {text!r:.60}: {why}; {_WRITTEN}.")
+            why = "has no unit" if re.fullmatch(r"[-+]?[0-9.]+", written) else "is no change"
+            raise fail(f"{written!r:.40} {why}; write +5us, -5us, x1.5 or 20us (units: ns, us, ms, s).")
         target = cast(Target, name)
         if found["number"] is not None:
             scale = float(found["number"])
             if name == "bandwidth" and scale < 1 / _LARGEST:
-                raise RewriterError(f"--what-if {text!r:.60}: a bandwidth of nothing; take a factor above 0.")
+                raise fail("a bandwidth of nothing; take a factor above 0.")
             if scale > _LARGEST:
-                raise RewriterError(f"--what-if {text!r:.60}: more than {_LARGEST:.0f} times.")
+                raise fail(f"more than {_LARGEST:.0f} times.")
             return cls(target, scale=scale)
         if name == "bandwidth":
-            raise RewriterError(f"--what-if {text!r:.60}: a bandwidth changes by a factor: bandwidth=x0.5.")
+            raise fail("a bandwidth changes by a factor: bandwidth=x0.5.")
         seconds = float(found["seconds"]) * _UNITS[found["unit"]]
         if seconds > _LARGEST:
-            raise RewriterError(f"--what-if {text!r:.60}: more than {_LARGEST:.0f} seconds.")
+            raise fail(f"more than {_LARGEST:.0f} seconds.")
         if found["sign"]:
-            return cls(target, add=math.copysign(seconds, -1 if found["sign"] == "-" else 1))
+            return cls(target, add=-seconds if found["sign"] == "-" else seconds)
         return cls(target, value=seconds)
 
     def applied(self, call: Call, delay: Delay) -> Delay:
@@ -91,7 +91,7 @@ class Change:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """`model` with `changes`, one after another. A group of one rank communicates nothing, whatever is changed."""
+    """`model` with `changes`, one after another. Changes do not apply to a group of one rank."""
 
     model: DelayModel
     changes: tuple[Change, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,11 @@ from rewriter.fabric.shipped_fabrics import LIBRARY, fabrics, load_fabric
 
 def measured_points(points: Iterable[tuple[Kind, int, Point]]) -> list[dict[str, Any]]:
     """The rows of `measurements`, of (kind, ranks, point)."""
-    rows = []
-    for kind, ranks, point in points:
-        row: dict[str, Any] = {"kind": kind, "ranks": ranks, "bytes": point.nbytes, "seconds": short(point.seconds)}
-        for name in ("cpu_seconds", "busy_seconds"):
-            if value := getattr(point, name):
-                row[name] = short(value)
-        rows.append(row)
-    return rows
+    return [
+        {"kind": kind, "ranks": ranks, "bytes": point.nbytes, "seconds": short(point.seconds)}
+        | {name: short(value) for name in ("cpu_seconds", "busy_seconds") if (value := getattr(point, name))}
+        for kind, ranks, point in points
+    ]
 
 
 def short(value: float) -> float:
@@ -65,12 +61,13 @@ def imported(logs: list[Log], device_of: str, out: Path) -> str:
         )
     kinds = ", ".join(sorted({log.kind for log in logs}))
     points = [(log.kind, log.ranks, Point(*row)) for log in logs for row in log.rows]
+    spans = any(log.ranks > log.per_node for log in logs)
     data.pop("tables", None)
     data |= {
         "name": name_of(out),
         "summary": f"{kinds} as nccl-tests measured; devices and links of {device_of}",
         "modelled": False,
-        "node": {"value": max(node, data["node"]["value"]) if not _spans(logs) else node, "source": source},
+        "node": {"value": node if spans else max(node, data["node"]["value"]), "source": source},
         "model": "measured",
         "measurements": {
             "library": "nccl", "version": logs[0].version, "dtype": logs[0].dtype, "source": source,
@@ -78,10 +75,6 @@ def imported(logs: list[Log], device_of: str, out: Path) -> str:
         },
     }  # fmt: skip
     return to_yaml(data)
-
-
-def _spans(logs: list[Log]) -> bool:
-    return any(log.ranks > log.per_node for log in logs)
 
 
 def name_of(out: Path) -> str:
@@ -109,22 +102,17 @@ def check(out: Path) -> None:
 
 
 def write(text: str, out: Path) -> None:
-    """Put `text` at `out`, whole or not at all. Raises RewriterError where that cannot be."""
+    """Put all of `text` at `out`, or nothing. Raises RewriterError where that cannot be."""
     check(out)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
-            os.replace(name, out)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(out)
     except OSError as error:
         raise RewriterError(f"--out {out}: cannot be written: {error.strerror or error}.") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
