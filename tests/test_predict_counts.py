@@ -19,8 +19,8 @@ from rewriter.predict.attention_cost import attention_items
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.expert_cost import active_experts
 from rewriter.predict.forward import Runner
-from rewriter.predict.forward_pass import ForwardPass
 from rewriter.predict.kernel_cost import Kernel
+from rewriter.predict.workload import ForwardPass
 from rewriter.tracing import trace
 
 

@@ -6,22 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rewriter.cli import (
-    adapt,
-    convert,
-    coverage,
-    export,
-    fabrics,
-    generate,
-    inspect,
-    predict,
-    recipes,
-    verify,
-)
+from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, verify
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import end_with_parent, is_child, report
 from rewriter.common.suggestions import nearest
@@ -40,23 +29,17 @@ write ./inspect for a directory that is called like a command.
 EPILOG = "REWRITER_DEBUG=1 shows the traceback of a failure, and the IR between passes with the time of each."
 
 # Plain help: typer's panels cost more than 0.1 s of imports, and everything `rewrite` prints on failure is one line.
+_PLAIN: dict[str, Any] = dict(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_USAGE = "MODEL --recipe NAME | COMMAND ..."
 commands = typer.Typer(
-    name="rewrite",
-    help=HELP,
-    epilog=EPILOG,
-    subcommand_metavar="MODEL --recipe NAME | COMMAND ...",
-    options_metavar="",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="rewrite", help=HELP, epilog=EPILOG, subcommand_metavar=_USAGE, options_metavar="", **_PLAIN
 )
-conversion = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+conversion = typer.Typer(**_PLAIN)
 
 conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
 commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
@@ -12,11 +12,8 @@ from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
-from rewriter.predict.device import rates_of
 from rewriter.predict.forward import Forward, Runner
-from rewriter.predict.forward_pass import ForwardPass
 from rewriter.predict.generation_memory import bytes_per_rank
-from rewriter.predict.pareto import with_front
 from rewriter.predict.results import (
     Phase,
     PredictedPoint,
@@ -25,9 +22,10 @@ from rewriter.predict.results import (
     SkippedRecipe,
     generation_seconds,
 )
+from rewriter.predict.roofline import rates_of
 from rewriter.predict.steps import Begin, Place, Step, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
-from rewriter.predict.workload import Workload
+from rewriter.predict.workload import ForwardPass, Workload
 
 
 @dataclass(frozen=True)
@@ -244,3 +242,19 @@ class Predictor:
             )
         numbers = tuple(r // each * node + r % each for r in range(ranks))
         return Place(numbers, program.mesh, self.workload.graphed)
+
+
+def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
+    """The points with `front` set: of those that fit, no other is at least as good in both and better in one."""
+
+    def beaten(point: PredictedPoint) -> bool:
+        return any(
+            other.fits
+            and other.seconds_per_token <= point.seconds_per_token
+            and other.tokens_per_second_per_gpu >= point.tokens_per_second_per_gpu
+            and (other.seconds_per_token, other.tokens_per_second_per_gpu)
+            != (point.seconds_per_token, point.tokens_per_second_per_gpu)
+            for other in points
+        )
+
+    return tuple(replace(point, front=point.fits and not beaten(point)) for point in points)

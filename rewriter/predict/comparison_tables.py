@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import duration, percent, rate, size, times
+from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 
 COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
@@ -52,8 +53,9 @@ class ComparisonReport:
         if self.pareto:
             yield Text()
             yield _pareto(found.pareto)
-        said = list(_said(found))
-        if said:
+        lacking = [p.recipe for p in found.predictions if not p.fits]
+        said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
+        if said := [*said, *notes(found)]:
             yield Text()
             yield Text("\n".join(said))
 
@@ -110,10 +112,10 @@ def _header(found: RecipeComparison) -> Text:
 
 
 def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, header_style="dim", overflow="fold", max_width=28)
+    table = plain_table(title)
+    table.add_column(first, overflow="fold", max_width=28)
     for column in columns:
-        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -160,10 +162,9 @@ def _time(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
 
 def _card(p: Prediction) -> Table:
     """One recipe below its name, for narrow terminals."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(_name(p), show_header=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    table.title, table.title_justify, table.title_style = _name(p), "left", "bold"
     for column, cell in cells(p).items():
         table.add_row(column, escape(cell))
     return table
@@ -189,21 +190,14 @@ def degree(q: PredictedPoint) -> str:
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def _said(found: RecipeComparison) -> Iterable[str]:
-    """What must be known beyond the numbers. A note that several recipes share is said once."""
-    if lacking := [p.recipe for p in found.predictions if not p.fits]:
-        yield f"! More than a device's memory: {', '.join(lacking)}."
-    for note, recipes in shared_notes(found.predictions):
-        whose = "" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: "
-        yield f"{whose}{note}"
-    for entry in found.skipped:
-        yield f"{entry.recipe}: not predicted. {entry.reason}"
-
-
-def shared_notes(predictions: Sequence[Prediction]) -> list[tuple[str, list[str]]]:
-    """Notes, each with the recipes that it is of, in order of appearance."""
+def notes(found: RecipeComparison) -> list[str]:
+    """What must be known beyond the numbers. A note that several recipes share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
-    for p in predictions:
+    for p in found.predictions:
         for note in p.notes:
             by_note.setdefault(note, []).append(p.recipe)
-    return list(by_note.items())
+    said = [
+        ("" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: ") + note
+        for note, recipes in by_note.items()
+    ]
+    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from math import log
 
@@ -48,15 +49,18 @@ def pareto(name: str, found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     y = TOP + 12 + LEGEND * (len(found) + 1 + len(degrees))
     parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[0]}", "pk h"))
     parts.append(text(x + 28, y, "hollow: does not fit", "m"))
-    told = "Seconds of a decode step against tokens per second and GPU; the table below has the same points."
-    return drawing(name, WIDTH, height, "Latency against use of a GPU", told, parts)
+    words = "Seconds of a decode step against tokens per second and GPU; the table below has the same points."
+    return drawing(name, WIDTH, height, "Latency against use of a GPU", words, parts)
 
 
+@dataclass(frozen=True)
 class _PlotPlace:
     """From figures to coordinates."""
 
-    def __init__(self, left: float, right: float, low: float, high: float) -> None:
-        self.left, self.right, self.low, self.high = left, right, low, high
+    left: float
+    right: float
+    low: float
+    high: float
 
     def of(self, q: PredictedPoint) -> str:
         return f"{number(self.x(q.seconds_per_token))} {number(self.y(q.tokens_per_second_per_gpu))}"
@@ -103,8 +107,8 @@ def _tick(words: str) -> str:
 
 def _point(q: PredictedPoint, recipe: str, colour: str, place: _PlotPlace, degrees: Sequence[int]) -> str:
     ranks = f"tp {q.tp}" + (f" × sp {q.sp}" if q.sp > 1 else "")
-    told = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
-    told += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
+    words = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
+    words += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
     shape = SHAPES[degrees.index(q.ranks) % len(SHAPES)]
     look = f"pp {colour}{'' if q.front else ' o'}{'' if q.fits else ' h'}"
-    return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(told)}</title></path>'
+    return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(words)}</title></path>'

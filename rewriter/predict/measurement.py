@@ -7,28 +7,81 @@ launches; what the first takes longer is exposed communication.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import Any
+
+import torch
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
+from rewriter.common.processes import run_ranks
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.predict.rank_launcher import PassSeconds, run, slowest
+from rewriter.ir import Program
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
 
-if TYPE_CHECKING:
-    from rewriter.ir import Program
-
 REPETITIONS = 5
 TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may take long on a CPU
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Of one recipe's passes: medians over repetitions, each as long as its slowest rank takes. The silent ones are
+    those whose collectives took no time, None where they were not asked for."""
+
+    prefill: float
+    decode: float
+    silent_prefill: float | None = None
+    silent_decode: float | None = None
+
+
+def run(spec: Spec, ranks: Sequence[int], timeout: float) -> dict[str, PassSeconds]:
+    """Start these ranks of `spec.world`, together, and return what each recipe's passes take.
+
+    Raises RewriterError with the reason of a rank that failed, and after `timeout` seconds. No rank outlives this.
+    """
+    found = _results(spec, ranks, timeout)
+    return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
+
+
+def calibrate(spec: Spec, timeout: float) -> tuple[str, float]:
+    """The YAML of a fabric that all ranks of `spec.world` measure, and for which share of the time something
+    else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
+    found = _results(spec, range(spec.world), timeout)[0]
+    return found["fabric"], found["taken"]
+
+
+def slowest(found: Sequence[PassSeconds]) -> PassSeconds:
+    """Of ranks that ran in turn: a pass takes as long as the slowest."""
+    largest: dict[str, float] = {}
+    for seconds in found:
+        for name, value in asdict(seconds).items():
+            if value is not None:
+                largest[name] = max(value, largest.get(name, value))
+    return PassSeconds(**largest)
+
+
+def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> PassSeconds:
+    """Of ranks that ran at once: in each repetition, the slowest."""
+    return PassSeconds(
+        **{
+            name.replace(" ", "_"): median(map(max, zip(*(passes[name] for passes in ranks), strict=True)))
+            for name in ranks[0]
+        }
+    )
+
+
+def _results(spec: Spec, ranks: Sequence[int], timeout: float) -> list[dict[str, Any]]:
+    return run_ranks([sys.executable, "-m", "rewriter.predict.rank_worker"], asdict(spec), ranks, timeout=timeout)
 
 
 def classes(program: Program) -> tuple[int, ...]:
@@ -66,8 +119,6 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
 
 def device() -> str:
     """The device at hand."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -169,8 +220,6 @@ def require_memory(p: Prediction, where: str) -> None:
 def free_memory(where: str) -> int | None:
     """Bytes; None where the system does not say."""
     if where == "cuda":
-        import torch
-
         return torch.cuda.mem_get_info()[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -17,9 +17,9 @@ from rewriter.predict.comparison_tables import (
     cells,
     degree,
     model_name,
+    notes,
     parts,
     setting,
-    shared_notes,
 )
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
@@ -66,18 +66,16 @@ _HATCH = (
 
 
 def page(
-    comparison: RecipeComparison,
+    found: RecipeComparison,
     command: str = "",
     figures: Sequence[tuple[str, str, str]] = (),
     validation: Validation | None = None,
 ) -> str:
     """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source, in
-    words;
-    `validation`: what was measured beside it.
+    words; `validation`: what was measured beside it.
 
     The same arguments give the same bytes.
     """
-    found = comparison
     title = f"{model_name(found)}: what recipes gain on {found.fabric}"
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -91,7 +89,7 @@ def page(
         _passes("prefill", "Prefill", [(p, p.prefill) for p in found.predictions]),
         _points(found.pareto),
         _validated(validation),
-        _notes(found),
+        _notes(notes(found)),
         _origin(found, command, figures),
     ]  # fmt: skip
     head = (
@@ -237,41 +235,29 @@ def _validated(found: Validation | None) -> str:
     return f"<h2>Validation</h2>{table}{said}"
 
 
-def _notes(found: RecipeComparison) -> str:
-    said = [
-        ("" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: ") + note
-        for note, recipes in shared_notes(found.predictions)
-    ]
-    said += [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]
-    if not said:
-        return ""
-    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>"
+def _notes(said: Sequence[str]) -> str:
+    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>" if said else ""
 
 
 def _origin(found: RecipeComparison, command: str, figures: Sequence[tuple[str, str, str]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(what)}<td>{escape(value)}<td>{escape(source)}' for what, value, source in figures
-    )
-    table = (
-        '<div class="wide"><table class="words"><caption class="left muted">'
-        f"Figures of {escape(found.fabric)}</caption><tbody>{rows}</table></div>"
-        if rows
-        else ""
-    )
     made = f"<p><code>{escape(command)}</code></p>" if command else ""
-    where = (
-        f"<p>{escape(found.fabric)}: {escape(found.fabric_summary.rstrip('.'))}. Device: {escape(found.device)}.</p>"
-    )
-    return f"<h2>Where this is from</h2>{made}{where}{table}"
+    where = f"{found.fabric}: {found.fabric_summary.rstrip('.')}. Device: {found.device}."
+    head = '<div class="wide"><table class="words"><caption class="left muted">'
+    head += f"Figures of {escape(found.fabric)}</caption><tbody>"
+    table = f"{head}{_rows((what, row) for what, *row in figures)}</table></div>" if figures else ""
+    return f"<h2>Where this is from</h2>{made}<p>{escape(where)}</p>{table}"
 
 
 def _table(first: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]], caption: str) -> str:
     """Rows by their names; scrolls by itself where the page is narrow."""
-    head = "".join(f'<th scope="col">{escape(column)}' for column in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}' + "".join(f"<td>{escape(cell)}" for cell in row) for name, row in rows
-    )
+    head = "".join(f'<th scope="col">{escape(column)}' for column in (first, *columns))
     return (
-        f'<div class="wide"><table><caption class="left muted">{escape(caption)}</caption><thead><tr><th scope="col">'
-        f"{escape(first)}{head}<tbody>{body}</table></div>"
+        f'<div class="wide"><table><caption class="left muted">{escape(caption)}</caption><thead><tr>'
+        f"{head}<tbody>{_rows(rows)}</table></div>"
+    )
+
+
+def _rows(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    return "".join(
+        f'<tr><th scope="row">{escape(name)}' + "".join(f"<td>{escape(cell)}" for cell in row) for name, row in rows
     )
