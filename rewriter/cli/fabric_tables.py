@@ -138,7 +138,7 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
 
 
 def _table(*columns: str, numbers: int = 99, fold: bool = False) -> Table:
-    table = plain_table(gap=3)
+    table = plain_table(gap=3, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(
             column,

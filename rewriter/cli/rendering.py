@@ -76,7 +76,7 @@ def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table(title: str, *columns: str, numbers: bool = True) -> Table:
-    table = plain_table(gap=3)
+    table = plain_table(gap=3, header_style="dim")
     table.add_column(title, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right" if numbers and len(columns) > 1 else "left")
