@@ -242,13 +242,13 @@ def test_a_spec_survives_its_file() -> None:
 
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewriter.predict import validate
+    from rewriter.predict import measurement, validate
     from rewriter.predict.workload import Workload
 
     def job(ranks: int) -> Workload:
         return Workload(1, 64, 16, False, tp=ranks)
 
-    monkeypatch.setattr(validate, "free_memory", lambda _: 10**9)
+    monkeypatch.setattr(measurement, "free_memory", lambda _: 10**9)
     monkeypatch.setattr(validate, "cores", lambda ranks, where: tuple(range(ranks)) if ranks <= 4 else ())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert validate.how_real(job(4), 10**8)[0] == "cpu"

@@ -12,7 +12,7 @@ from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
-from rewriter.predict.forward import Forward, Runner
+from rewriter.predict.forward import Runner
 from rewriter.predict.generation_memory import bytes_per_rank
 from rewriter.predict.results import (
     Phase,
@@ -114,21 +114,13 @@ class Predictor:
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
         """The two passes of a program."""
-        load = self.workload
-        place = self._place(program)
+        load, place = self.workload, self._place(program)
         fuse, batch = load.graphed, batch or load.batch
-        passes = (
-            ForwardPass(batch, load.prompt, fused=fuse),
-            ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse),
-        )
-        phases, made, notes = [], [], {}
-        for given in passes:
-            forward: Forward = self.runner.run(program, given)
-            notes.update(dict.fromkeys(forward.notes))
-            listed = steps(forward, place, fuse)
-            phases.append(Timeline(self._durations(program), self._delay, record).phase(listed))
-            made.append(listed)
-        return _Simulated(phases[0], phases[1], (made[0], made[1]), tuple(notes))
+        prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
+        decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
+        made = (steps(prefill, place, fuse), steps(decode, place, fuse))
+        phases = [Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made]
+        return _Simulated(*phases, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -171,7 +163,7 @@ class Predictor:
         load, program = self.workload, candidate.program
         rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
         held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
-        even: list[tuple[float | None, str | None]] = [(None, "the first recipe"), (None, "the first recipe")]
+        even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
         if first:
             even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
         return Prediction(

@@ -32,7 +32,7 @@ def attention_items(
     stored = 2.0 * (k.nbytes + v.nbytes)
     items: list[Item] = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
     if given.is_decode:
-        return items + _behind_prompt(shape, q.shape[2], options, given, plan, ranks)
+        return items + _behind_prompt(shape, q.shape[2], options, given, ranks)
     if plan is not None and plan.ranks > 1:
         return items + _over_ranks(shape, plan, given.tokens, ranks[1])
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
@@ -64,15 +64,11 @@ def _kernels(
 
 
 def _behind_prompt(
-    shape: AttentionShape,
-    queries: int,
-    options: Mapping[str, Any],
-    given: ForwardPass,
-    plan: SequencePlan | None,
-    ranks: tuple[int, int],
+    shape: AttentionShape, queries: int, options: Mapping[str, Any], given: ForwardPass, ranks: tuple[int, int]
 ) -> list[Item]:
     """New tokens over the static cache, of which each rank of "sp" holds a part; the parts of the result are gathered
     and merged."""
+    plan: SequencePlan | None = options.get("sequence")
     across = plan.ranks if plan is not None else 1
     keys = -(-min(given.keys, shape.window or given.keys) // across)
     size = shape.dtype_bytes

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.inspect.rules import unfired, without_measurements
+from rewriter.ir import Program
 from rewriter.predict.analytic import Candidate
 from rewriter.predict.results import SkippedRecipe
+from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
-
-if TYPE_CHECKING:
-    from rewriter.ir import Program
-    from rewriter.recipes import Recipe
+from rewriter.recipes.catalogue import library
 
 
 @dataclass
@@ -28,7 +26,6 @@ class Candidates:
 
     original: Program
     sp: int | None = None
-    set: Mapping[str, Any] | None = None
     known: Applied = field(default_factory=dict)
     standard: dict[int, Program] = field(default_factory=dict)
 
@@ -42,7 +39,7 @@ class Candidates:
         found: list[Candidate] = []
         skipped: list[SkippedRecipe] = []
         for given in recipes:
-            recipe = load_recipe(given, self.set)
+            recipe = load_recipe(given)
             try:
                 found.append(self.one(recipe, tp))
             except RewriterError as error:
@@ -73,11 +70,10 @@ class Candidates:
 
     def _standard(self, tp: int) -> Program:
         """Plain tensor parallelism, which says what a measurement would choose among."""
+        if tp == 1:
+            return self.original
         if tp not in self.standard:
-            if tp == 1:
-                self.standard[tp] = self.original
-            else:
-                self.standard[tp] = apply_recipe(self.original, load_recipe("tensor-parallel"), tp, known=self.known)[0]
+            self.standard[tp] = apply_recipe(self.original, load_recipe("tensor-parallel"), tp, known=self.known)[0]
         return self.standard[tp]
 
 
@@ -95,8 +91,4 @@ def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
 
 def all_recipes() -> Collection[str]:
     """The names of the library's recipes, plain tensor parallelism first."""
-    from rewriter.recipes.catalogue import library
-
-    names = sorted(library())
-    names.remove("tensor-parallel")
-    return ["tensor-parallel", *names]
+    return sorted(library(), key=lambda name: (name != "tensor-parallel", name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +40,14 @@ class ComparisonReport:
         if found.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        table = _fitting(_recipes, COLUMNS, DROPPED, found.predictions, console, options)
+        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in found.predictions]
+        table = _fitting(None, COLUMNS, DROPPED, rows, console, options)
         if table is not None:
             yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            if (passes := _fitting(_time, PASSES, ("launching",), found.predictions, console, options)) is not None:
+            title, rows = "One pass of one rank", _times(found.predictions)
+            if (passes := _fitting(title, PASSES, ("launching",), rows, console, options)) is not None:
                 yield passes
         else:
             for prediction in found.predictions:
@@ -62,7 +64,7 @@ class ComparisonReport:
 
 def cells(p: Prediction) -> dict[str, str]:
     """What stands in each of COLUMNS, and in the page's table too."""
-    exposed = p.exposed_communication_seconds_per_token
+    exposed, seconds = p.exposed_communication_seconds_per_token, p.break_even_seconds
     return {
         "prefill": duration(p.prefill.seconds),
         "per token": duration(p.seconds_per_token),
@@ -70,14 +72,10 @@ def cells(p: Prediction) -> dict[str, str]:
         "exposed": duration(exposed),
         "share": percent(exposed, p.seconds_per_token),
         "speedup": times(p.speedup),
-        "break-even": break_even(p.break_even_seconds, p.break_even_note),
+        # of a note, the words up to their explanation
+        "break-even": re.split("[:,]", p.break_even_note or "–")[0] if seconds is None else duration(seconds),
         "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
     }
-
-
-def break_even(seconds: float | None, note: str | None) -> str:
-    """The duration of an all-reduce, or the words that stand for there being none, up to their explanation."""
-    return duration(seconds) if seconds is not None else re.split("[:,]", note or "–")[0]
 
 
 def parts(phase: Phase) -> dict[str, float]:
@@ -111,53 +109,47 @@ def _header(found: RecipeComparison) -> Text:
     return header
 
 
-def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
+def _table(title: str | None, columns: Iterable[str]) -> Table:
     table = plain_table(title)
-    table.add_column(first, overflow="fold", max_width=28)
+    table.add_column("recipe", overflow="fold", max_width=28)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
     return table
 
 
 def _fitting(
-    make: Callable[[Sequence[Prediction], Sequence[str]], Table],
+    title: str | None,
     columns: Sequence[str],
     dropped: Sequence[str],
-    predictions: Sequence[Prediction],
+    rows: Sequence[tuple[str, Mapping[str, str], str]],
     console: Console,
     options: ConsoleOptions,
 ) -> Table | None:
-    """The table with as many columns as there is room for, dropping `dropped` one by one; None where none is enough."""
+    """A table of (name, cells by column, style) with as many columns as there is room for, dropping `dropped` one by
+    one; None where none is enough."""
     for count in range(len(dropped) + 1):
-        table = make(predictions, [column for column in columns if column not in dropped[:count]])
+        kept = [column for column in columns if column not in dropped[:count]]
+        table = _table(title, kept)
+        for name, shown, style in rows:
+            table.add_row(name, *(escape(shown[column]) for column in kept), style=style)
         if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
             return table
     return None
-
-
-def _recipes(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
-    table = _table(None, "recipe", columns)
-    for p in predictions:
-        shown = cells(p)
-        table.add_row(_name(p), *(escape(shown[column]) for column in columns), style="" if p.fits else "dim")
-    return table
 
 
 def _name(p: Prediction) -> str:
     return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
 
 
-def _time(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
-    table = _table("One pass of one rank", "recipe", columns)
-    table.columns[1].justify = "left"
+def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, str], str]]:
+    """Two rows per recipe, for PASSES."""
+    rows: list[tuple[str, Mapping[str, str], str]] = []
     for p in predictions:
-        name = escape(p.recipe)
         for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
             spent = {"time": phase.seconds, **parts(phase), "communicating": phase.communication_seconds}
             shown = {"pass": which, **{what: duration(seconds) for what, seconds in spent.items()}}
-            table.add_row(name, *(shown[column] for column in columns))
-            name = ""
-    return table
+            rows.append((escape(p.recipe) if which == "prefill" else "", shown, ""))
+    return rows
 
 
 def _card(p: Prediction) -> Table:
@@ -173,7 +165,7 @@ def _card(p: Prediction) -> Table:
 def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
-    table = _table("Best TP degrees and batches", "recipe", columns)
+    table = _table("Best TP degrees and batches", columns)
     for recipe, points in found.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):

@@ -37,18 +37,8 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
         share = active / groups
         for elements, depth, columns in shapes:
             weights = int(elements * share * size)
-            items.append(
-                Kernel(
-                    NAME,
-                    "product",
-                    weights + rows / groups * (depth + columns) * size,
-                    2.0 * rows / groups * elements,
-                    weights,
-                    max(1, round(share)),
-                    max(1, rows // active),
-                    columns,
-                    depth,
-                )
-            )
+            nbytes, flops = weights + rows / groups * (depth + columns) * size, 2.0 * rows / groups * elements
+            batches, each = max(1, round(share)), max(1, rows // active)
+            items.append(Kernel(NAME, "product", nbytes, flops, weights, batches, each, columns, depth))
         items += [Kernel("glue of experts", "glue", 2.0 * moved / groups / 4) for _ in range(1 if fused else 4)]
     return items

@@ -44,30 +44,28 @@ class PassSeconds:
     silent_decode: float | None = None
 
 
-def run(spec: Spec, ranks: Sequence[int], timeout: float) -> dict[str, PassSeconds]:
+def run(spec: Spec, ranks: Sequence[int]) -> dict[str, PassSeconds]:
     """Start these ranks of `spec.world`, together, and return what each recipe's passes take.
 
-    Raises RewriterError with the reason of a rank that failed, and after `timeout` seconds. No rank outlives this.
+    Raises RewriterError with the reason of a rank that failed, and after `TIMEOUT`. No rank outlives this.
     """
-    found = _results(spec, ranks, timeout)
+    found = _results(spec, ranks)
     return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
 
 
-def calibrate(spec: Spec, timeout: float) -> tuple[str, float]:
+def calibrate(spec: Spec) -> tuple[str, float]:
     """The YAML of a fabric that all ranks of `spec.world` measure, and for which share of the time something
     else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
-    found = _results(spec, range(spec.world), timeout)[0]
+    found = _results(spec, range(spec.world))[0]
     return found["fabric"], found["taken"]
 
 
 def slowest(found: Sequence[PassSeconds]) -> PassSeconds:
     """Of ranks that ran in turn: a pass takes as long as the slowest."""
-    largest: dict[str, float] = {}
-    for seconds in found:
-        for name, value in asdict(seconds).items():
-            if value is not None:
-                largest[name] = max(value, largest.get(name, value))
-    return PassSeconds(**largest)
+    every = [asdict(seconds) for seconds in found]
+    return PassSeconds(
+        **{name: max(one[name] for one in every) for name, value in every[0].items() if value is not None}
+    )
 
 
 def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> PassSeconds:
@@ -80,8 +78,8 @@ def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> PassSeconds:
     )
 
 
-def _results(spec: Spec, ranks: Sequence[int], timeout: float) -> list[dict[str, Any]]:
-    return run_ranks([sys.executable, "-m", "rewriter.predict.rank_worker"], asdict(spec), ranks, timeout=timeout)
+def _results(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    return run_ranks([sys.executable, "-m", "rewriter.predict.rank_worker"], asdict(spec), ranks, timeout=TIMEOUT)
 
 
 def classes(program: Program) -> tuple[int, ...]:
@@ -140,7 +138,7 @@ def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluste
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
     """One rank for real, in an emulated world."""
     assert found.emulation is not None
-    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank], TIMEOUT)
+    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank])
 
 
 def measure(

@@ -95,13 +95,14 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         if fuse and node.op != "call_module" and items and in_stream(node) and len(glue) == len(items):
             pending += glue
             continue
-        if pending and _joins(pending[-1][0].node, node, items):
-            assert isinstance(items[0], Kernel)
+        first = items[0] if pending and items else None
+        joins = isinstance(first, Kernel) and first.work == "glue" and pending[-1][0].node in node.all_input_nodes
+        if isinstance(first, Kernel) and joins:  # it reads what the pending glue made
             nbytes, saved = sum(k.nbytes for _, k in pending), float(pending[-1][0].nbytes)
             key = (id(items), nbytes, saved)
             if key not in merged:
-                first = replace(items[0], nbytes=items[0].nbytes + nbytes - saved, name=f"add+{items[0].name}")
-                merged[key] = (first, *items[1:])
+                whole = replace(first, nbytes=first.nbytes + nbytes - saved, name=f"add+{first.name}")
+                merged[key] = (whole, *items[1:])
             pending.clear()
             items = merged[key]
         elif items:
@@ -109,12 +110,6 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         found += _steps_of(node, items, place, work.dtype)
     flush()
     return found
-
-
-def _joins(glue: fx.Node, node: fx.Node, items: tuple[Item, ...]) -> bool:
-    """Whether a node begins with glue that reads what `glue` made."""
-    first = items[0] if items else None
-    return isinstance(first, Kernel) and first.work == "glue" and glue in node.all_input_nodes
 
 
 def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) -> Iterator[Step]:

@@ -19,19 +19,8 @@ from rewriter.analysis.rank_memory import memory
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.ir import Program
-from rewriter.predict.measurement import (
-    TIMEOUT,
-    PassSeconds,
-    calibrate,
-    classes,
-    cores,
-    emulated,
-    free_memory,
-    run,
-    slowest,
-    spec,
-    variant,
-)
+from rewriter.predict import measurement
+from rewriter.predict.measurement import PassSeconds, cores, spec
 from rewriter.predict.validation import PASSES, Row, Validation
 from rewriter.predict.workload import Cluster, Workload
 
@@ -49,7 +38,7 @@ def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
             f"{job.tp} real ranks need a GPU or a CPU core each; {has}, and fewer cores for this "
             "process. Use fewer ranks, or a larger machine"
         )
-    free = free_memory("cpu")
+    free = measurement.free_memory("cpu")
     if free is not None and job.tp * bytes_per_rank > free:
         raise RewriterError(
             f"{job.tp} ranks need {size(job.tp * bytes_per_rank)}, and {size(free)} are free. Use a smaller model"
@@ -73,20 +62,22 @@ def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Clus
         scratch = Path(name)
         delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
-            variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
+            measurement.variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
         ]
-        ranks = {recipe: classes(program) for recipe, program in programs}
+        ranks = {recipe: measurement.classes(program) for recipe, program in programs}
         for launch in range(launches):
             # The order turns, so that no recipe is always the first after a start.
             turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
             asked = spec(turned, job, where, None, cores(job.tp, where))
-            for recipe, found in run(asked, range(job.tp), TIMEOUT).items():
+            for recipe, found in measurement.run(asked, range(job.tp)).items():
                 real[recipe].append(found)
             asked = spec(turned, job, where, delays, cores(1, where))
-            by_rank = {rank: emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})}
+            by_rank = {
+                rank: measurement.emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})
+            }
             for recipe, seconds in predicted.items():
-                seconds.append(slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
+                seconds.append(measurement.slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
     rows = tuple(
         Row(recipe, kind, *(tuple(getattr(one, kind) for one in side[recipe]) for side in (predicted, real)))
         for recipe, _ in programs
@@ -103,6 +94,6 @@ def _calibrated(programs: Sequence[tuple[str, Program]], job: Workload, director
     messages = any(program.mesh.get("sp", 1) > 1 for _, program in programs)  # ranks that share tokens send some
     asked = replace(spec((), job, "cpu", None, cores(job.tp, "cpu")), largest=largest, messages=messages)
     file = directory / "this-machine.yaml"
-    text, busy = calibrate(asked, TIMEOUT)
+    text, busy = measurement.calibrate(asked)
     file.write_text(text, encoding="utf-8")
     return Cluster(str(file)), busy

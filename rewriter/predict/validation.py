@@ -95,16 +95,12 @@ class Validation:
 
     def cells(self) -> list[tuple[str, list[str]]]:
         """By recipe what stands in each of COLUMNS."""
-        return [
-            (
-                row.recipe,
-                [
-                    row.kind, duration(median(row.predicted)), duration(median(row.measured)),
-                    f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %", "yes" if row.holds else "no",
-                ],
-            )
-            for row in self.rows
-        ]  # fmt: skip
+        found = []
+        for row in self.rows:
+            seconds = [duration(median(side)) for side in (row.predicted, row.measured)]
+            shares = [f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %"]
+            found.append((row.recipe, [row.kind, *seconds, *shares, "yes" if row.holds else "no"]))
+        return found
 
     def said(self) -> list[str]:
         """What must be known beside the table."""
