@@ -137,9 +137,8 @@ def _why_no_stream(program: Program) -> str | None:
 
 def _header(program: Program, model: Any) -> dict[str, Any]:
     source = program.source
-    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else source.model_type
     return {
-        "name": name,
+        "name": os.fspath(model) if isinstance(model, (str, os.PathLike)) else source.model_type,
         "type": source.model_type,
         "architecture": source.architecture,
         "layers": source.num_layers,
@@ -210,10 +209,8 @@ def _split_modules(program: Program) -> set[str]:
 
 
 def _on_ranks(program: Program, block: Block, split: set[str]) -> str:
-    working = [
-        str(n.target) for n in block.branch if n.op == "call_module" and computes(program.modules[str(n.target)])
-    ]
-    parts = [path in split for path in working]
+    called = [str(n.target) for n in block.branch if n.op == "call_module"]
+    parts = [path in split for path in called if computes(program.modules[path])]
     return "split" if all(parts) and parts else "split in part" if any(parts) else "replicated"
 
 

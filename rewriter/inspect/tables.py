@@ -144,9 +144,11 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
     for key, label in _TOTALS.items():
         table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
     for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
-        table.add_row(f"{_PLACES[place]}", *(_place(side["places"].get(place)) for _, side in sides))
-        if place == "block" and any(side["quantized"] for _, side in sides):
-            table.add_row("  quantized", *(_quantized(side["quantized"]) for _, side in sides))
+        found_here = [side["places"].get(place) for _, side in sides]
+        table.add_row(_PLACES[place], *("–" if traffic is None else _place(traffic) for traffic in found_here))
+        quantized = [side["quantized"] for _, side in sides]
+        if place == "block" and any(quantized):
+            table.add_row("  quantized", *("–" if one is None else _quantized(one) for one in quantized))
     table.caption = found["convention"]
     return table
 
@@ -167,15 +169,11 @@ _PLACES = {
 }
 
 
-def _quantized(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return "–"
+def _quantized(found: Mapping[str, Any]) -> str:
     return f"{found['reductions']:,}, {found['format']} from {found['from_tokens']:,} tokens on"
 
 
-def _place(traffic: Mapping[str, Any] | None) -> str:
-    if traffic is None:
-        return "–"
+def _place(traffic: Mapping[str, Any]) -> str:
     return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
 
 
@@ -229,7 +227,10 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
         f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
         f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
     )
-    said = [*found["notes"], *(_refused(entry) for entry in found["refused"])]
+    said = list(found["notes"])
+    for entry in found["refused"]:
+        grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
+        said.append(f"Not possible: {entry['reason']} (grid {grids}).")
     chosen = found["chosen"]["name"]
     if not all(plan["fits"] for _, plan in shown):
         said.insert(0, "! More than the device's memory.")
@@ -248,11 +249,6 @@ def _sum(unit: tuple[float, str], *terms: float) -> str:
     """Terms in a unit, with three digits at least."""
     numbers = [term / unit[0] for term in terms]
     return " + ".join(f"{n:,.{0 if n >= 99.5 else 1 if n >= 9.95 else 2}f}" for n in numbers)
-
-
-def _refused(entry: Mapping[str, Any]) -> str:
-    grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
-    return f"Not possible: {entry['reason']} (grid {grids})."
 
 
 _HELD = {

@@ -119,8 +119,8 @@ class Predictor:
         prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
         decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
         made = (steps(prefill, place, fuse), steps(decode, place, fuse))
-        phases = [Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made]
-        return _Simulated(*phases, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
+        first, later = (Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made)
+        return _Simulated(first, later, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -239,14 +239,9 @@ class Predictor:
 def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
     """The points with `front` set: of those that fit, no other is at least as good in both and better in one."""
 
-    def beaten(point: PredictedPoint) -> bool:
-        return any(
-            other.fits
-            and other.seconds_per_token <= point.seconds_per_token
-            and other.tokens_per_second_per_gpu >= point.tokens_per_second_per_gpu
-            and (other.seconds_per_token, other.tokens_per_second_per_gpu)
-            != (point.seconds_per_token, point.tokens_per_second_per_gpu)
-            for other in points
-        )
+    def beats(one: PredictedPoint, other: PredictedPoint) -> bool:
+        faster = one.seconds_per_token - other.seconds_per_token
+        fuller = one.tokens_per_second_per_gpu - other.tokens_per_second_per_gpu
+        return one.fits and faster <= 0 <= fuller and (faster, fuller) != (0, 0)
 
-    return tuple(replace(point, front=point.fits and not beaten(point)) for point in points)
+    return tuple(replace(p, front=p.fits and not any(beats(other, p) for other in points)) for p in points)

@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rewriter.common.numbers import duration, percent, rate, size, times
+from rewriter.common.numbers import digits, duration, percent, size, times
 from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 
@@ -36,7 +36,9 @@ class ComparisonReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self.comparison
-        yield _header(found)
+        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+        if found.what_if:
+            yield Text(f"what if: {', '.join(found.what_if)}")
         if found.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
@@ -46,8 +48,8 @@ class ComparisonReport:
             yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            title, rows = "One pass of one rank", _times(found.predictions)
-            if (passes := _fitting(title, PASSES, ("launching",), rows, console, options)) is not None:
+            title, spent = "One pass of one rank", _times(found.predictions)
+            if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
                 yield passes
         else:
             for prediction in found.predictions:
@@ -68,7 +70,7 @@ def cells(p: Prediction) -> dict[str, str]:
     return {
         "prefill": duration(p.prefill.seconds),
         "per token": duration(p.seconds_per_token),
-        "tokens/s": rate(p.tokens_per_second),
+        "tokens/s": digits(p.tokens_per_second),
         "exposed": duration(exposed),
         "share": percent(exposed, p.seconds_per_token),
         "speedup": times(p.speedup),
@@ -100,13 +102,6 @@ def model_name(comparison: RecipeComparison) -> str:
     if len(parts) <= 2 and not Path(comparison.model).is_absolute():
         return comparison.model
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
-
-
-def _header(found: RecipeComparison) -> Text:
-    header = Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
-    if found.what_if:
-        header.append(f"\nwhat if: {', '.join(found.what_if)}")
-    return header
 
 
 def _table(title: str | None, columns: Iterable[str]) -> Table:
@@ -169,7 +164,7 @@ def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     for recipe, points in found.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
-            speed = rate(q.tokens_per_second_per_gpu)
+            speed = digits(q.tokens_per_second_per_gpu)
             table.add_row(name, degree(q), f"{q.batch:,}", duration(q.seconds_per_token), speed)
             name = ""
         if name:

@@ -20,9 +20,8 @@ from rewriter.analysis.schedule import with_readers_first
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
-from rewriter.predict.expert_cost import NAME as _EXPERTS
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched, axis_group
-from rewriter.predict.module_cost import ModuleRun
+from rewriter.predict.module_cost import EXPERTS, ModuleRun
 from rewriter.predict.workload import ForwardPass
 
 _GROUPED = (
@@ -94,11 +93,11 @@ class _ForwardRun:
                     continue
                 if node.op == "output":
                     break
-                items = self._last_tokens(node, env) if node is head and given.logits else ()
+                items = self._last_tokens(head, env) if head is node and given.logits else ()
                 env[node], more = self._wiring(node, env)
                 value = env[node] if isinstance(env[node], torch.Tensor) else torch.empty(0, dtype=self.dtype)
                 works.append(NodeWork(node, items + more, value.nbytes, value.numel(), value.dtype))
-        if self.given.fused and any(i.name == _EXPERTS for w in works for i in w.items):
+        if self.given.fused and any(i.name == EXPERTS for w in works for i in w.items):
             self.notes[_GROUPED] = None
         return Forward(tuple(works), tuple(self.notes))
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.numbers import duration, percent, rate, times
+from rewriter.common.numbers import digits, duration, percent, times
 from rewriter.predict.comparison_tables import (
     COLUMNS,
     LEGEND,
@@ -77,12 +77,12 @@ def page(
     The same arguments give the same bytes.
     """
     title = f"{model_name(found)}: what recipes gain on {found.fabric}"
+    mark, _, why = MODELLED.partition(":")
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(setting(found))} · {escape(found.fabric_summary)}</p>',
-        *([f'<p><span class="mark">{escape(MODELLED.split(":")[0])}</span>{escape(MODELLED.partition(":")[2])}</p>']
-          if found.modelled else []),
-        *([f"<p>What if: <code>{escape(', '.join(found.what_if))}</code></p>"] if found.what_if else []),
+        f'<p><span class="mark">{escape(mark)}</span>{escape(why)}</p>' if found.modelled else "",
+        f"<p>What if: <code>{escape(', '.join(found.what_if))}</code></p>" if found.what_if else "",
         f'<p class="lead">{escape(headline(found.predictions))}</p>',
         _speed(found),
         _passes("decode", "One decode step", [(p, p.decode) for p in found.predictions]),
@@ -91,7 +91,7 @@ def page(
         _validated(validation),
         _notes(notes(found)),
         _origin(found, command, figures),
-    ]  # fmt: skip
+    ]
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" '
@@ -140,14 +140,14 @@ def headline(predictions: Sequence[Prediction]) -> str:
     best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
     if best.speedup <= 1:
         return f"{waits} None of the other recipes is faster."
-    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {rate(best.tokens_per_second)}."
+    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {digits(best.tokens_per_second)}."
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
 def _speed(found: RecipeComparison) -> str:
-    rows = [(p.recipe, list(cells(p).values())) for p in found.predictions]
+    rows = [(p.recipe, [*cells(p).values()]) for p in found.predictions]
     first = found.predictions[0].recipe if found.predictions else ""
     caption = f"Tokens per second as multiples of {first}'s, the first recipe named (the dashed line)."
     return (
@@ -211,7 +211,7 @@ def _points(found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     if not any(found.values()):
         return ""
     rows = [
-        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), rate(q.tokens_per_second_per_gpu),
+        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu),
                   "best" if q.front else "" if q.fits else "does not fit"])
         for recipe, points in found.items()
         for q in sorted(points, key=lambda q: (not q.front, q.ranks, q.batch))

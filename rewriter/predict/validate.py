@@ -73,9 +73,8 @@ def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Clus
             for recipe, found in measurement.run(asked, range(job.tp)).items():
                 real[recipe].append(found)
             asked = spec(turned, job, where, delays, cores(1, where))
-            by_rank = {
-                rank: measurement.emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})
-            }
+            every = sorted(set().union(*ranks.values()))
+            by_rank = {rank: measurement.emulated(asked, rank) for rank in every}
             for recipe, seconds in predicted.items():
                 seconds.append(measurement.slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
     rows = tuple(
