@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RewriterError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message().rstrip('.')}. {_help_hint(words)}", error.exit_code)
+        hint = f"`rewrite {words[0] if words and words[0] in COMMANDS else 'MODEL'} --help` lists the options."
+        return _fail(f"{error.format_message().rstrip('.')}. {hint}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted.", 130)
     except OSError as error:
@@ -110,11 +111,6 @@ def _refuse_misspelt_command(word: str) -> None:
     guess = nearest(word, COMMANDS)
     if guess:
         raise RewriterError(f"{word}: neither a command nor a model directory. Did you mean `rewrite {guess}`?")
-
-
-def _help_hint(words: list[str]) -> str:
-    command = words[0] if words and words[0] in COMMANDS else "MODEL"
-    return f"`rewrite {command} --help` lists the options."
 
 
 def _fail(message: str, code: int) -> int:

@@ -28,7 +28,8 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
     shapes = attention_shapes(program)
     if ranks == 1 or not shapes:
         return None
-    setting = planning(program, tokens or _length_of_the_pass(program))
+    named = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
+    setting = planning(program, tokens or next((length for length in named if length != "auto"), None))
     length = setting.tokens
     applied = sequence_plan(program)
     if applied is not None:
@@ -60,12 +61,6 @@ def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
         if tokens is not None and rewrite.shards_tokens and rewrite.tokens == "auto":
             recipe = recipe.with_options(index, {"tokens": tokens})
     return recipe
-
-
-def _length_of_the_pass(program: Program) -> int | None:
-    """The length that the applied pass plans for; None where its options name none, or it was not applied."""
-    given = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
-    return next((tokens for tokens in given if tokens != "auto"), None)
 
 
 def _plan(plan: SequencePlan) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from rewriter.common.errors import RewriterError
 from rewriter.inspect.rules import unfired, without_measurements
@@ -81,10 +82,8 @@ def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
     """The recipes, those of one name numbered: "mine", "mine-2". Reports are by name."""
     found: list[Recipe] = []
     for recipe in recipes:
-        taken, number, name = {r.name for r in found}, 1, recipe.name
-        while name in taken:
-            number += 1
-            name = f"{recipe.name}-{number}"
+        taken, names = {r.name for r in found}, chain([recipe.name], (f"{recipe.name}-{n}" for n in count(2)))
+        name = next(name for name in names if name not in taken)
         found.append(recipe if name == recipe.name else recipe.model_copy(update={"name": name}))
     return found
 

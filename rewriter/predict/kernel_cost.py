@@ -68,10 +68,6 @@ class CostedOperation:
     items: Sequence[Item] = ()
     weights: frozenset[Hashable] = field(default_factory=frozenset)
 
-    @property
-    def is_glue(self) -> bool:
-        return not self.items
-
     def kernel(self) -> Kernel:
         """It alone, as a kernel."""
         nbytes = sum(self.reads.values()) + sum(self.writes.values())
@@ -107,7 +103,7 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
         level = max((depth.get(s, 0) for s in op.reads), default=0)
         for storage in op.reads:
             readers.setdefault(storage, set()).add(id(op))
-        if not op.is_glue:
+        if op.items:  # it is no glue
             order.append(op)
             depth.update(dict.fromkeys(op.writes, level + 1))
             continue

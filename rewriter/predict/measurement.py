@@ -115,11 +115,6 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
     return Variant(recipe, str(module), weights, dtype, program.mesh.get("tp", 1), grid)
 
 
-def device() -> str:
-    """The device at hand."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
     """What ranks are asked; all of them are real without `cluster`."""
     values = None
@@ -149,7 +144,7 @@ def measure(
     Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
     memory lacks, and with the reason of a rank that fails.
     """
-    where = device()
+    where = "cuda" if torch.cuda.is_available() else "cpu"
     by_name = dict(programs)
     measured: dict[str, PassSeconds] = {}
     for p in predicted.predictions:

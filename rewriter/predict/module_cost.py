@@ -99,7 +99,12 @@ class ModuleRun:
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if target is ops.attention:
-            return self._attention(node, args, kwargs)
+            q, k, v = args[:3]
+            self.biased = self.biased or kwargs.get("bias") is not None
+            out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+            ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
+            self._record("attention", [q, k, v], (out,), items=attention_items(q, k, v, kwargs, self.given, ranks))
+            return out
         if target is ops.experts:
             out = torch.empty_like(args[0])
             items = experts_items(args, kwargs, self.given.fused)
@@ -148,15 +153,6 @@ class ModuleRun:
         """As many copies as an axis has ranks, side by side: what a gathered tensor looks like."""
         out = torch.cat([x] * self.mesh.get(axis, 1), dim=dim)
         self._record("cat", (x, out), (out,))
-        return out
-
-    def _attention(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        q, k, v = args[:3]
-        self.biased = self.biased or kwargs.get("bias") is not None
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-        ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
-        items = attention_items(q, k, v, kwargs, self.given, ranks)
-        self._record("attention", [q, k, v], (out,), items=items)
         return out
 
     def _record(

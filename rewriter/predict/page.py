@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -104,20 +103,14 @@ def write_page(file: str | os.PathLike[str], text: str) -> None:
     """Write `text`, all of it or nothing. Raises RewriterError where the directory of `file` cannot be written to."""
     path = Path(file)
     require_place(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise RewriterError(f"--html {path}: cannot be written ({error.strerror}). Choose another place.") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def require_place(path: Path) -> None:

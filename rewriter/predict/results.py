@@ -189,23 +189,15 @@ _KEYS = (
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
     asked for, "pareto" lists the recipe's, as in `PredictedPoint`."""
-    return [_object(p, comparison) for p in comparison.predictions]
-
-
-def _object(p: Prediction, comparison: RecipeComparison) -> dict[str, Any]:
-    points = comparison.pareto.get(p.recipe)
-    return {
-        "recipe": p.recipe,
-        "model": comparison.model,
-        "what_if": list(comparison.what_if),
-        "prefill_seconds": p.prefill.seconds,
-        "decode_seconds": p.decode.seconds,
-        **{key: getattr(p, key) for key in _KEYS},
-        "prefill": _phase(p.prefill),
-        "decode": _phase(p.decode),
-        "notes": list(p.notes),
-        **({} if points is None else {"pareto": [asdict(point) for point in points]}),
-    }
+    found: list[dict[str, Any]] = []
+    for p in comparison.predictions:
+        seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
+        asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
+        phases = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
+        found.append({"recipe": p.recipe, **seconds, **{key: getattr(p, key) for key in _KEYS}, **asked, **phases})
+        if p.recipe in comparison.pareto:
+            found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
+    return found
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
