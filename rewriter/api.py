@@ -147,7 +147,7 @@ def predict(
     applied; others that cannot are in the result's `skipped`.
     """
     with collector_paused():
-        from rewriter.predict.compare import compare
+        from rewriter.predict.entry import compare
         from rewriter.predict.workload import Cluster, Workload
 
         workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes)

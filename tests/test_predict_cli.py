@@ -201,8 +201,7 @@ def test_a_real_rank_has_no_points_and_fills_its_nodes(api: Api, capsys: pytest.
 
 
 def test_measured_passes_replace_predicted_ones() -> None:
-    from rewriter.predict.measurement import with_measured
-    from rewriter.predict.rank_launcher import PassSeconds
+    from rewriter.predict.measurement import PassSeconds, with_measured
 
     predicted = comparison(("tensor-parallel", "ladder"))
     measured = {
@@ -223,7 +222,7 @@ def test_measured_passes_replace_predicted_ones() -> None:
 
 
 def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
-    from rewriter.predict.rank_launcher import PassSeconds, _together, slowest
+    from rewriter.predict.measurement import PassSeconds, _together, slowest
 
     ranks = [{"prefill": [1, 5, 3], "decode": [1, 1, 1]}, {"prefill": [2, 1, 1], "decode": [2, 3, 1]}]
     assert _together(ranks) == PassSeconds(3, 2)
@@ -232,24 +231,24 @@ def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
 
 
 def test_a_spec_survives_its_file() -> None:
-    from rewriter.predict.rank_worker import Spec, Variant
+    from rewriter.predict.rank_worker import SPEC, Spec, Variant
 
     variants = (
         Variant("ladder", "a.py", {"0": "b"}, "bfloat16", 2, (1, 2, 1)),
         Variant("x", "c.py", {}, "float32", 4, None),
     )
     spec = Spec(variants, 4, 1, 64, 72, 80, "cpu", "s", {"world_size": 4}, True, False, (0, 1), 5)
-    assert Spec.of(json.loads(json.dumps(asdict(spec)))) == spec
+    assert SPEC.validate_python(json.loads(json.dumps(asdict(spec)))) == spec
 
 
 def test_what_this_machine_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rewriter.predict import validate
+    from rewriter.predict import measurement, validate
     from rewriter.predict.workload import Workload
 
     def job(ranks: int) -> Workload:
         return Workload(1, 64, 16, False, tp=ranks)
 
-    monkeypatch.setattr(validate, "free_memory", lambda _: 10**9)
+    monkeypatch.setattr(measurement, "free_memory", lambda _: 10**9)
     monkeypatch.setattr(validate, "cores", lambda ranks, where: tuple(range(ranks)) if ranks <= 4 else ())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert validate.how_real(job(4), 10**8)[0] == "cpu"

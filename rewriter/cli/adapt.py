@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
-
 import typer
 
 from rewriter.cli import launching, options
@@ -13,69 +10,31 @@ from rewriter.cli import launching, options
 def adapt(
     context: typer.Context,
     directory: options.Output,
-    data: Annotated[
-        str, typer.Option(metavar="FILE", help='One {"messages": […]} or {"text": …} per line, or a hub id.')
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR2", help="Output directory.")],
-    eval: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Data to measure on. Without it, some rows are held out.")
-    ] = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(metavar="ORIGINAL", help="The original model. Without it: DIR's weights, wired as they were."),
-    ] = None,
-    method: Annotated[
-        Literal["sft", "distill"], typer.Option(help="Learn from the data, or from what the original predicts on them.")
-    ] = "sft",
-    temperature: Annotated[float, typer.Option(help="distill: softens both predictions.")] = 1.0,
-    cross_entropy: Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")] = 0.0,
-    hidden_states: Annotated[
-        float, typer.Option(help="distill: weight of the distance behind every layer in the sum.")
-    ] = 0.0,
-    refit: Annotated[
-        int,
-        typer.Option(metavar="N", help="First fit linear layers to the original's by regression on N tokens."),
-    ] = 0,
-    anneal: Annotated[
-        int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
-    ] = 0,
-    anneal_order: Annotated[
-        Literal["together", "first-to-last", "last-to-first"], typer.Option(help="All layers, or one after another.")
-    ] = "together",
-    lora: Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")] = 0,
-    base: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="lora: keep the frozen weights quantized while training: int8.")
-    ] = None,
-    zero: Annotated[
-        Literal["1", "2", "3", "plus-plus", "node-local"] | None,
-        typer.Option(
-            help="What data-parallel ranks shard: optimizer, gradients, weights; with quantized messages between nodes "
-            "(plus-plus), or weights inside each node (node-local)."
-        ),
-    ] = None,
-    ep: Annotated[int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")] = 1,
-    ep_order: Annotated[
-        Literal["D+E", "E+D"],
-        typer.Option(help="Neighbouring ranks hold the same experts (D+E), or different ones (E+D)."),
-    ] = "D+E",
+    data: options.Data,
+    out: options.AdaptedTo,
+    eval: options.EvaluationData = None,
+    teacher: options.Teacher = None,
+    method: options.Method = "sft",
+    temperature: options.Temperature = 1.0,
+    cross_entropy: options.CrossEntropy = 0.0,
+    hidden_states: options.HiddenStates = 0.0,
+    refit: options.Refit = 0,
+    anneal: options.Anneal = 0,
+    anneal_order: options.AnnealOrder = "together",
+    lora: options.Lora = 0,
+    base: options.Base = None,
+    zero: options.Zero = None,
+    ep: options.ExpertRanks = 1,
+    ep_order: options.ExpertOrder = "D+E",
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
-    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")] = False,
-    length: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Tokens of a row. Without it: the model's positions, ≤ 4096.")
-    ] = None,
-    too_long: Annotated[
-        Literal["truncate", "split", "refuse"], typer.Option(help="What becomes of an example longer than a row.")
-    ] = "truncate",
-    packing: Annotated[bool, typer.Option(help="Put several examples into a row.")] = True,
-    set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A setting of transformers' Trainer: max_steps=1000. Repeatable."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
-    verify: Annotated[
-        Literal["none", "shrunken", "full"], typer.Option(help="What of the result is checked, as in `rewrite MODEL`.")
-    ] = "shrunken",
+    from_scratch: options.FromScratch = False,
+    length: options.Length = None,
+    too_long: options.TooLong = "truncate",
+    packing: options.Packing = True,
+    set: options.TrainerSettings = None,
+    resume: options.ResumeRun = False,
+    verify: options.VerifyAdapted = "shrunken",
     json: options.Json = False,
 ) -> None:
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.
@@ -83,6 +42,7 @@ def adapt(
     Settings are the recipe's, or the paper's, where --set does not say. With --tp, --sp or --ep it starts so many ranks
     on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
+    given = {name: value for name, value in locals().items() if name not in ("context", "directory", "set", "json")}
     if tp * sp * ep > 1 and not launching.is_rank():
         launching.start_ranks(context.obj, tp * sp * ep)
         return
@@ -96,13 +56,7 @@ def adapt(
         logging.disable_progress_bar()
         from rewriter import api
 
-        report = api.adapt(
-            directory, data=data, out=out, eval=eval, teacher=teacher, method=method, temperature=temperature,
-            cross_entropy=cross_entropy, hidden_states=hidden_states, refit=refit, anneal=anneal,
-            anneal_order=anneal_order, lora=lora, base=base, zero=zero, ep=ep, ep_order=ep_order, tp=tp, sp=sp,
-            from_scratch=from_scratch, length=length, too_long=too_long, packing=packing, set=settings, resume=resume,
-            verify=verify, progress=progress,
-        )  # fmt: skip
+        report = api.adapt(directory, **given, set=settings, progress=progress)
     if not launching.is_first():
         return
     if json:

@@ -6,22 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rewriter.cli import (
-    adapt,
-    convert,
-    coverage,
-    export,
-    fabrics,
-    generate,
-    inspect,
-    predict,
-    recipes,
-    verify,
-)
+from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, verify
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import end_with_parent, is_child, report
 from rewriter.common.suggestions import nearest
@@ -40,23 +29,17 @@ write ./inspect for a directory that is called like a command.
 EPILOG = "REWRITER_DEBUG=1 shows the traceback of a failure, and the IR between passes with the time of each."
 
 # Plain help: typer's panels cost more than 0.1 s of imports, and everything `rewrite` prints on failure is one line.
+_PLAIN: dict[str, Any] = dict(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_USAGE = "MODEL --recipe NAME | COMMAND ..."
 commands = typer.Typer(
-    name="rewrite",
-    help=HELP,
-    epilog=EPILOG,
-    subcommand_metavar="MODEL --recipe NAME | COMMAND ...",
-    options_metavar="",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="rewrite", help=HELP, epilog=EPILOG, subcommand_metavar=_USAGE, options_metavar="", **_PLAIN
 )
-conversion = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+conversion = typer.Typer(**_PLAIN)
 
 conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
 commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
@@ -99,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RewriterError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message().rstrip('.')}. {_help_hint(words)}", error.exit_code)
+        hint = f"`rewrite {words[0] if words and words[0] in COMMANDS else 'MODEL'} --help` lists the options."
+        return _fail(f"{error.format_message().rstrip('.')}. {hint}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted.", 130)
     except OSError as error:
@@ -127,11 +111,6 @@ def _refuse_misspelt_command(word: str) -> None:
     guess = nearest(word, COMMANDS)
     if guess:
         raise RewriterError(f"{word}: neither a command nor a model directory. Did you mean `rewrite {guess}`?")
-
-
-def _help_hint(words: list[str]) -> str:
-    command = words[0] if words and words[0] in COMMANDS else "MODEL"
-    return f"`rewrite {command} --help` lists the options."
 
 
 def _fail(message: str, code: int) -> int:

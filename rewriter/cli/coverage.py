@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rewriter.cli import options
+from rewriter.common.errors import RewriterError, VerificationError
 
 if TYPE_CHECKING:
     from rewriter.coverage.coverage_row import Coverage
@@ -57,10 +58,7 @@ def coverage(
         from rewriter.coverage import coverage_table
 
         Console(highlight=False).print(coverage_table.table(rows))
-    wrong = [row.type for row in rows if row.wrong]
-    if wrong:
-        from rewriter.common.errors import VerificationError
-
+    if wrong := [row.type for row in rows if row.wrong]:
         raise VerificationError(f"{len(wrong)} of {len(rows)} types are wrong: {', '.join(wrong)}")
 
 
@@ -87,7 +85,6 @@ def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
 def _read(path: Path) -> list[Coverage]:
     from json import loads
 
-    from rewriter.common.errors import RewriterError
     from rewriter.coverage.coverage_row import Coverage
 
     try:

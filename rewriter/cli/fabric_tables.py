@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rewriter.common.tables import plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric import shipped_tables as measured
 from rewriter.fabric.measured_delays import table_errors
@@ -20,27 +21,13 @@ from rewriter.fabric.measured_delays import table_errors
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
     """One line each: what it is, and whether it was measured."""
     if as_json:
-        rows = [
-            {
-                "name": one.name,
-                "summary": one.summary,
-                "modelled": one.modelled,
-                "libraries": list(one.libraries),
-                "median_error": _error(one),
-            }
-            for one in found
-        ]
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps([_header(one) | {"median_error": _error(one)} for one in found], indent=2))
         return
     table = _table("fabric", "what it is", "collectives of", "error")
     for one in found:
         mark = "[yellow]modelled[/]  " if one.modelled else ""
-        table.add_row(
-            f"[bold]{one.name}[/]",
-            mark + escape(one.summary),
-            ", ".join(one.libraries) or "formulas",
-            _percent(_error(one)),
-        )
+        libraries = ", ".join(one.libraries) or "formulas"
+        table.add_row(f"[bold]{one.name}[/]", mark + escape(one.summary), libraries, _percent(_error(one)))
     console = Console(highlight=False)
     console.print(table)
     console.print(
@@ -82,8 +69,16 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     )
 
 
+def _header(fabric: Fabric) -> dict[str, Any]:
+    known = {name: getattr(fabric, name) for name in ("name", "summary", "modelled")}
+    return {**known, "libraries": list(fabric.libraries)}
+
+
 def _error(fabric: Fabric) -> float | None:
-    errors = table_errors(fabric.chosen_tables())
+    return _median(table_errors(fabric.chosen_tables()))
+
+
+def _median(errors: Sequence[float]) -> float | None:
     return statistics.median(errors) if errors else None
 
 
@@ -96,16 +91,13 @@ def _content(fabric: Fabric) -> dict[str, Any]:
                 {
                     "table": str(table.key), "source": table.source, "collective": kind, "ranks": ranks,
                     "sizes": len(curve.points), "latency_seconds": curve.latency,
-                    "median_error": statistics.median(errors) if errors else None,
+                    "median_error": _median(errors),
                     "worst_error": max(errors, default=None),
                 }
             )  # fmt: skip
     return {
-        "name": fabric.name,
-        "summary": fabric.summary,
-        "modelled": fabric.modelled,
+        **_header(fabric),
         "model": fabric.model,
-        "libraries": list(fabric.libraries),
         "figures": figures_of(fabric),
         "curves": curves,
         "median_error": _error(fabric),
@@ -114,8 +106,8 @@ def _content(fabric: Fabric) -> dict[str, Any]:
 
 def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
     """Each figure by its place in the file: `figure`, `value`, `text` with its unit, `source`."""
-    device, rows = fabric.device, []
-    values: dict[str, tuple[Any, str]] = {
+    device = fabric.device
+    shown: dict[str, tuple[Any, str]] = {
         **{f"device.flops.{dtype}": (rate, _rate(rate, "FLOP/s")) for dtype, rate in device.peak.items()},
         "device.efficiency": (device.efficiency, _percent(device.efficiency)),
         "device.attention_flops": (device.flops, _rate(device.flops, "FLOP/s")),
@@ -130,14 +122,15 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
     }
     for name, link in (("inside", fabric.inside), ("between", fabric.between)):
         if link is not None:
-            values[f"{name}.latency"] = (link.latency, _time(link.latency))
+            shown[f"{name}.latency"] = (link.latency, _time(link.latency))
             shared = ", shared" if link.shared else ""
-            values[f"{name}.bandwidth"] = (link.bandwidth, _rate(link.bandwidth, "B/s") + shared)
-    for library, blocks in fabric.blocks.items():
-        values[f"blocks.{library}"] = (blocks, f"at most {blocks}")
-    for name, (value, text) in values.items():
-        if name in fabric.sources:
-            rows.append({"figure": name, "value": value, "text": text, "source": fabric.sources[name]})
+            shown[f"{name}.bandwidth"] = (link.bandwidth, _rate(link.bandwidth, "B/s") + shared)
+    shown |= {f"blocks.{library}": (blocks, f"at most {blocks}") for library, blocks in fabric.blocks.items()}
+    rows = [
+        {"figure": name, "value": value, "text": text, "source": fabric.sources[name]}
+        for name, (value, text) in shown.items()
+        if name in fabric.sources
+    ]
     for table in fabric.chosen_tables():
         if table.source != measured.SOURCE:
             rows.append({"figure": "measurements", "value": None, "text": str(table.key), "source": table.source})
@@ -145,7 +138,7 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
 
 
 def _table(*columns: str, numbers: int = 99, fold: bool = False) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    table = plain_table(gap=3, header_style="dim")
     for index, column in enumerate(columns):
         table.add_column(
             column,

@@ -10,8 +10,6 @@ import typer
 app = typer.Typer(help="List the fabrics that ship, show one, or measure one of your own.", rich_markup_mode=None)
 
 Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The fabric's file, ending in .yaml.")]
-
-
 JsonList = Annotated[bool, typer.Option("--json", help="Print a JSON list.")]
 
 
@@ -88,24 +86,21 @@ def calibrate(
     ] = 200,
 ) -> None:
     """Measure this machine: collectives by size, its arithmetic and its memory."""
-    from rewriter.cli.launching import is_first, is_rank, start_ranks
+    from rewriter.cli import launching
     from rewriter.fabric.writing import check, write
 
     check(out)
-    if not is_rank():
-        start_ranks(context.obj, ranks)
+    if not launching.is_rank():
+        launching.start_ranks(context.obj, ranks)
         return
     from rewriter.predict.calibration import calibrated
+    from rewriter.predict.validation import BUSY
 
     text, taken = calibrated(out, largest, repetitions)
-    if is_first():
-        write(text, out)
-        typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
-        from rewriter.predict.validation import BUSY
-
-        if taken > BUSY:
-            typer.echo(
-                f"warning: something else had the ranks' cores for {100 * taken:.0f} % of the time: this machine is "
-                "busy. Calibrate again when nothing else runs.",
-                err=True,
-            )
+    if not launching.is_first():
+        return
+    write(text, out)
+    typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
+    if taken > BUSY:
+        busy = f"something else had the ranks' cores for {100 * taken:.0f} % of the time: this machine is busy"
+        typer.echo(f"warning: {busy}. Calibrate again when nothing else runs.", err=True)

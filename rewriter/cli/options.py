@@ -95,3 +95,62 @@ Link = Annotated[
     bool,
     typer.Option("--link", help="Hard-link unchanged weight files. A later save into DIR then changes the source."),
 ]
+
+# --- of `adapt` ---
+
+Data = Annotated[str, typer.Option(metavar="FILE", help='One {"messages": […]} or {"text": …} per line, or a hub id.')]
+AdaptedTo = Annotated[Path, typer.Option(metavar="DIR2", help="Output directory.")]
+EvaluationData = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Data to measure on. Without it, some rows are held out.")
+]
+Teacher = Annotated[
+    str | None,
+    typer.Option(metavar="ORIGINAL", help="The original model. Without it: DIR's weights, wired as they were."),
+]
+Method = Annotated[
+    Literal["sft", "distill"], typer.Option(help="Learn from the data, or from what the original predicts on them.")
+]
+Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
+CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
+HiddenStates = Annotated[float, typer.Option(help="distill: weight of the distance behind every layer in the sum.")]
+Refit = Annotated[
+    int, typer.Option(metavar="N", help="First fit linear layers to the original's by regression on N tokens.")
+]
+Anneal = Annotated[
+    int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
+]
+AnnealOrder = Annotated[
+    Literal["together", "first-to-last", "last-to-first"], typer.Option(help="All layers, or one after another.")
+]
+Lora = Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")]
+Base = Annotated[
+    str | None, typer.Option(metavar="FORMAT", help="lora: keep the frozen weights quantized while training: int8.")
+]
+Zero = Annotated[
+    Literal["1", "2", "3", "plus-plus", "node-local"] | None,
+    typer.Option(
+        help="What data-parallel ranks shard: optimizer, gradients, weights; with quantized messages between nodes "
+        "(plus-plus), or weights inside each node (node-local)."
+    ),
+]
+ExpertRanks = Annotated[int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")]
+ExpertOrder = Annotated[
+    Literal["D+E", "E+D"],
+    typer.Option(help="Neighbouring ranks hold the same experts (D+E), or different ones (E+D)."),
+]
+FromScratch = Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")]
+Length = Annotated[
+    int | None, typer.Option(metavar="TOKENS", help="Tokens of a row. Without it: the model's positions, ≤ 4096.")
+]
+TooLong = Annotated[
+    Literal["truncate", "split", "refuse"], typer.Option(help="What becomes of an example longer than a row.")
+]
+Packing = Annotated[bool, typer.Option(help="Put several examples into a row.")]
+TrainerSettings = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="A setting of transformers' Trainer: max_steps=1000. Repeatable."),
+]
+ResumeRun = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+VerifyAdapted = Annotated[
+    Literal["none", "shrunken", "full"], typer.Option(help="What of the result is checked, as in `rewrite MODEL`.")
+]

@@ -51,17 +51,18 @@ def predict(
         require_place(html)
     from rewriter import api
 
-    cluster = dict(fabric=fabric, library=library, trust_remote_code=trust_remote_code)
-    job: dict[str, Any] = dict(tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate, graphed=graphed, **cluster)
-    changes = tuple(what_if or ())
+    job: dict[str, Any] = dict(
+        tp=tp, sp=sp, batch=batch, prompt=prompt, generate=generate, graphed=graphed, fabric=fabric, library=library,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    place: dict[str, Any] = dict(nodes=nodes, what_if=tuple(what_if or ()))
     if measure:
-        found = api.measure(model, recipe, nodes=nodes, what_if=changes, **job)
+        found = api.measure(model, recipe, **place, **job)
     else:
-        found = api.predict(model, recipe, nodes=nodes, what_if=changes, pareto=pareto, **job)
-    if validate and (changes or nodes is not None):
-        typer.echo(
-            "note: --validate leaves out --nodes and --what-if: real ranks run on this machine as it is", err=True
-        )
+        found = api.predict(model, recipe, **place, pareto=pareto, **job)
+    if validate and (what_if or nodes is not None):
+        note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
+        typer.echo(f"note: {note}", err=True)
     validation = api.validate(model, recipe, **job) if validate else None
     if html is not None:
         _write_page(html, found, validation, fabric, context.obj or [])

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import Progress, TaskID
 
 
 class ProgressLine:
@@ -20,26 +19,18 @@ class ProgressLine:
     """
 
     def __init__(self) -> None:
-        self._bars: RichProgress | None = None
+        self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._stage = ""
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
+            from rich import progress
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                SpinnerColumn,
-                TaskProgressColumn,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-            from rich.progress import Progress as Bars
 
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"))
-            self._bars = Bars(*columns, *times, console=Console(stderr=True), transient=True)
+            columns = (progress.SpinnerColumn(), *progress.Progress.get_default_columns()[:3])
+            times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn(), "{task.fields[figures]}")
+            self._bars = progress.Progress(*columns, *times, console=Console(stderr=True), transient=True)
             self._bars.start()
         return self
 

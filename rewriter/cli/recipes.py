@@ -17,11 +17,11 @@ def listing(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
-    from rich.table import Table
 
+    from rewriter.common.tables import plain_table
     from rewriter.recipes.catalogue import entries
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table = plain_table(gap=3, header_style="table.header")
     table.add_column("recipe", no_wrap=True)
     table.add_column("what it does")
     for entry in entries():

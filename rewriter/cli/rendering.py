@@ -10,29 +10,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rewriter.common.tables import plain_table
+
 
 def print_report(text: str, *, dry_run: bool = False) -> None:
-    """Prints the JSON of a report as tables: the passes, the verification, the communication before and after."""
+    """Print the JSON of a report as tables: the passes, the verification, the communication before and after."""
     report: dict[str, Any] = json.loads(text)
     console = Console(highlight=False)
     console.print(
-        f"[bold]{escape(str(report['model']))}[/] → [bold]{escape(_value(report['recipe']))}[/]{_mesh(report)}\n"
+        f"[bold]{escape(str(report['model']))}[/] → [bold]{escape(_value(report['recipe']))}[/]"
+        + (f" on {escape(_value(report['mesh']))}\n" if report.get("mesh") else "\n")
     )
     console.print(_passes(report.get("passes") or []))
-    for title, content in (
-        ("verification", report.get("verification")),
-        ("communication", report.get("communication")),
-    ):
-        if content:
+    for title in ("verification", "communication"):
+        if content := report.get(title):
+            sides = all(isinstance(content.get(side), Mapping) for side in ("before", "after"))
             console.print()
-            console.print(comparison(title, content) if _is_comparison(content) else facts(title, content))
+            console.print((comparison if sides else facts)(title, content))
     verb = "would write" if dry_run else "wrote"
     count = len(report.get("files") or [])
     console.print(f"\n{verb} [bold]{escape(str(report['out']))}[/]" + (f", {count} files" if count else ""))
 
 
 def print_adaptation(text: str) -> None:
-    """Prints the JSON of `rewrite adapt`'s report as tables: what was done, and the losses."""
+    """Print the JSON of `rewrite adapt`'s report as tables: what was done, and the losses."""
     report: dict[str, Any] = json.loads(text)
     done, console = report["adaptation"], Console(highlight=False)
     what = {name: done[name] for name in ("method", "data", "steps", "tokens", "seconds")}
@@ -44,7 +45,7 @@ def print_adaptation(text: str) -> None:
 
 
 def print_verification(verification: Mapping[str, Any]) -> None:
-    """Prints the checks of `rewrite verify`."""
+    """Print the checks of `rewrite verify`."""
     Console(highlight=False).print(facts("verification", verification))
 
 
@@ -75,20 +76,11 @@ def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table(title: str, *columns: str, numbers: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=True, header_style="dim")
+    table = plain_table(gap=3, header_style="dim")
     table.add_column(title, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right" if numbers and len(columns) > 1 else "left")
     return table
-
-
-def _mesh(report: Mapping[str, Any]) -> str:
-    mesh = report.get("mesh")
-    return f" on {escape(_value(mesh))}" if mesh else ""
-
-
-def _is_comparison(content: Mapping[str, Any]) -> bool:
-    return all(isinstance(content.get(side), Mapping) for side in ("before", "after"))
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -107,11 +99,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, Mapping):
-        return (
-            str(value["name"])
-            if "name" in value
-            else ", ".join(f"{key} {_value(inner)}" for key, inner in value.items())
-        )
+        return str(value.get("name") or ", ".join(f"{key} {_value(inner)}" for key, inner in value.items()))
     if isinstance(value, list):
         return ", ".join(_value(item) for item in value)
     return "–" if value is None else str(value)

@@ -20,11 +20,6 @@ def digits(number: float) -> str:
     return f"{number:,.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"
 
 
-def rate(per_second: float) -> str:
-    """Tokens per second: "48.1", "1,230"."""
-    return digits(per_second)
-
-
 def percent(part: float, whole: float) -> str:
     """A share: "38 %"; "–" of nothing."""
     return f"{100 * part / whole:.0f} %" if whole > 0 else "–"

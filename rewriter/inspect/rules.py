@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rewriter.analysis.residual import residual_blocks
+from rewriter.ir import Program
+from rewriter.ir.marks import STANDARD
+from rewriter.passes.base import scopes
 from rewriter.passes.selection import spans
-
-if TYPE_CHECKING:
-    from rewriter.ir import Program
-    from rewriter.recipes import Recipe
+from rewriter.recipes import Recipe
 
 Rule = dict[str, str]
 
@@ -25,10 +24,6 @@ def unfired(program: Program) -> list[Rule]:
 
 def standard_layers(program: Program) -> list[Rule]:
     """The layers that no rewiring pass touched, and the block that has nothing to skip."""
-    from rewriter.analysis.residual import residual_blocks
-    from rewriter.ir.marks import STANDARD
-    from rewriter.passes.base import scopes
-
     applied = zip(program.history, scopes(program), strict=True)
     entries = [r for r, scope in applied if r.kind == "approximating" and scope != "runtime"]
     if not entries:

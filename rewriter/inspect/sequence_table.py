@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rewriter.analysis.attention_shape import AttentionShape
-    from rewriter.analysis.sequence_plans import PlanCost
-    from rewriter.ir import Program
-    from rewriter.ops import SequencePlan
-    from rewriter.recipes import Recipe
+from rewriter.analysis.attention_shape import AttentionShape
+from rewriter.analysis.distributed_attention import ALGORITHMS
+from rewriter.analysis.sequence_bound import lower_bound
+from rewriter.analysis.sequence_layout import attention_shapes, planning, sequence_plan
+from rewriter.analysis.sequence_plans import MARGIN, PlanCost, plans
+from rewriter.ir import Program
+from rewriter.ops import SequencePlan
+from rewriter.recipes import Recipe
+
+_SHAPE = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "window")
 
 
 def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any] | None:
@@ -20,33 +24,31 @@ def sequence(program: Program, ranks: int, tokens: int | None) -> dict[str, Any]
     `tokens` is the length to plan for; without it, that for which the pass chooses. The setting is the pass's too.
     None on one rank and for a model whose attention is not recognised.
     """
-    from rewriter.analysis.sequence_bound import lower_bound
-    from rewriter.analysis.sequence_layout import attention_shapes, planning, sequence_plan
-    from rewriter.analysis.sequence_plans import plans
-
     shapes = attention_shapes(program)
     if ranks == 1 or not shapes:
         return None
-    setting = planning(program, tokens or _length_of_the_pass(program))
+    named = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
+    setting = planning(program, tokens or next((length for length in named if length != "auto"), None))
     length = setting.tokens
     applied = sequence_plan(program)
     if applied is not None:
         setting = replace(setting, quantized=applied.quantized, min_bytes=applied.min_bytes)
     ranking = plans(shapes, ranks, setting)
+    chosen = applied or ranking.best.plan
     causal = [lower_bound(shape, length, ranks, causal=True) for shape in shapes]
     return {
         "ranks": ranks,
         "tokens": length,
         "fabric": setting.fabric.figures(),
-        "attention": [_shape(shape) for shape in shapes],
-        "chosen": _plan(applied or ranking.best.plan),
+        "attention": [{name: getattr(shape, name) for name in _SHAPE} for shape in shapes],
+        "chosen": _plan(chosen),
         "applied": applied is not None,
         "lower_bound": {
             **asdict(ranking.best.bound),
             "causal_forward": sum(s.layers * b.forward for s, b in zip(shapes, causal, strict=True)),
             "causal_backward": sum(s.layers * b.backward for s, b in zip(shapes, causal, strict=True)),
         },
-        "plans": [_row(cost, applied or ranking.best.plan) for cost in ranking.costs],
+        "plans": [_row(cost, chosen) for cost in ranking.costs],
         "refused": [{"reason": why, "grids": [list(g) for g in grids]} for why, grids in ranking.refused.items()],
         "notes": _notes(shapes, ranking.costs, applied),
     }
@@ -60,25 +62,12 @@ def with_length(recipe: Recipe, tokens: int | None) -> Recipe:
     return recipe
 
 
-def _length_of_the_pass(program: Program) -> int | None:
-    """The length that the applied pass plans for; None where its options name none, or it was not applied."""
-    given = [entry.options["tokens"] for entry in program.history if entry.rewrite.shards_tokens]
-    return next((tokens for tokens in given if tokens != "auto"), None)
-
-
-def _shape(shape: AttentionShape) -> dict[str, Any]:
-    names = ("layers", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "window")
-    return {name: getattr(shape, name) for name in names}
-
-
 def _plan(plan: SequencePlan) -> dict[str, Any]:
     name = str(replace(plan, quantized=None))
     return {"kind": plan.kind, "grid": list(plan.grid), "overlap": plan.overlap, "name": name}
 
 
 def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
-    from rewriter.analysis.distributed_attention import ALGORITHMS
-
     return {
         **_plan(cost.plan),
         "chosen": cost.plan == chosen,
@@ -97,7 +86,6 @@ def _row(cost: PlanCost, chosen: SequencePlan) -> dict[str, Any]:
 
 
 def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied: SequencePlan | None) -> list[str]:
-    from rewriter.analysis.sequence_plans import MARGIN
     from rewriter.sequence.sequence_plan import KINDS
 
     notes = []
@@ -105,7 +93,7 @@ def _notes(shapes: Sequence[AttentionShape], costs: Sequence[PlanCost], applied:
     if windowed:
         listed = ", ".join(f"{s.layers} of {s.window:,} tokens" for s in windowed)
         notes.append(
-            f"Windows or chunks ({listed}) spare arithmetic, but no bytes: cyclic tokens of a window lie on all ranks, "
+            f"Windows or chunks ({listed}) spare arithmetic, but no bytes: cyclic tokens of a window are on all ranks, "
             "and a ring sends all keys round."
         )
     if applied is not None and applied.quantized is not None:

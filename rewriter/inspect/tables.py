@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewriter.common.numbers import BYTES, amount, size
+from rewriter.common.tables import plain_table
 from rewriter.passes.selection import spans
 
 
@@ -19,17 +20,18 @@ def tables(data: Mapping[str, Any]) -> Group:
     """Header, blocks, communication, plans for sharded tokens, memory and rules that did not fire."""
     parts: list[RenderableType] = [_header(data)]
     if data["passes"]:
-        parts.append(_passes(data["passes"]))
+        parts.append(_entries("Passes", {"name": "pass", "kind": "kind", "summary": "what it did"}, data["passes"]))
     if data["blocks"]:
         parts.append(_blocks(data["blocks"], bool(data["mesh"])))
     else:
-        parts.append(Text("no residual stream: its blocks cannot be told apart (see the rules below)"))
+        parts.append(Text("no residual stream: its blocks cannot be distinguished (see the rules below)"))
     parts.append(_communication(data["communication"], data["recipe"]))
     if data["sequence"]:
         parts += _sequence(data["sequence"])
     parts.append(_memory(data["memory"], data["mesh"]))
     if data["rules"]:
-        parts.append(_rules(data["rules"]))
+        words = {"rule": "rule", "reason": "reason"}
+        parts.append(_entries("Rules that did not fire", words, data["rules"]))
     return Group(*[item for part in parts for item in (part, Text())])
 
 
@@ -46,16 +48,17 @@ def _header(data: Mapping[str, Any]) -> Text:
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table(title)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", header_style="dim", overflow="fold")
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 
-def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("Passes", "pass", "kind", "what it did")
-    for entry in passes:
-        table.add_row(escape(entry["name"]), escape(entry["kind"]), escape(entry["summary"]))
+def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, str]]) -> Table:
+    """A row per entry; `columns`: the key of each column's value, and its header."""
+    table = _table(title, *columns.values())
+    for entry in entries:
+        table.add_row(*(escape(entry[key]) for key in columns))
     return table
 
 
@@ -77,7 +80,7 @@ def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
             table.add_row(*cells, style="bold" if row["stale"] else "")
             label = ""
     if sharded and whole:
-        table.caption, table.caption_justify = "Every block is split over the ranks.", "left"
+        table.caption = "Every block is split over the ranks."
     return table
 
 
@@ -138,22 +141,25 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
     sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
     names = [name for name, _ in sides]
     table = _table("Communication per forward pass", "", *names, right=names)
-    for label, key in (
-        ("collectives", "collectives"),
-        ("  hidden behind computation", "hidden"),
-        ("  exposed", "exposed"),
-        ("bytes per token", "bytes_per_token"),
-        ("  exposed", "exposed_bytes_per_token"),
-    ):
+    for key, label in _TOTALS.items():
         table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
     for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
-        table.add_row(f"{_PLACES[place]}", *(_place(side["places"].get(place)) for _, side in sides))
-        if place == "block" and any(side["quantized"] for _, side in sides):
-            table.add_row("  quantized", *(_quantized(side["quantized"]) for _, side in sides))
-    table.caption, table.caption_justify = found["convention"], "left"
+        found_here = [side["places"].get(place) for _, side in sides]
+        table.add_row(_PLACES[place], *("–" if traffic is None else _place(traffic) for traffic in found_here))
+        quantized = [side["quantized"] for _, side in sides]
+        if place == "block" and any(quantized):
+            table.add_row("  quantized", *("–" if one is None else _quantized(one) for one in quantized))
+    table.caption = found["convention"]
     return table
 
 
+_TOTALS = {
+    "collectives": "collectives",
+    "hidden": "  hidden behind computation",
+    "exposed": "  exposed",
+    "bytes_per_token": "bytes per token",
+    "exposed_bytes_per_token": "  exposed",
+}
 _PLACES = {
     "block": "block reductions",
     "inside a block": "inside blocks (norm statistics)",
@@ -163,15 +169,11 @@ _PLACES = {
 }
 
 
-def _quantized(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return "–"
+def _quantized(found: Mapping[str, Any]) -> str:
     return f"{found['reductions']:,}, {found['format']} from {found['from_tokens']:,} tokens on"
 
 
-def _place(traffic: Mapping[str, Any] | None) -> str:
-    if traffic is None:
-        return "–"
+def _place(traffic: Mapping[str, Any]) -> str:
     return f"{traffic['collectives']:,} × {traffic['bytes_per_token'] // traffic['collectives']:,} B"
 
 
@@ -217,7 +219,6 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
             style="bold" if plan["chosen"] else "",
         )
     bound, fabric = found["lower_bound"], found["fabric"]
-    table.caption_justify = "left"
     table.caption = (
         f"{heads}. A grid is heads × rows × columns: heads are exchanged, then queries travel in rows, keys and values "
         f"in columns. Sent and time: forward + backward. Memory: kept for backward + needed at the peak of one layer. "
@@ -226,7 +227,10 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
         f"{fabric['between']['bandwidth'] / 1e9:.0f} GB/s between nodes. Plans within 5 % of the fastest stand in "
         f"order of bytes. Least of any algorithm: {size(round(bound['forward']))} + {size(round(bound['backward']))}."
     )
-    said = [*found["notes"], *(_refused(entry) for entry in found["refused"])]
+    said = list(found["notes"])
+    for entry in found["refused"]:
+        grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
+        said.append(f"Not possible: {entry['reason']} (grid {grids}).")
     chosen = found["chosen"]["name"]
     if not all(plan["fits"] for _, plan in shown):
         said.insert(0, "! More than the device's memory.")
@@ -247,32 +251,22 @@ def _sum(unit: tuple[float, str], *terms: float) -> str:
     return " + ".join(f"{n:,.{0 if n >= 99.5 else 1 if n >= 9.95 else 2}f}" for n in numbers)
 
 
-def _refused(entry: Mapping[str, Any]) -> str:
-    grids = ", ".join("×".join(map(str, grid)) for grid in entry["grids"])
-    return f"Not possible: {entry['reason']} (grid {grids})."
+_HELD = {
+    "parameters": "parameters of the whole model",
+    "parameters_per_rank": "parameters",
+    "cache_per_token": "keys and values, per token",
+    "windowed_cache_per_token": "  of it in windows or chunks, which keep no more tokens than they show",
+    "logits_per_token": "logits, per token computed",
+    "block_per_token": "values inside the widest block, per token computed",
+    "stream_per_token": "residual stream, per token computed",
+}
 
 
 def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
     table = _table("Memory per rank" if mesh else "Memory", "", "bytes", right=("bytes",))
-    if mesh:
-        table.add_row("parameters of the whole model", size(found["parameters"]))
-    table.add_row("parameters", size(found["parameters_per_rank"]))
-    table.add_row("keys and values, per token", size(found["cache_per_token"]))
-    if found["windowed_cache_per_token"]:
-        table.add_row(
-            "  of it in windows or chunks, which keep no more tokens than they show",
-            size(found["windowed_cache_per_token"]),
-        )
-    table.add_row("logits, per token computed", size(found["logits_per_token"]))
-    table.add_row("values inside the widest block, per token computed", size(found["block_per_token"]))
-    table.add_row("residual stream, per token computed", size(found["stream_per_token"]))
+    for key, label in _HELD.items():
+        if (key != "parameters" or mesh) and (key != "windowed_cache_per_token" or found[key]):
+            table.add_row(label, size(found[key]))
     if mesh.get("sp", 1) > 1:
-        table.caption, table.caption_justify = f"A rank computes and caches one in {mesh['sp']} tokens.", "left"
-    return table
-
-
-def _rules(rules: Sequence[Mapping[str, str]]) -> Table:
-    table = _table("Rules that did not fire", "rule", "reason")
-    for entry in rules:
-        table.add_row(escape(entry["rule"]), escape(entry["reason"]))
+        table.caption = f"A rank computes and caches one in {mesh['sp']} tokens."
     return table

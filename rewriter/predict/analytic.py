@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
@@ -12,11 +12,8 @@ from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
-from rewriter.predict.device import rates_of
-from rewriter.predict.forward import Forward, Runner
-from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.forward import Runner
 from rewriter.predict.generation_memory import bytes_per_rank
-from rewriter.predict.pareto import with_front
 from rewriter.predict.results import (
     Phase,
     PredictedPoint,
@@ -25,9 +22,10 @@ from rewriter.predict.results import (
     SkippedRecipe,
     generation_seconds,
 )
+from rewriter.predict.roofline import rates_of
 from rewriter.predict.steps import Begin, Place, Step, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
-from rewriter.predict.workload import Workload
+from rewriter.predict.workload import ForwardPass, Workload
 
 
 @dataclass(frozen=True)
@@ -116,21 +114,13 @@ class Predictor:
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
         """The two passes of a program."""
-        load = self.workload
-        place = self._place(program)
+        load, place = self.workload, self._place(program)
         fuse, batch = load.graphed, batch or load.batch
-        passes = (
-            ForwardPass(batch, load.prompt, fused=fuse),
-            ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse),
-        )
-        phases, made, notes = [], [], {}
-        for given in passes:
-            forward: Forward = self.runner.run(program, given)
-            notes.update(dict.fromkeys(forward.notes))
-            listed = steps(forward, place, fuse)
-            phases.append(Timeline(self._durations(program), self._delay, record).phase(listed))
-            made.append(listed)
-        return _Simulated(phases[0], phases[1], (made[0], made[1]), tuple(notes))
+        prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
+        decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
+        made = (steps(prefill, place, fuse), steps(decode, place, fuse))
+        first, later = (Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made)
+        return _Simulated(first, later, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -173,7 +163,7 @@ class Predictor:
         load, program = self.workload, candidate.program
         rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
         held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
-        even: list[tuple[float | None, str | None]] = [(None, "the first recipe"), (None, "the first recipe")]
+        even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
         if first:
             even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
         return Prediction(
@@ -244,3 +234,14 @@ class Predictor:
             )
         numbers = tuple(r // each * node + r % each for r in range(ranks))
         return Place(numbers, program.mesh, self.workload.graphed)
+
+
+def with_front(points: Sequence[PredictedPoint]) -> tuple[PredictedPoint, ...]:
+    """The points with `front` set: of those that fit, no other is at least as good in both and better in one."""
+
+    def beats(one: PredictedPoint, other: PredictedPoint) -> bool:
+        faster = one.seconds_per_token - other.seconds_per_token
+        fuller = one.tokens_per_second_per_gpu - other.tokens_per_second_per_gpu
+        return one.fits and faster <= 0 <= fuller and (faster, fuller) != (0, 0)
+
+    return tuple(replace(p, front=p.fits and not any(beats(other, p) for other in points)) for p in points)

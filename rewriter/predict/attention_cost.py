@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
 
 from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape
 from rewriter.analysis.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
+from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.predict.kernel_cost import Exchange, Item, Kernel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rewriter.ops import MaskSpec, SequencePlan
-    from rewriter.predict.forward_pass import ForwardPass
+from rewriter.predict.workload import ForwardPass
 
 # of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
 _MASK_KERNELS = 12
@@ -33,7 +32,7 @@ def attention_items(
     stored = 2.0 * (k.nbytes + v.nbytes)
     items: list[Item] = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
     if given.is_decode:
-        return items + _behind_prompt(shape, q.shape[2], options, given, plan, ranks)
+        return items + _behind_prompt(shape, q.shape[2], options, given, ranks)
     if plan is not None and plan.ranks > 1:
         return items + _over_ranks(shape, plan, given.tokens, ranks[1])
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
@@ -65,15 +64,11 @@ def _kernels(
 
 
 def _behind_prompt(
-    shape: AttentionShape,
-    queries: int,
-    options: Mapping[str, Any],
-    given: ForwardPass,
-    plan: SequencePlan | None,
-    ranks: tuple[int, int],
+    shape: AttentionShape, queries: int, options: Mapping[str, Any], given: ForwardPass, ranks: tuple[int, int]
 ) -> list[Item]:
     """New tokens over the static cache, of which each rank of "sp" holds a part; the parts of the result are gathered
     and merged."""
+    plan: SequencePlan | None = options.get("sequence")
     across = plan.ranks if plan is not None else 1
     keys = -(-min(given.keys, shape.window or given.keys) // across)
     size = shape.dtype_bytes
@@ -112,33 +107,37 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
 
 def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
     """Blocks of keys (and, in a grid, of queries) travel one by one, each behind the tiles of the block before."""
-    outside = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and not m.results]
-    home = [_exchange(m, plan, tp) for m in sent if m.axis in ("heads", "plane") and m.results]
     blocks: list[Exchange] = []
-    for message in (m for m in sent if m.axis in ("column", "row") and not m.results):
-        one = message.nbytes // message.peers
-        pair = _ranks(message, plan, tp)[:2]
-        blocks += [Exchange("send", "sp", one, pair, message.name)] * message.peers
-    results = [_exchange(m, plan, tp) for m in sent if m.axis in ("column", "row") and m.results]
-    items: list[Item] = list(outside)
+    items: list[Item] = []
+    results: list[list[Exchange]] = [[], []]  # of rows and columns, then of heads
+    for message in sent:
+        across = message.axis in ("heads", "plane")
+        if message.results:
+            results[across].append(_exchange(message, plan, tp))
+        elif across:
+            items.append(_exchange(message, plan, tp))
+        else:
+            pair = _ranks(message, plan, tp)[:2]
+            one = Exchange("send", "sp", message.nbytes // message.peers, pair, message.name)
+            blocks += [one] * message.peers
     left = calls
     for i, block in enumerate(blocks):
         here = max(1, round(left / (len(blocks) - i + 1))) if left > 1 else 0
         left -= here
-        items.append(Exchange(block.kind, block.axis, block.nbytes, block.ranks, block.name, behind=here))
-        items += [tile] * here
-    return [*items, *[tile] * left, *results, *home]
+        items += [replace(block, behind=here), *[tile] * here]
+    return [*items, *[tile] * left, *results[0], *results[1]]
 
 
 def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchange:
     """A message as one collective: operands are gathered in a row or column, everything else changes ranks."""
     ranks = _ranks(message, plan, tp)
-    total = message.nbytes * (message.peers + 1) // message.peers
     if message.axis == "plane":
         return Exchange("send", "sp", message.nbytes, ranks[:2], message.name)
-    if message.axis == "heads" or message.results:
-        return Exchange("all_to_all", "sp", total, ranks, message.name)
-    return Exchange("all_gather", "sp", total, ranks, message.name)
+    total = message.nbytes * (message.peers + 1) // message.peers
+    kind: Literal["all_to_all", "all_gather"] = (
+        "all_to_all" if message.axis == "heads" or message.results else "all_gather"
+    )
+    return Exchange(kind, "sp", total, ranks, message.name)
 
 
 def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ phase takes as long as the first recipe's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from rewriter.fabric import Call, Delay
 from rewriter.predict.steps import Begin, Step
@@ -39,8 +40,8 @@ class BreakEven:
     """Compares recipes with the first one, whose times it keeps: all are searched at the same places."""
 
     def __init__(self, first: Sequence[Step], durations: KernelDurations, delays: Delays) -> None:
-        self.first, self.durations, self.delays = first, durations, delays
-        self.known: dict[float, float] = {}
+        self.durations, self.delays = durations, delays
+        self._first = cache(lambda d: self._time(first, d))
 
     def of(self, recipe: Sequence[Step]) -> tuple[float | None, str | None]:
         """(seconds, None), or (None, why there is none). `recipe` beats the first while an all-reduce takes longer.
@@ -55,9 +56,9 @@ class BreakEven:
 
         least, most = gain(0.0), gain(LONGEST)
         if abs(least) <= _CLOSE and abs(most) <= _CLOSE:
-            return None, "it takes as long, whatever an all-reduce takes"
+            return None, "it takes as long, however long an all-reduce takes"
         if most <= _CLOSE and least <= _CLOSE:
-            return None, "never: the first recipe is faster, whatever an all-reduce takes"
+            return None, "never: the first recipe is faster, however long an all-reduce takes"
         if most > _CLOSE and least > _CLOSE:
             return None, "always: it is faster even if an all-reduce takes no time"
         crossing = _bisect(gain, most > _CLOSE)
@@ -65,24 +66,16 @@ class BreakEven:
             return None, f"below {crossing * 1e6:.1f} µs: it pays only while an all-reduce takes less"
         return crossing, None
 
-    def _first(self, d: float) -> float:
-        if d not in self.known:
-            self.known[d] = self._time(self.first, d)
-        return self.known[d]
-
     def _time(self, steps: Sequence[Step], d: float) -> float:
         return Timeline(self.durations, constant(d, self.delays), record=False).run(steps)
 
 
 def _bisect(gain: Callable[[float], float], rising: bool) -> float:
     """Where `gain` crosses _CLOSE. First the order of magnitude, then halves."""
-    low, high = 0.0, LONGEST
-    bound = 1e-6
-    while bound < LONGEST:
-        if (gain(bound) > _CLOSE) == rising:
-            high = bound
-            break
-        low, bound = bound, bound * 8
+    low, high = 0.0, 1e-6
+    while high < LONGEST and (gain(high) > _CLOSE) != rising:
+        low, high = high, high * 8
+    high = min(high, LONGEST)
     while high - low > max(_PRECISION, 4e-3 * high):
         middle = (low + high) / 2
         low, high = (low, middle) if (gain(middle) > _CLOSE) == rising else (middle, high)

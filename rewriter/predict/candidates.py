@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain, count
 
 from rewriter.common.errors import RewriterError
 from rewriter.inspect.rules import unfired, without_measurements
+from rewriter.ir import Program
 from rewriter.predict.analytic import Candidate
 from rewriter.predict.results import SkippedRecipe
+from rewriter.recipes import Recipe
 from rewriter.recipes.apply import Applied, apply_recipe, load_recipe
-
-if TYPE_CHECKING:
-    from rewriter.ir import Program
-    from rewriter.recipes import Recipe
+from rewriter.recipes.catalogue import library
 
 
 @dataclass
@@ -28,7 +27,6 @@ class Candidates:
 
     original: Program
     sp: int | None = None
-    set: Mapping[str, Any] | None = None
     known: Applied = field(default_factory=dict)
     standard: dict[int, Program] = field(default_factory=dict)
 
@@ -42,7 +40,7 @@ class Candidates:
         found: list[Candidate] = []
         skipped: list[SkippedRecipe] = []
         for given in recipes:
-            recipe = load_recipe(given, self.set)
+            recipe = load_recipe(given)
             try:
                 found.append(self.one(recipe, tp))
             except RewriterError as error:
@@ -73,11 +71,10 @@ class Candidates:
 
     def _standard(self, tp: int) -> Program:
         """Plain tensor parallelism, which says what a measurement would choose among."""
+        if tp == 1:
+            return self.original
         if tp not in self.standard:
-            if tp == 1:
-                self.standard[tp] = self.original
-            else:
-                self.standard[tp] = apply_recipe(self.original, load_recipe("tensor-parallel"), tp, known=self.known)[0]
+            self.standard[tp] = apply_recipe(self.original, load_recipe("tensor-parallel"), tp, known=self.known)[0]
         return self.standard[tp]
 
 
@@ -85,18 +82,12 @@ def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
     """The recipes, those of one name numbered: "mine", "mine-2". Reports are by name."""
     found: list[Recipe] = []
     for recipe in recipes:
-        taken, number, name = {r.name for r in found}, 1, recipe.name
-        while name in taken:
-            number += 1
-            name = f"{recipe.name}-{number}"
+        taken, names = {r.name for r in found}, chain([recipe.name], (f"{recipe.name}-{n}" for n in count(2)))
+        name = next(name for name in names if name not in taken)
         found.append(recipe if name == recipe.name else recipe.model_copy(update={"name": name}))
     return found
 
 
 def all_recipes() -> Collection[str]:
     """The names of the library's recipes, plain tensor parallelism first."""
-    from rewriter.recipes.catalogue import library
-
-    names = sorted(library())
-    names.remove("tensor-parallel")
-    return ["tensor-parallel", *names]
+    return sorted(library(), key=lambda name: (name != "tensor-parallel", name))

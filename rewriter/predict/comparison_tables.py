@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rewriter.common.numbers import duration, percent, rate, size, times
+from rewriter.common.numbers import digits, duration, percent, size, times
+from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 
 COLUMNS = ("prefill", "per token", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
@@ -35,16 +36,20 @@ class ComparisonReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self.comparison
-        yield _header(found)
+        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+        if found.what_if:
+            yield Text(f"what if: {', '.join(found.what_if)}")
         if found.modelled:
             yield Text(MODELLED, style="bold yellow")
         yield Text()
-        table = _fitting(_recipes, COLUMNS, DROPPED, found.predictions, console, options)
+        rows = [(_name(p), cells(p), "" if p.fits else "dim") for p in found.predictions]
+        table = _fitting(None, COLUMNS, DROPPED, rows, console, options)
         if table is not None:
             yield table
             yield Text(LEGEND, style="dim")
             yield Text()
-            if (passes := _fitting(_time, PASSES, ("launching",), found.predictions, console, options)) is not None:
+            title, spent = "One pass of one rank", _times(found.predictions)
+            if (passes := _fitting(title, PASSES, ("launching",), spent, console, options)) is not None:
                 yield passes
         else:
             for prediction in found.predictions:
@@ -52,30 +57,27 @@ class ComparisonReport:
         if self.pareto:
             yield Text()
             yield _pareto(found.pareto)
-        said = list(_said(found))
-        if said:
+        lacking = [p.recipe for p in found.predictions if not p.fits]
+        said = [f"! More than a device's memory: {', '.join(lacking)}."] if lacking else []
+        if said := [*said, *notes(found)]:
             yield Text()
             yield Text("\n".join(said))
 
 
 def cells(p: Prediction) -> dict[str, str]:
     """What stands in each of COLUMNS, and in the page's table too."""
-    exposed = p.exposed_communication_seconds_per_token
+    exposed, seconds = p.exposed_communication_seconds_per_token, p.break_even_seconds
     return {
         "prefill": duration(p.prefill.seconds),
         "per token": duration(p.seconds_per_token),
-        "tokens/s": rate(p.tokens_per_second),
+        "tokens/s": digits(p.tokens_per_second),
         "exposed": duration(exposed),
         "share": percent(exposed, p.seconds_per_token),
         "speedup": times(p.speedup),
-        "break-even": break_even(p.break_even_seconds, p.break_even_note),
+        # of a note, the words up to their explanation
+        "break-even": re.split("[:,]", p.break_even_note or "–")[0] if seconds is None else duration(seconds),
         "memory": size(p.memory_bytes_per_rank) + ("" if p.fits else " !"),
     }
-
-
-def break_even(seconds: float | None, note: str | None) -> str:
-    """The duration of an all-reduce, or the words that stand for there being none, up to their explanation."""
-    return duration(seconds) if seconds is not None else re.split("[:,]", note or "–")[0]
 
 
 def parts(phase: Phase) -> dict[str, float]:
@@ -102,68 +104,54 @@ def model_name(comparison: RecipeComparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _header(found: RecipeComparison) -> Text:
-    header = Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
-    if found.what_if:
-        header.append(f"\nwhat if: {', '.join(found.what_if)}")
-    return header
-
-
-def _table(title: str | None, first: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(first, header_style="dim", overflow="fold", max_width=28)
+def _table(title: str | None, columns: Iterable[str]) -> Table:
+    table = plain_table(title)
+    table.add_column("recipe", overflow="fold", max_width=28)
     for column in columns:
-        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
     return table
 
 
 def _fitting(
-    make: Callable[[Sequence[Prediction], Sequence[str]], Table],
+    title: str | None,
     columns: Sequence[str],
     dropped: Sequence[str],
-    predictions: Sequence[Prediction],
+    rows: Sequence[tuple[str, Mapping[str, str], str]],
     console: Console,
     options: ConsoleOptions,
 ) -> Table | None:
-    """The table with as many columns as there is room for, dropping `dropped` one by one; None where none is enough."""
+    """A table of (name, cells by column, style) with as many columns as there is room for, dropping `dropped` one by
+    one; None where none is enough."""
     for count in range(len(dropped) + 1):
-        table = make(predictions, [column for column in columns if column not in dropped[:count]])
+        kept = [column for column in columns if column not in dropped[:count]]
+        table = _table(title, kept)
+        for name, shown, style in rows:
+            table.add_row(name, *(escape(shown[column]) for column in kept), style=style)
         if Measurement.get(console, options.update(width=1000), table).maximum <= options.max_width:
             return table
     return None
-
-
-def _recipes(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
-    table = _table(None, "recipe", columns)
-    for p in predictions:
-        shown = cells(p)
-        table.add_row(_name(p), *(escape(shown[column]) for column in columns), style="" if p.fits else "dim")
-    return table
 
 
 def _name(p: Prediction) -> str:
     return escape(p.recipe) + (" [dim](timing only)[/]" if p.kind == "timing only" else "")
 
 
-def _time(predictions: Sequence[Prediction], columns: Sequence[str]) -> Table:
-    table = _table("One pass of one rank", "recipe", columns)
-    table.columns[1].justify = "left"
+def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, str], str]]:
+    """Two rows per recipe, for PASSES."""
+    rows: list[tuple[str, Mapping[str, str], str]] = []
     for p in predictions:
-        name = escape(p.recipe)
         for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
             spent = {"time": phase.seconds, **parts(phase), "communicating": phase.communication_seconds}
             shown = {"pass": which, **{what: duration(seconds) for what, seconds in spent.items()}}
-            table.add_row(name, *(shown[column] for column in columns))
-            name = ""
-    return table
+            rows.append((escape(p.recipe) if which == "prefill" else "", shown, ""))
+    return rows
 
 
 def _card(p: Prediction) -> Table:
     """One recipe below its name, for narrow terminals."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(_name(p), show_header=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    table.title, table.title_justify, table.title_style = _name(p), "left", "bold"
     for column, cell in cells(p).items():
         table.add_row(column, escape(cell))
     return table
@@ -172,11 +160,11 @@ def _card(p: Prediction) -> Table:
 def _pareto(found: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """The points that no other of their recipe beats in both; the page and JSON have all."""
     columns = ("tp", "batch", "per token", "tokens/s per GPU")
-    table = _table("Best TP degrees and batches", "recipe", columns)
+    table = _table("Best TP degrees and batches", columns)
     for recipe, points in found.items():
         name = escape(recipe)
         for q in sorted((q for q in points if q.front), key=lambda q: q.seconds_per_token):
-            speed = rate(q.tokens_per_second_per_gpu)
+            speed = digits(q.tokens_per_second_per_gpu)
             table.add_row(name, degree(q), f"{q.batch:,}", duration(q.seconds_per_token), speed)
             name = ""
         if name:
@@ -189,21 +177,14 @@ def degree(q: PredictedPoint) -> str:
     return f"{q.tp}" if q.sp == 1 else f"{q.tp} × sp {q.sp}"
 
 
-def _said(found: RecipeComparison) -> Iterable[str]:
-    """What must be known beyond the numbers. A note that several recipes share is said once."""
-    if lacking := [p.recipe for p in found.predictions if not p.fits]:
-        yield f"! More than a device's memory: {', '.join(lacking)}."
-    for note, recipes in shared_notes(found.predictions):
-        whose = "" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: "
-        yield f"{whose}{note}"
-    for entry in found.skipped:
-        yield f"{entry.recipe}: not predicted. {entry.reason}"
-
-
-def shared_notes(predictions: Sequence[Prediction]) -> list[tuple[str, list[str]]]:
-    """Notes, each with the recipes that it is of, in order of appearance."""
+def notes(found: RecipeComparison) -> list[str]:
+    """What must be known beyond the numbers. A note that several recipes share is said once, in order of appearance."""
     by_note: dict[str, list[str]] = {}
-    for p in predictions:
+    for p in found.predictions:
         for note in p.notes:
             by_note.setdefault(note, []).append(p.recipe)
-    return list(by_note.items())
+    said = [
+        ("" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: ") + note
+        for note, recipes in by_note.items()
+    ]
+    return said + [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]

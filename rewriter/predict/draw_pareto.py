@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from math import log
 
-from rewriter.common.numbers import duration, rate
+from rewriter.common.numbers import digits, duration
 from rewriter.predict.results import PredictedPoint
 from rewriter.predict.svg import SERIES, drawing, log_ticks, number, path, text
 
@@ -48,33 +49,32 @@ def pareto(name: str, found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     y = TOP + 12 + LEGEND * (len(found) + 1 + len(degrees))
     parts.append(path(f"M{number(x + 10)} {number(y - 4)}{SHAPES[0]}", "pk h"))
     parts.append(text(x + 28, y, "hollow: does not fit", "m"))
-    told = "Seconds of a decode step against tokens per second and GPU; the table below has the same points."
-    return drawing(name, WIDTH, height, "Latency against use of a GPU", told, parts)
+    words = "Seconds of a decode step against tokens per second and GPU; the table below has the same points."
+    return drawing(name, WIDTH, height, "Latency against use of a GPU", words, parts)
 
 
+@dataclass(frozen=True)
 class _PlotPlace:
     """From figures to coordinates."""
 
-    def __init__(self, left: float, right: float, low: float, high: float) -> None:
-        self.left, self.right, self.low, self.high = left, right, low, high
+    left: float
+    right: float
+    low: float
+    high: float
 
     def of(self, q: PredictedPoint) -> str:
         return f"{number(self.x(q.seconds_per_token))} {number(self.y(q.tokens_per_second_per_gpu))}"
 
     def x(self, seconds: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * _share(seconds, self.left, self.right)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (log(seconds / self.left) / log(self.right / self.left))
 
     def y(self, tokens: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * _share(tokens, self.low, self.high)
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (log(tokens / self.low) / log(self.high / self.low))
 
 
 def _look(index: int) -> str:
     """Colours return, dashed, after the last."""
     return f"s{index % SERIES}{' d' if index >= SERIES else ''}"
-
-
-def _share(value: float, low: float, high: float) -> float:
-    return log(value / low) / log(high / low)
 
 
 def _axes(place: _PlotPlace) -> list[str]:
@@ -86,7 +86,7 @@ def _axes(place: _PlotPlace) -> list[str]:
     for value in log_ticks(place.low, place.high):
         y = place.y(value)
         parts.append(path(f"M{number(LEFT)} {number(y)}H{number(WIDTH - RIGHT)}", "g"))
-        parts.append(text(LEFT - 8, y + 4, _tick(rate(value)), "m e"))
+        parts.append(text(LEFT - 8, y + 4, _tick(digits(value)), "m e"))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(text(middle, HEIGHT - 8, "time per token of one sequence: a decode step (less is better)", "m c"))
     turned = f'<text transform="translate(16 {number((TOP + HEIGHT - BOTTOM) / 2)}) rotate(-90)" class="m c">'
@@ -103,8 +103,8 @@ def _tick(words: str) -> str:
 
 def _point(q: PredictedPoint, recipe: str, colour: str, place: _PlotPlace, degrees: Sequence[int]) -> str:
     ranks = f"tp {q.tp}" + (f" × sp {q.sp}" if q.sp > 1 else "")
-    told = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
-    told += f"{rate(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
+    words = f"{recipe}, {ranks}, batch {q.batch}: {duration(q.seconds_per_token)} per token, "
+    words += f"{digits(q.tokens_per_second_per_gpu)} tokens/s per GPU" + ("" if q.fits else ", does not fit")
     shape = SHAPES[degrees.index(q.ranks) % len(SHAPES)]
     look = f"pp {colour}{'' if q.front else ' o'}{'' if q.fits else ' h'}"
-    return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(told)}</title></path>'
+    return f'<path d="M{place.of(q)}{shape}" class="{look}"><title>{escape(words)}</title></path>'

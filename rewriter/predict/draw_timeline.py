@@ -1,4 +1,4 @@
-"""The timeline of one forward pass: all of it as two thin lanes, and below a few layers enlarged, with their names.
+"""The timeline of one forward pass: all of it as two thin rows, and below a few layers enlarged, with their names.
 
 All drawings of a page share one scale, above and below, so that lengths compare between recipes.
 """
@@ -23,7 +23,7 @@ ENLARGED = 2  # layers
 @dataclass(frozen=True)
 class Scale:
     """What all drawings of a phase share. `seconds`: of the longest pass. `layers`: those enlarged, none where the
-    model has no layers; `window`: seconds of the longest stretch of them. `streams`: communication lanes."""
+    model has no layers; `window`: seconds of the longest stretch of them. `streams`: rows of communication."""
 
     seconds: float
     layers: tuple[int, ...]
@@ -68,7 +68,7 @@ def timeline(name: str, title: str, phase: Phase, common: Scale) -> str:
         parts.append(text(LEFT - 8, top + LANE - 3, label, "m e"))
         parts += _lane(phase, row, top + LANE / 2, per_second)
     if not common.layers or not common.window:
-        return drawing(name, WIDTH, bottom + 2, title, _told(phase), parts)
+        return drawing(name, WIDTH, bottom + 2, title, _summary(phase), parts)
     x0, x1 = LEFT + low * per_second, LEFT + high * per_second
     below = bottom + 18
     width = (high - low) * ACROSS / common.window
@@ -77,10 +77,10 @@ def timeline(name: str, title: str, phase: Phase, common: Scale) -> str:
     funnel += f"M{number(x1)} {number(bottom)}L{number(LEFT + width)} {number(below)}"
     parts.append(path(frame + funnel, "r"))
     parts += _enlarged(phase, common, rows, below + 2)
-    return drawing(name, WIDTH, below + 4 + len(rows) * (ZOOMED + 4), title, _told(phase), parts)
+    return drawing(name, WIDTH, below + 4 + len(rows) * (ZOOMED + 4), title, _summary(phase), parts)
 
 
-def _told(phase: Phase) -> str:
+def _summary(phase: Phase) -> str:
     return (
         f"{duration(phase.seconds)}: computing {duration(phase.compute_seconds)}, waiting for communication "
         f"{duration(phase.exposed_seconds)}, for launches {duration(phase.host_seconds)}."
@@ -88,34 +88,27 @@ def _told(phase: Phase) -> str:
 
 
 def _lane(phase: Phase, row: int, middle: float, per_second: float) -> list[str]:
-    """One thin lane of the whole pass: what is hidden and what is exposed, each one path."""
+    """One thin row of the whole pass: what is hidden and what is exposed, each one path."""
     if row == 0:
-        plain, marked = compute(phase), waits(phase)
-        style = "tc"
+        working = [(s.start, s.end) for s in phase.spans if s.lane == "compute" and not s.exposed]
+        drawn = {"tc": working, "tw": waits(phase)}
     else:
         sent = [s for s in phase.spans if s.lane == "communication" and s.stream == row - 1]
-        plain, marked = [(s.start, s.end) for s in sent], _cut(sent, waits(phase))
-        style = "th"
-    found = []
-    for intervals, look in ((plain, style), (marked, "tw" if row == 0 else "te")):
-        if intervals:
-            places = [(LEFT + a * per_second, LEFT + b * per_second) for a, b in intervals]
-            found.append(path(strokes(places, middle), look))
-    return found
-
-
-def compute(phase: Phase) -> list[tuple[float, float]]:
-    """Stretches in which the compute stream works."""
-    return [(s.start, s.end) for s in phase.spans if s.lane == "compute" and not s.exposed]
+        drawn = {"th": [(s.start, s.end) for s in sent], "te": _cut(sent, waits(phase))}
+    return [
+        path(strokes([(LEFT + a * per_second, LEFT + b * per_second) for a, b in intervals], middle), look)
+        for look, intervals in drawn.items()
+        if intervals
+    ]
 
 
 def waits(phase: Phase) -> list[tuple[float, float]]:
-    """Stretches in which it stands idle for communication."""
+    """Stretches in which the compute stream stands idle for communication."""
     return [(s.start, s.end) for s in phase.spans if s.lane == "compute" and s.exposed]
 
 
 def _cut(spans: Sequence[Span], within: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The parts of exposed spans that lie in these stretches; both are in order of time."""
+    """The parts of exposed spans inside these stretches; both are in order of time."""
     found, first = [], 0
     for s in spans:
         while first < len(within) and within[first][1] <= s.start:
@@ -136,25 +129,23 @@ def _enlarged(phase: Phase, common: Scale, rows: Sequence[str], top: float) -> l
         left = LEFT + (max(a, low) - low) * per_second
         return left, max((min(b, high) - max(a, low)) * per_second, 0.4)
 
-    parts = []
+    parts = [text(LEFT - 8, top + ZOOMED / 2 + 4, named(common.layers), "m e")]
     for row, _ in enumerate(rows):
         y = top + row * (ZOOMED + 4)
-        if row == 0:
-            parts.append(text(LEFT - 8, y + ZOOMED / 2 + 4, named(common.layers), "m e"))
         parts.append(path(f"M{number(LEFT)} {number(y + ZOOMED)}h{number((high - low) * per_second)}", "g"))
     for s in shown(phase, common):
         row = 0 if s.lane == "compute" else 1 + s.stream
         y = top + row * (ZOOMED + 4)
         x, width = place(s.start, s.end)
         words = f"{label_of(s)}, {duration(s.seconds)}"
-        if s.lane == "compute":
-            parts.append(rectangle(x, y, width, ZOOMED, "zw" if s.exposed else "zc", words))
-        else:
-            parts.append(rectangle(x, y, width, ZOOMED, "zh", words))
+        look = "zh" if s.lane == "communication" else "zw" if s.exposed else "zc"
+        parts.append(rectangle(x, y, width, ZOOMED, look, words))
+        if s.lane == "communication":
             for a, b in _cut([s], waits(phase)):
                 if b > low and a < high:
-                    parts.append(rectangle(*_at(place(a, b), y), "ze", f"{words}, of it exposed {duration(b - a)}"))
-        parts += _written(s, x, y, width, _on_exposed(s, phase))
+                    left, wide = place(a, b)
+                    parts.append(rectangle(left, y, wide, ZOOMED, "ze", f"{words}, of it exposed {duration(b - a)}"))
+        parts += _written(s, x, y, width, phase)
     return parts
 
 
@@ -163,25 +154,18 @@ def named(layers: Sequence[int]) -> str:
     return f"layer{'s'[: len(layers) > 1]} {', '.join(map(str, layers))}"
 
 
-def _at(place: tuple[float, float], y: float) -> tuple[float, float, float, float]:
-    return place[0], y, place[1], ZOOMED
-
-
-def _on_exposed(span: Span, phase: Phase) -> bool:
-    """Whether the middle of a communication, where its name stands, is exposed."""
-    middle = (span.start + span.end) / 2
-    return any(a <= middle <= b for a, b in _cut([span], waits(phase)))
-
-
-def _written(span: Span, x: float, y: float, width: float, on_exposed: bool) -> list[str]:
-    """The span's name and its duration, if there is room for one of them."""
+def _written(span: Span, x: float, y: float, width: float, phase: Phase) -> list[str]:
+    """The span's name and its duration, if there is room for one of them. Dark where it stands on communication that
+    is hidden in its middle."""
     if span.exposed and span.lane == "compute":
         return []
     name, time = label_of(span), f"{digits(span.seconds * 1e6)} µs"
     for words in (f"{name} · {time}", name, name.split()[0], name.rpartition(".")[2], time):
         if len(words) * LETTER + 6 <= width:
-            dark = span.lane == "compute" or on_exposed
-            return [text(x + width / 2, y + ZOOMED / 2 + 4, words, f"zt c{'' if dark else ' k'}")]
+            middle = (span.start + span.end) / 2
+            hidden = not any(a <= middle <= b for a, b in _cut([span], waits(phase)))
+            dark = " k" if span.lane == "communication" and hidden else ""
+            return [text(x + width / 2, y + ZOOMED / 2 + 4, words, f"zt c{dark}")]
     return []
 
 

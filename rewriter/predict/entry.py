@@ -1,26 +1,97 @@
-"""A model and recipes → what real ranks of this machine measure: what `rewriter.api.measure` and `validate` do."""
+"""Models, recipes and a fabric → comparisons: what `rewriter.api.predict`, `measure` and `validate` do."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from rewriter.analysis.communication import model_dtype
+from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import load_fabric
+from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
-from rewriter.predict import measurement
+from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates, distinct
-from rewriter.predict.compare import compare
-from rewriter.predict.results import RecipeComparison
-from rewriter.predict.validate import validate as compare_with_real
+from rewriter.predict.results import PredictedPoint, RecipeComparison
 from rewriter.predict.validation import Validation
 from rewriter.predict.workload import Cluster, Workload
+from rewriter.recipes import Recipe
 from rewriter.recipes.apply import load_recipe
-from rewriter.tracing import trace
-from rewriter.tracing.meta_model import load_config
+from rewriter.tracing import trace, trace_skeleton
+from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import INDEX, SINGLE
+
+DEGREES, BATCHES = (1, 2, 4, 8), (1, 4, 16, 64)
+
+
+def compare(
+    model: Any,
+    recipes: Sequence[str | os.PathLike[str] | Recipe],
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    pareto: bool = False,
+    set: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> RecipeComparison:
+    """See `rewriter.api.predict`."""
+    began = time.process_time()
+    if not recipes:
+        raise RewriterError("predict: no recipe is named. Give at least one: --recipe tensor-parallel")
+    where = cluster.fabric if isinstance(cluster.fabric, Fabric) else load_fabric(cluster.fabric)
+    predictor = Predictor(where, workload, cluster.what_if, workload.nodes, cluster.library)
+    loaded = distinct([load_recipe(recipe, set) for recipe in recipes])
+    name, program = _traced(model, trust_remote_code)
+    candidates = Candidates(program, workload.sp)
+    found, skipped = candidates.of(loaded, workload.tp)
+    said = about_model(program, workload.prompt + workload.generate)
+    done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
+    points: dict[str, tuple[PredictedPoint, ...]] = {}
+    if pareto:
+        by_name = {recipe.name: recipe for recipe in loaded}
+        points = {p.recipe: _points(predictor, candidates, by_name[p.recipe]) for p in done.predictions}
+    return replace(done, pareto=points, seconds=time.process_time() - began)
+
+
+def about_model(program: Program, length: int) -> tuple[str, ...]:
+    """What its config leaves open, or asks for and is not simulated, in words. `length`: tokens of a whole sequence."""
+    config, said = program.source.config, []
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        said.append("The config names no dtype: float32 is assumed for weights, cache and messages.")
+    if config.get("quantization_config"):
+        dtype = str(model_dtype(program)).removeprefix("torch.")
+        said.append(f"The config's quantization of weights is not simulated: they count as {dtype}.")
+    if length > (most := context_length(config)):
+        said.append(f"{length:,} tokens are more than the {most:,} positions that the config says the model has.")
+    return tuple(said)
+
+
+def _traced(model: Any, trust_remote_code: bool) -> tuple[str, Program]:
+    """(what the model is called, its program as traced)."""
+    if isinstance(model, Program):
+        if model.history:
+            raise RewriterError(f"{model!r} is rewritten already: start from the program as traced")
+        return model.source.path or model.source.model_type, model
+    config = load_config(model, trust_remote_code)
+    program = trace_skeleton(build_skeleton(config, trust_remote_code), remote_code=trust_remote_code)
+    return str(model) if isinstance(model, (str, os.PathLike)) else program.source.model_type, program
+
+
+def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tuple[PredictedPoint, ...]:
+    """Points of a recipe over numbers of ranks and batches, those asked for among them; on as few nodes as it takes."""
+
+    def program_at(degree: int) -> Program | None:
+        try:
+            return candidates.one(recipe, degree).program
+        except RewriterError:  # bound to several ranks, or heads that do not divide: no such point
+            return None
+
+    degrees, batches = sorted({*DEGREES, predictor.workload.tp}), sorted({*BATCHES, predictor.workload.batch})
+    return replace(predictor, nodes=None).pareto(program_at, degrees, batches)
 
 
 def measure(
@@ -40,6 +111,8 @@ def measure(
         )
     program = traced(model, trust_remote_code)
     predicted = compare(program, recipes, workload, cluster, trust_remote_code=trust_remote_code)
+    from rewriter.predict import measurement  # starts what only real ranks need
+
     found = measurement.measure(_programs(program, recipes, workload), predicted, workload, cluster)
     return replace(found, model=os.fspath(model))
 
@@ -54,6 +127,8 @@ def validate(
     launches: int = 3,
 ) -> Validation:
     """See `rewriter.api.validate`."""
+    from rewriter.predict.validate import validate as compare_with_real
+
     programs = _programs(traced(model, trust_remote_code), recipes, workload)
     return compare_with_real(programs, workload, cluster, launches)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype
@@ -19,10 +20,9 @@ from rewriter.analysis.schedule import with_readers_first
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
-from rewriter.predict.expert_cost import NAME as _EXPERTS
-from rewriter.predict.forward_pass import ForwardPass
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched
-from rewriter.predict.module_cost import ModuleRun
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel, as_launched, axis_group
+from rewriter.predict.module_cost import EXPERTS, ModuleRun
+from rewriter.predict.workload import ForwardPass
 
 _GROUPED = (
     "experts: as grouped products with a uniform router. The emitted module computes them one by one, outside of a "
@@ -42,8 +42,8 @@ class NodeWork:
     node: fx.Node
     items: tuple[Item, ...]
     nbytes: int
-    elements: int = 0
-    dtype: torch.dtype = torch.float32
+    elements: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -93,43 +93,29 @@ class _ForwardRun:
                     continue
                 if node.op == "output":
                     break
-                items: tuple[Item, ...] = ()
-                if head is not None and node is head and self.given.logits:
-                    items = self._last_tokens(node, env)
-                env[node], more = self._wiring(node, env, graph)
-                value = env[node]
-                tensor = value if isinstance(value, torch.Tensor) else None
-                size = 0 if tensor is None else tensor.numel()
-                works.append(
-                    NodeWork(
-                        node,
-                        items + more,
-                        0 if tensor is None else tensor.nbytes,
-                        size,
-                        self.dtype if tensor is None else tensor.dtype,
-                    )
-                )
-        if self.given.fused and any(i.name == _EXPERTS for w in works for i in w.items):
+                items = self._last_tokens(head, env) if head is node and given.logits else ()
+                env[node], more = self._wiring(node, env)
+                value = env[node] if isinstance(env[node], torch.Tensor) else torch.empty(0, dtype=self.dtype)
+                works.append(NodeWork(node, items + more, value.nbytes, value.numel(), value.dtype))
+        if self.given.fused and any(i.name == EXPERTS for w in works for i in w.items):
             self.notes[_GROUPED] = None
         return Forward(tuple(works), tuple(self.notes))
 
     def _last_tokens(self, head: fx.Node, env: dict[fx.Node, Any]) -> tuple[Item, ...]:
-        """Only the wanted tokens pass the head. Ranks that share tokens tell each other the last ones."""
+        """Only the wanted tokens pass the head. Ranks that share tokens gather the last ones."""
         source = head.all_input_nodes[0]
         x = env[source]
         if not isinstance(x, torch.Tensor) or x.dim() < 3 or x.shape[1] <= self.given.logits:
             return ()
         env[source] = x[:, -self.given.logits :].clone()
-        ranks = self.mesh.get("sp", 1)
-        if ranks == 1 or self.given.is_decode:
+        group = axis_group(self.mesh, "sp")
+        if len(group) == 1 or self.given.is_decode:
             return ()
-        tp = self.mesh.get("tp", 1)
-        group = tuple(range(0, ranks * tp, tp))
-        return (Exchange("all_gather", "sp", env[source].nbytes * ranks, group, "last tokens"),)
+        return (Exchange("all_gather", "sp", env[source].nbytes * len(group), group, "last tokens"),)
 
     # --- wiring ---
 
-    def _wiring(self, node: fx.Node, env: dict[fx.Node, Any], graph: fx.Graph) -> tuple[Any, tuple[Item, ...]]:
+    def _wiring(self, node: fx.Node, env: dict[fx.Node, Any]) -> tuple[Any, tuple[Item, ...]]:
         sources = [env[n] for n in node.all_input_nodes]
         if node.target is ops.shard_tokens:
             return self._own_tokens(sources[0], args_of(node)[2]), ()
@@ -139,41 +125,38 @@ class _ForwardRun:
             name = self.program.ties.get(str(node.target), str(node.target))
             return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
-            return self._remembered(node, sources, graph)
-        known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
+            return self._remembered(node, sources)
         if node.target in _IDENTITIES:
             return sources[0], ()
+        known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
         if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:
-            shape, items, _ = self.runner.known[known]
-            if isinstance(shape, tuple):
-                return torch.empty(shape[0], dtype=shape[1]), items
+            value, items, _ = self.runner.known[known]
+            return _anew(value), items
         run = ModuleRun(self.given, self.dtype, self.mesh)
         value = run.operation(node, env)
         found = tuple(as_launched(run.operations))
         if isinstance(value, torch.Tensor) and found:
-            self.runner.known[known] = ((tuple(value.shape), value.dtype), found, None)
+            self.runner.known[known] = (value, found, None)
         return value, found
 
-    def _remembered(self, node: fx.Node, inputs: Sequence[Any], graph: fx.Graph) -> tuple[Any, tuple[Item, ...]]:
+    def _remembered(self, node: fx.Node, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...]]:
         module = self.program.modules[str(node.target)]
         key = (id(module), _signature(inputs), self.given, self.dtype, tuple(self.mesh.items()))
         if key not in self.runner.known:
             self.runner.held.append(module)
-            self.runner.known[key] = self._call(node, module, inputs, graph)
-        described, items, note = self.runner.known[key]
+            self.runner.known[key] = self._call(node, module, inputs)
+        value, items, note = self.runner.known[key]
         if note is not None:
             self.notes[note] = None
-        return _made(described), items
+        return _anew(value), items
 
-    def _call(
-        self, node: fx.Node, module: Module, inputs: Sequence[Any], graph: fx.Graph
-    ) -> tuple[Any, tuple[Item, ...], str | None]:
+    def _call(self, node: fx.Node, module: Module, inputs: Sequence[Any]) -> tuple[Any, tuple[Item, ...], str | None]:
         if not isinstance(module, Opaque):
             run = ModuleRun(self.given, self.dtype, self.mesh)
             try:
                 value = run.module(module, str(node.target), inputs)
                 note = _CACHELESS if run.biased and self.given.is_decode else None
-                return _described(value), run.items(value), note
+                return value, run.items(value), note
             except _UNKNOWN as error:
                 reason = f"it does not run without data ({str(error).splitlines()[0][:120]})"
         else:
@@ -184,7 +167,7 @@ class _ForwardRun:
         value = self._of_shape(shape, inputs)
         kind = "" if isinstance(module, Leaf) else module.class_name
         note = f"{kind}: estimated by its projections alone, since {reason}"
-        return _described(value), tuple(self._estimated(module, inputs, value)), note
+        return value, tuple(self._estimated(module, inputs, value)), note
 
     def _estimated(self, module: Module, inputs: Sequence[Any], value: Any) -> list[Item]:
         """Its matrices, each as a product with all tokens."""
@@ -192,9 +175,9 @@ class _ForwardRun:
         size = self.dtype.itemsize
         items: list[Item] = []
         for name, shape in parameters_of(module):
-            elements, depth = math.prod(shape), shape[-1] if shape else 1
             if len(shape) < 2:
                 continue
+            elements, depth = math.prod(shape), shape[-1]
             columns = elements // depth
             nbytes = elements * size + tokens * (depth + columns) * size
             items.append(
@@ -240,13 +223,6 @@ def _signature(tree: Any) -> Hashable:
     return tree if isinstance(tree, Hashable) else str(tree)
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    return [_described(v) for v in value] if isinstance(value, (tuple, list)) else value
-
-
-def _made(described: Any) -> Any:
-    if isinstance(described, list):
-        return tuple(_made(d) for d in described)
-    return torch.empty(described[0], dtype=described[1]) if isinstance(described, tuple) else described
+def _anew(value: Any) -> Any:
+    """The same shapes in storages of their own, by which a value is known."""
+    return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), value)

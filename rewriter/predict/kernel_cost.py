@@ -49,6 +49,12 @@ class Exchange:
 Item = Kernel | Exchange
 
 
+def axis_group(mesh: Mapping[str, int], axis: str) -> tuple[int, ...]:
+    """The first rank's group along an axis, by number in the mesh; tensor-parallel ranks are neighbours."""
+    size, stride = mesh.get(axis, 1), mesh.get("tp", 1) if axis == "sp" else 1
+    return tuple(range(0, size * stride, stride))
+
+
 @dataclass
 class CostedOperation:
     """An operator before fusion: bytes read and written by storage, and its kernel if it is no glue.
@@ -61,10 +67,6 @@ class CostedOperation:
     writes: Mapping[Hashable, int]
     items: Sequence[Item] = ()
     weights: frozenset[Hashable] = field(default_factory=frozenset)
-
-    @property
-    def is_glue(self) -> bool:
-        return not self.items
 
     def kernel(self) -> Kernel:
         """It alone, as a kernel."""
@@ -90,6 +92,7 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
     levels: list[int] = []
     merged: list[int] = []  # union-find over groups
     order: list[int | CostedOperation] = []
+    readers: dict[Hashable, set[int]] = {}  # ids of operations
 
     def root(group: int) -> int:
         while merged[group] != group:
@@ -98,7 +101,9 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
 
     for op in operations:
         level = max((depth.get(s, 0) for s in op.reads), default=0)
-        if not op.is_glue:
+        for storage in op.reads:
+            readers.setdefault(storage, set()).add(id(op))
+        if op.items:  # it is no glue
             order.append(op)
             depth.update(dict.fromkeys(op.writes, level + 1))
             continue
@@ -118,27 +123,19 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
         groups[group].append(op)
         for storage in op.writes:
             depth[storage], group_of[storage] = level, group
-    readers: dict[Hashable, set[int]] = {}
-    for number, op in enumerate(operations):
-        for storage in op.reads:
-            readers.setdefault(storage, set()).add(number)
-    numbers = {id(op): number for number, op in enumerate(operations)}
     found: list[Item] = []
     for entry in order:
         if isinstance(entry, CostedOperation):
             found += entry.items
         elif groups[entry]:
-            found.append(_together(groups[entry], readers, numbers, results))
+            found.append(_together(groups[entry], readers, results))
     return found
 
 
 def _together(
-    group: Sequence[CostedOperation],
-    readers: Mapping[Hashable, set[int]],
-    numbers: Mapping[int, int],
-    results: frozenset[Hashable],
+    group: Sequence[CostedOperation], readers: Mapping[Hashable, set[int]], results: frozenset[Hashable]
 ) -> Kernel:
-    inside = {numbers[id(op)] for op in group}
+    inside = {id(op) for op in group}
     made = {s: size for op in group for s, size in op.writes.items()}
     read: dict[Hashable, int] = {}
     for op in group:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 from rewriter.fabric.writing import short
 
-_MATRIX, _BYTES = 1024, 128 << 20
-_LARGER = 8  # times, on CUDA
-_ATTENTION = (1, 8, 1024, 64)  # batch, heads, tokens, head size
-_ATTENTION_CUDA = (4, 32, 4096, 128)
+_BYTES = 128 << 20
+_MATRIX = {"cpu": 1024, "cuda": 8192}
+# (batch, heads, tokens, head size) and dtype: what models on such devices have
+_ATTENTION = {"cpu": ((1, 8, 1024, 64), "float32"), "cuda": ((4, 32, 4096, 128), "bfloat16")}
 
 
 def device_section(device: torch.device, source: str) -> dict[str, Any]:
@@ -30,25 +30,29 @@ def device_section(device: torch.device, source: str) -> dict[str, Any]:
     def figure(value: float, how: str) -> dict[str, Any]:
         return {"value": value if isinstance(value, int) else short(value), "source": f"{how}; {source}"}
 
-    launch, reached = _launch(device), "rates are those reached"
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    processors, memory, where = torch.get_num_threads(), 0, "of the host"
+    if cuda := device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, processors, where = properties.name, int(properties.multi_processor_count), "of the device"
+        memory = int(properties.total_memory)
+    size, (shape, dtype) = _MATRIX[device.type], _ATTENTION[device.type]
+    launch, reached, added = _launch(device), "rates are those reached", "an addition of one element"
     return {
-        "name": _name(device),
+        "name": name,
         "flops": {
-            name: figure(_product(device, dtype), f"products of {_matrix(device)} × {_matrix(device)} matrices")
-            for name, dtype in dtypes.items()
+            known: figure(_product(device, size, getattr(torch, known)), f"products of {size} × {size} matrices")
+            for known in ("float32", "bfloat16")
         },
         "efficiency": figure(1.0, reached),
-        "attention_flops": figure(_attention(device), "attention of {} {}, forward".format(*_attended(device))),
-        "memory_bytes": figure(_memory(device), "of the device" if device.type == "cuda" else "of the host"),
+        "attention_flops": figure(_attention(device, shape, dtype), f"attention of {shape} {dtype}, forward"),
+        "memory_bytes": figure(memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), where),
         "memory_bandwidth": figure(_copy(device), f"a copy of {_BYTES >> 20} MiB, reads and writes"),
         "memory_efficiency": figure(1.0, reached),
-        "call_seconds": figure(launch, "an addition of one element"),
-        "launch_seconds": figure(launch, "an addition of one element"),
-        "graphed_launch_seconds": figure(
-            0.0 if device.type == "cuda" else launch, "assumed: 0 on CUDA, no graphs else"
-        ),
-        "multiprocessors": figure(_processors(device), "as the system reports"),
+        "call_seconds": figure(launch, added),
+        "launch_seconds": figure(launch, added),
+        "graphed_launch_seconds": figure(0.0 if cuda else launch, "assumed: 0 on CUDA, no graphs else"),
+        "multiprocessors": figure(processors, "as the system reports"),
     }
 
 
@@ -66,23 +70,12 @@ def _seconds(run: Callable[[], object], device: torch.device, repetitions: int =
     return statistics.median(times[2:])
 
 
-def _matrix(device: torch.device) -> int:
-    return _MATRIX * (_LARGER if device.type == "cuda" else 1)
-
-
-def _product(device: torch.device, dtype: torch.dtype) -> float:
-    size = _matrix(device)
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> float:
     a = torch.ones(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _seconds(lambda: a @ a, device)
 
 
-def _attended(device: torch.device) -> tuple[tuple[int, int, int, int], str]:
-    """Shape and dtype: what models on such devices have."""
-    return (_ATTENTION_CUDA, "bfloat16") if device.type == "cuda" else (_ATTENTION, "float32")
-
-
-def _attention(device: torch.device) -> float:
-    shape, dtype = _attended(device)
+def _attention(device: torch.device, shape: tuple[int, int, int, int], dtype: str) -> float:
     q = torch.ones(shape, device=device, dtype=getattr(torch, dtype))
     batch, heads, tokens, size = shape
     return 4 * batch * heads * tokens**2 * size / _seconds(lambda: F.scaled_dot_product_attention(q, q, q), device)
@@ -101,21 +94,3 @@ def _launch(device: torch.device) -> float:
     for _ in range(count):
         one.add_(1)
     return (time.monotonic() - begun) / count
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _processors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return torch.get_num_threads()
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -7,28 +7,79 @@ launches; what the first takes longer is exposed communication.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import Any
+
+import torch
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
+from rewriter.common.processes import run_ranks
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.predict.rank_launcher import PassSeconds, run, slowest
+from rewriter.ir import Program
 from rewriter.predict.rank_worker import Spec, Variant
 from rewriter.predict.results import Phase, Prediction, RecipeComparison, generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.weights import Checkpoint, ShardPlan, write_shards
 
-if TYPE_CHECKING:
-    from rewriter.ir import Program
-
 REPETITIONS = 5
 TIMEOUT = 3600.0  # seconds of one launch: a big shard is read, and a pass may take long on a CPU
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Of one recipe's passes: medians over repetitions, each as long as its slowest rank takes. The silent ones are
+    those whose collectives took no time, None where they were not asked for."""
+
+    prefill: float
+    decode: float
+    silent_prefill: float | None = None
+    silent_decode: float | None = None
+
+
+def run(spec: Spec, ranks: Sequence[int]) -> dict[str, PassSeconds]:
+    """Start these ranks of `spec.world`, together, and return what each recipe's passes take.
+
+    Raises RewriterError with the reason of a rank that failed, and after `TIMEOUT`. No rank outlives this.
+    """
+    found = _results(spec, ranks)
+    return {variant.recipe: _together([passes[variant.recipe] for passes in found]) for variant in spec.variants}
+
+
+def calibrate(spec: Spec) -> tuple[str, float]:
+    """The YAML of a fabric that all ranks of `spec.world` measure, and for which share of the time something
+    else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
+    found = _results(spec, range(spec.world))[0]
+    return found["fabric"], found["taken"]
+
+
+def slowest(found: Sequence[PassSeconds]) -> PassSeconds:
+    """Of ranks that ran in turn: a pass takes as long as the slowest."""
+    every = [asdict(seconds) for seconds in found]
+    return PassSeconds(
+        **{name: max(one[name] for one in every) for name, value in every[0].items() if value is not None}
+    )
+
+
+def _together(ranks: Sequence[Mapping[str, Sequence[float]]]) -> PassSeconds:
+    """Of ranks that ran at once: in each repetition, the slowest."""
+    return PassSeconds(
+        **{
+            name.replace(" ", "_"): median(map(max, zip(*(passes[name] for passes in ranks), strict=True)))
+            for name in ranks[0]
+        }
+    )
+
+
+def _results(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    return run_ranks([sys.executable, "-m", "rewriter.predict.rank_worker"], asdict(spec), ranks, timeout=TIMEOUT)
 
 
 def classes(program: Program) -> tuple[int, ...]:
@@ -64,13 +115,6 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
     return Variant(recipe, str(module), weights, dtype, program.mesh.get("tp", 1), grid)
 
 
-def device() -> str:
-    """The device at hand."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
     """What ranks are asked; all of them are real without `cluster`."""
     values = None
@@ -89,7 +133,7 @@ def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluste
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
     """One rank for real, in an emulated world."""
     assert found.emulation is not None
-    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank], TIMEOUT)
+    return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank])
 
 
 def measure(
@@ -100,7 +144,7 @@ def measure(
     Where ranks are of several classes, one of each runs, in turn, and the slowest counts. Raises RewriterError where
     memory lacks, and with the reason of a rank that fails.
     """
-    where = device()
+    where = "cuda" if torch.cuda.is_available() else "cpu"
     by_name = dict(programs)
     measured: dict[str, PassSeconds] = {}
     for p in predicted.predictions:
@@ -169,8 +213,6 @@ def require_memory(p: Prediction, where: str) -> None:
 def free_memory(where: str) -> int | None:
     """Bytes; None where the system does not say."""
     if where == "cuda":
-        import torch
-
         return torch.cuda.mem_get_info()[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

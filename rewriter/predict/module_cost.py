@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rewriter import ops
 from rewriter.analysis.op_semantics import operator_of
 from rewriter.ir import Body, Leaf, Module, Opaque, args_of
 from rewriter.predict.attention_cost import attention_items
-from rewriter.predict.expert_cost import experts_items
-from rewriter.predict.forward_pass import ForwardPass
-from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, fused
+from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, axis_group, fused
+from rewriter.predict.workload import ForwardPass
+
+EXPERTS = "experts"  # the name of their products
 
 
 class ModuleRun:
@@ -35,9 +37,7 @@ class ModuleRun:
         """What has run, as kernels; `value` is what comes out."""
         if not self.given.fused:
             return tuple(as_launched(self.operations))
-        tensors = value if isinstance(value, (tuple, list)) else (value,)
-        results: frozenset[Hashable] = frozenset(_storage(t) for t in tensors if isinstance(t, torch.Tensor))
-        return tuple(fused(self.operations, results))
+        return tuple(fused(self.operations, frozenset(_storage(t) for t in _tensors(value))))
 
     def module(self, module: Module, path: str, inputs: Sequence[Any]) -> Any:
         if isinstance(module, Leaf):
@@ -67,9 +67,7 @@ class ModuleRun:
     def _attribute(self, body: Body, name: str) -> torch.Tensor:
         if name in body.buffers:
             return torch.empty_like(body.buffers[name], device="meta")
-        shape = body.parameters[name]
-        stored = body.stored.get(name)
-        return self._weight(shape, stored or self.dtype)
+        return self._weight(body.parameters[name], body.stored.get(name))
 
     def _weight(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         weight = torch.empty(tuple(shape), dtype=dtype or self.dtype)
@@ -86,13 +84,13 @@ class ModuleRun:
             out = torch.empty(*x.shape, weight.shape[1], dtype=self.dtype)
             self._record(name, (x,), (out,))
             return out
+        sources = [x, weight] if bias is None else [x, weight, bias]
         if leaf.kind == "LayerNorm":
-            out = torch.empty_like(x)
-            self._record(name, [t for t in (x, weight, bias) if t is not None], (out,))
+            self._record(name, sources, (out := torch.empty_like(x),))
             return out
         columns = weight.shape[0] if leaf.kind.endswith("Linear") else weight.shape[1]
         out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype)
-        self._record(name, [t for t in (x, weight, bias) if t is not None], (out,), product=(x, out))
+        self._record(name, sources, (out,), product=(x, out))
         return out
 
     def operation(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -101,14 +99,19 @@ class ModuleRun:
         target: Any = node.target
         name = getattr(target, "__name__", str(target)).split(".")[0]
         if target is ops.attention:
-            return self._attention(node, args, kwargs)
+            q, k, v = args[:3]
+            self.biased = self.biased or kwargs.get("bias") is not None
+            out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+            ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
+            self._record("attention", [q, k, v], (out,), items=attention_items(q, k, v, kwargs, self.given, ranks))
+            return out
         if target is ops.experts:
             out = torch.empty_like(args[0])
             items = experts_items(args, kwargs, self.given.fused)
-            self._record("experts", [a for a in args if isinstance(a, torch.Tensor)], (out,), items=items)
+            self._record("experts", _tensors(args), (out,), items=items)
             return out
         if target in (ops.all_reduce, ops.all_reduce_start):
-            exchange = Exchange("all_reduce", args[1], args[0].nbytes, self._group(args[1]), "inside")
+            exchange = Exchange("all_reduce", args[1], args[0].nbytes, axis_group(self.mesh, args[1]), "inside")
             self._record("all_reduce", (args[0],), (out := args[0].clone(),), items=[exchange])
             return out
         if target is ops.vocab_embedding:
@@ -116,59 +119,40 @@ class ModuleRun:
             self._record(name, (args[0],), (out,))
             return out
         if target in (ops.all_gather, ops.repeat_shard):
-            ranks = self.mesh.get(args[1], 1)
-            out = torch.cat([args[0]] * ranks, dim=args[2])
-            self._record("cat", (args[0], out), (out,))
-            return out
+            return self._repeated(*args[:3])
         if target is ops.own_shard:
             return args[0].narrow(args[2], 0, args[0].shape[args[2]] // self.mesh.get(args[1], 1))
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta"
         if node.op == "call_method":
-            out = getattr(args[0], str(target))(*args[1:], **kwargs)
-        else:
-            out = target(*args, **kwargs)
-        out = _on_meta(out)
-        results = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
+            target = getattr(type(args[0]), target)
+        out = _on_meta(target(*args, **kwargs))
+        results = _tensors(out)
         sources = [t for t in _tensors((args, kwargs)) if t.device.type == "meta"]
         if not results or {_storage(t) for t in results} <= {_storage(t) for t in sources}:
             return out  # a view, or a size
-        row = operator_of(node)
-        kind = None if row is None else row.kind
-        product = None
-        if row is not None and kind == "product":
+        row, product = operator_of(node), None
+        if row is not None and row.kind == "product":
             product = (args[row.factors[0]], results[0])
-        elif kind == "convolution":
+        elif row is not None and row.kind == "convolution":
             product = (args[1][0].flatten(), results[0])
-        if kind == "lookup":  # it reads as much as it writes, not the full table
+        if row is not None and row.kind == "lookup":  # it reads as much as it writes, not the full table
             self._record(name, [t for t in sources[1:] if t.dim()], results, also=sum(t.nbytes for t in results))
         else:
             self._record(name, sources, results, product=product)
         return out
 
     def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
-        """Shards that are gathered inside a module, and laid one after the other."""
-        ranks = self.mesh.get(axis, 1)
-        arrived = x.clone()
-        exchange = Exchange("all_gather", axis, x.nbytes * ranks, self._group(axis), "inside")
+        """Shards that are gathered inside a module, and put one after the other."""
+        group, arrived = axis_group(self.mesh, axis), x.clone()
+        exchange = Exchange("all_gather", axis, x.nbytes * len(group), group, "inside")
         self._record("all_gather", (x,), (arrived,), items=[exchange])
-        out = torch.cat([arrived] * ranks, dim=dim)
-        self._record("cat", (arrived, out), (out,))
-        return out
+        return self._repeated(arrived, axis, dim)
 
-    def _group(self, axis: str) -> tuple[int, ...]:
-        """The first rank's group: those of "tp" are neighbours."""
-        size = self.mesh.get(axis, 1)
-        stride = self.mesh.get("tp", 1) if axis == "sp" else 1
-        return tuple(range(0, size * stride, stride))
-
-    def _attention(self, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        q, k, v = args[:3]
-        self.biased = self.biased or kwargs.get("bias") is not None
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
-        ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
-        items = attention_items(q, k, v, kwargs, self.given, ranks)
-        self._record("attention", [q, k, v], (out,), items=items)
+    def _repeated(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
+        """As many copies as an axis has ranks, side by side: what a gathered tensor looks like."""
+        out = torch.cat([x] * self.mesh.get(axis, 1), dim=dim)
+        self._record("cat", (x, out), (out,))
         return out
 
     def _record(
@@ -192,18 +176,9 @@ class ModuleRun:
             x, out = product
             depth, columns = x.shape[-1], out.shape[-1]
             batches = out.shape[0] if out.dim() > 2 and not weights else 1
-            kernel = Kernel(
-                name,
-                "product",
-                sum(reads.values()) + sum(writes.values()),
-                2.0 * out.numel() * depth,
-                sum(reads[s] for s in weights),
-                batches,
-                max(1, out.numel() // max(1, columns * batches)),
-                columns,
-                depth,
-            )
-            items = [kernel]
+            rows = max(1, out.numel() // max(1, columns * batches))
+            nbytes, read = sum(reads.values()) + sum(writes.values()), sum(reads[s] for s in weights)
+            items = [Kernel(name, "product", nbytes, 2.0 * out.numel() * depth, read, batches, rows, columns, depth)]
         self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights))
 
 
@@ -218,18 +193,42 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _on_meta(tree: Any) -> Any:
     """The same tree without data: constants of the source may be elsewhere."""
-    if isinstance(tree, torch.Tensor):
-        return tree if tree.device.type == "meta" else torch.empty_like(tree, device="meta")
-    if isinstance(tree, Mapping):
-        return {key: _on_meta(value) for key, value in tree.items()}
-    return type(tree)(map(_on_meta, tree)) if type(tree) in (tuple, list) else tree
+    return tree_map_only(torch.Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), tree)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [t for branch in tree for t in _tensors(branch)]
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def active_experts(experts: int, chosen: int, tokens: int) -> float:
+    """How many of `experts` are chosen by at least one of `tokens` that choose `chosen` each, uniformly at random.
+
+    X · (1 − (1 − k / X)ⁿ); a trained router is not uniform, and fewer are then chosen.
+    """
+    return experts * (1.0 - (1.0 - min(1.0, chosen / experts)) ** tokens)
+
+
+def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Item]:
+    """Kernels of `ops.experts`. As emitted, each active expert runs on its own tokens: two products and four pieces of
+    glue (gather, activation, weighting, scatter) behind a sort. `fused`: one grouped product for all experts of each
+    projection, as grouped kernels do it."""
+    x, index, _, up, down = args[:5]
+    tokens, chosen = index.shape
+    size, count = x.element_size(), up.shape[0]
+    active = min(count, max(1, round(active_experts(count, chosen, tokens))))
+    of_one = (up[0].numel(), down[0].numel())
+    width, hidden = x.shape[1], down.shape[1] if kwargs.get("transposed") else down.shape[2]
+    rows = tokens * chosen
+    shapes = ((of_one[0], width, of_one[0] // width), (of_one[1], hidden, width))
+    moved = rows * (width + 2 * hidden) * size  # gathered tokens, activations, weighted results
+    items: list[Item] = [Kernel("route", "glue", 4.0 * rows * 8)]
+    groups = 1 if fused else active
+    for _ in range(groups):
+        share = active / groups
+        for elements, depth, columns in shapes:
+            weights = int(elements * share * size)
+            nbytes, flops = weights + rows / groups * (depth + columns) * size, 2.0 * rows / groups * elements
+            batches, each = max(1, round(share)), max(1, rows // active)
+            items.append(Kernel(EXPERTS, "product", nbytes, flops, weights, batches, each, columns, depth))
+        items += [Kernel("glue of experts", "glue", 2.0 * moved / groups / 4) for _ in range(1 if fused else 4)]
+    return items

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.numbers import duration, percent, rate, times
+from rewriter.common.numbers import digits, duration, percent, times
 from rewriter.predict.comparison_tables import (
     COLUMNS,
     LEGEND,
@@ -17,9 +16,9 @@ from rewriter.predict.comparison_tables import (
     cells,
     degree,
     model_name,
+    notes,
     parts,
     setting,
-    shared_notes,
 )
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
@@ -66,34 +65,32 @@ _HATCH = (
 
 
 def page(
-    comparison: RecipeComparison,
+    found: RecipeComparison,
     command: str = "",
     figures: Sequence[tuple[str, str, str]] = (),
     validation: Validation | None = None,
 ) -> str:
     """The file's text. `command`: what made it; `figures`: the fabric's, each with its value and its source, in
-    words;
-    `validation`: what was measured beside it.
+    words; `validation`: what was measured beside it.
 
     The same arguments give the same bytes.
     """
-    found = comparison
     title = f"{model_name(found)}: what recipes gain on {found.fabric}"
+    mark, _, why = MODELLED.partition(":")
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(setting(found))} · {escape(found.fabric_summary)}</p>',
-        *([f'<p><span class="mark">{escape(MODELLED.split(":")[0])}</span>{escape(MODELLED.partition(":")[2])}</p>']
-          if found.modelled else []),
-        *([f"<p>What if: <code>{escape(', '.join(found.what_if))}</code></p>"] if found.what_if else []),
+        f'<p><span class="mark">{escape(mark)}</span>{escape(why)}</p>' if found.modelled else "",
+        f"<p>What if: <code>{escape(', '.join(found.what_if))}</code></p>" if found.what_if else "",
         f'<p class="lead">{escape(headline(found.predictions))}</p>',
         _speed(found),
         _passes("decode", "One decode step", [(p, p.decode) for p in found.predictions]),
         _passes("prefill", "Prefill", [(p, p.prefill) for p in found.predictions]),
         _points(found.pareto),
         _validated(validation),
-        _notes(found),
+        _notes(notes(found)),
         _origin(found, command, figures),
-    ]  # fmt: skip
+    ]
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" '
@@ -106,20 +103,14 @@ def write_page(file: str | os.PathLike[str], text: str) -> None:
     """Write `text`, all of it or nothing. Raises RewriterError where the directory of `file` cannot be written to."""
     path = Path(file)
     require_place(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise RewriterError(f"--html {path}: cannot be written ({error.strerror}). Choose another place.") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def require_place(path: Path) -> None:
@@ -142,14 +133,14 @@ def headline(predictions: Sequence[Prediction]) -> str:
     best = max(others, key=lambda p: round(p.speedup, 2))  # of equals, the first named
     if best.speedup <= 1:
         return f"{waits} None of the other recipes is faster."
-    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {rate(best.tokens_per_second)}."
+    return f"{waits} {best.recipe} gives {times(best.speedup)} its tokens per second: {digits(best.tokens_per_second)}."
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
 def _speed(found: RecipeComparison) -> str:
-    rows = [(p.recipe, list(cells(p).values())) for p in found.predictions]
+    rows = [(p.recipe, [*cells(p).values()]) for p in found.predictions]
     first = found.predictions[0].recipe if found.predictions else ""
     caption = f"Tokens per second as multiples of {first}'s, the first recipe named (the dashed line)."
     return (
@@ -213,7 +204,7 @@ def _points(found: Mapping[str, Sequence[PredictedPoint]]) -> str:
     if not any(found.values()):
         return ""
     rows = [
-        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), rate(q.tokens_per_second_per_gpu),
+        (recipe, [degree(q), f"{q.batch:,}", duration(q.seconds_per_token), digits(q.tokens_per_second_per_gpu),
                   "best" if q.front else "" if q.fits else "does not fit"])
         for recipe, points in found.items()
         for q in sorted(points, key=lambda q: (not q.front, q.ranks, q.batch))
@@ -237,41 +228,29 @@ def _validated(found: Validation | None) -> str:
     return f"<h2>Validation</h2>{table}{said}"
 
 
-def _notes(found: RecipeComparison) -> str:
-    said = [
-        ("" if len(recipes) == len(found.predictions) else f"{', '.join(recipes)}: ") + note
-        for note, recipes in shared_notes(found.predictions)
-    ]
-    said += [f"{entry.recipe}: not predicted. {entry.reason}" for entry in found.skipped]
-    if not said:
-        return ""
-    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>"
+def _notes(said: Sequence[str]) -> str:
+    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in said) + "</ul>" if said else ""
 
 
 def _origin(found: RecipeComparison, command: str, figures: Sequence[tuple[str, str, str]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(what)}<td>{escape(value)}<td>{escape(source)}' for what, value, source in figures
-    )
-    table = (
-        '<div class="wide"><table class="words"><caption class="left muted">'
-        f"Figures of {escape(found.fabric)}</caption><tbody>{rows}</table></div>"
-        if rows
-        else ""
-    )
     made = f"<p><code>{escape(command)}</code></p>" if command else ""
-    where = (
-        f"<p>{escape(found.fabric)}: {escape(found.fabric_summary.rstrip('.'))}. Device: {escape(found.device)}.</p>"
-    )
-    return f"<h2>Where this is from</h2>{made}{where}{table}"
+    where = f"{found.fabric}: {found.fabric_summary.rstrip('.')}. Device: {found.device}."
+    head = '<div class="wide"><table class="words"><caption class="left muted">'
+    head += f"Figures of {escape(found.fabric)}</caption><tbody>"
+    table = f"{head}{_rows((what, row) for what, *row in figures)}</table></div>" if figures else ""
+    return f"<h2>Where this is from</h2>{made}<p>{escape(where)}</p>{table}"
 
 
 def _table(first: str, columns: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]], caption: str) -> str:
     """Rows by their names; scrolls by itself where the page is narrow."""
-    head = "".join(f'<th scope="col">{escape(column)}' for column in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}' + "".join(f"<td>{escape(cell)}" for cell in row) for name, row in rows
-    )
+    head = "".join(f'<th scope="col">{escape(column)}' for column in (first, *columns))
     return (
-        f'<div class="wide"><table><caption class="left muted">{escape(caption)}</caption><thead><tr><th scope="col">'
-        f"{escape(first)}{head}<tbody>{body}</table></div>"
+        f'<div class="wide"><table><caption class="left muted">{escape(caption)}</caption><thead><tr>'
+        f"{head}<tbody>{_rows(rows)}</table></div>"
+    )
+
+
+def _rows(rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    return "".join(
+        f'<tr><th scope="row">{escape(name)}' + "".join(f"<td>{escape(cell)}" for cell in row) for name, row in rows
     )

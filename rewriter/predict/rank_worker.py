@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.common.processes import rank_main
 from rewriter.fabric import Call, Delay
@@ -70,14 +71,8 @@ class Spec:
     largest: int = 0
     messages: bool = False
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Spec:
-        """From the JSON values of its fields; others are left out."""
-        variants = tuple(
-            Variant(**{**v, "grid": None if v["grid"] is None else tuple(v["grid"])}) for v in values["variants"]
-        )
-        own = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**{**own, "variants": variants, "cores": tuple(values["cores"])})
+
+SPEC = TypeAdapter(Spec)  # from the JSON values of its fields; others are left out
 
 
 class Silent:
@@ -89,7 +84,7 @@ class Silent:
 
 def main(values: dict[str, Any], rank: int) -> dict[str, Any]:
     """What `rank` measures of the `Spec` of `values`."""
-    spec = Spec.of(values)
+    spec = SPEC.validate_python(values)
     if spec.cores:
         os.sched_setaffinity(0, {spec.cores[rank % len(spec.cores)]})  # before any thread: gloo's own inherit it
         torch.set_num_threads(1)
@@ -127,19 +122,17 @@ def _passes(spec: Spec, variant: Variant, rank: int, device: torch.device) -> di
     return found
 
 
-def _join(spec: Spec, meeting: int, rank: int, device: torch.device, silent: bool) -> None:
-    """A process group; real ranks of each `meeting` meet in a separate file."""
+def _join(spec: Spec, job: int, rank: int, device: torch.device, silent: bool) -> None:
+    """A process group; real ranks of each `job` meet in a separate file."""
     if spec.emulation is not None:
         from rewriter.emulation import EmulationConfig
 
         options: Any = Silent() if silent else EmulationConfig.of(**spec.emulation)
         dist.init_process_group("emulated", rank=rank, world_size=spec.world, store=HashStore(), pg_options=options)
         return
-    store = FileStore(f"{spec.store}-{meeting}", spec.world)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", rank=rank, world_size=spec.world, store=store, device_id=device)
-    else:
-        dist.init_process_group("gloo", rank=rank, world_size=spec.world, store=store)
+    store = FileStore(f"{spec.store}-{job}", spec.world)
+    backend, only = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, rank=rank, world_size=spec.world, store=store, device_id=only)
 
 
 @torch.inference_mode()
@@ -222,19 +215,17 @@ def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], 
 
 
 def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.Module:
-    model = build(Path(variant.module), "Model", _mesh(spec, variant, device))
+    if variant.grid is None:
+        mesh = init_device_mesh(device.type, (spec.world,), mesh_dim_names=("tp",))
+    else:
+        mesh = sequence_mesh(device.type, variant.grid, tensor_parallel=variant.tp)
+    model = build(Path(variant.module), "Model", mesh)
     shard = variant.weights.get(str(rank % variant.tp))
     if shard is None:
         _randomize(model, device, getattr(torch, variant.dtype))
     else:
         fill(model, Path(shard), device=device)
     return model.eval()
-
-
-def _mesh(spec: Spec, variant: Variant, device: torch.device) -> DeviceMesh:
-    if variant.grid is not None:
-        return sequence_mesh(device.type, variant.grid, tensor_parallel=variant.tp)
-    return init_device_mesh(device.type, (spec.world,), mesh_dim_names=("tp",))
 
 
 def _randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

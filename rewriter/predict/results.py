@@ -7,7 +7,7 @@ stream works, waits for communication, or waits for the host to launch its next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Lane = Literal["compute", "communication"]
@@ -74,8 +74,8 @@ class Prediction:
     """One recipe on one fabric.
 
     `recipe`: as the user named it. `tp`: ranks that share heads and channels, `sp`: those that share tokens; `nodes`:
-    over which they lie. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are launched as
-    one CUDA graph. `modelled`: the fabric's figures are not measured.
+    over which they are spread. `batch`: sequences; `prompt` and `generate`: tokens of each. `graphed`: kernels are
+    launched as one CUDA graph. `modelled`: the fabric's figures are not measured.
 
     `prefill`: the pass over the prompt, which gives the first token. `decode`: one step, which takes as long at any
     place: the runtime's cache is allocated, and read, for prompt + generate tokens (less for windows).
@@ -178,57 +178,29 @@ class RecipeComparison:
     seconds: float = 0.0
 
 
+_KEYS = (
+    "seconds_per_token", "tokens_per_second", "exposed_communication_seconds_per_token", "speedup",
+    "break_even_seconds", "break_even_note", "break_even_prefill_seconds", "break_even_prefill_note",
+    "memory_bytes_per_rank", "fits", "fabric", "modelled", "kind", "tp", "sp", "nodes", "batch", "prompt", "generate",
+    "graphed",
+)  # fmt: skip
+
+
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
     asked for, "pareto" lists the recipe's, as in `PredictedPoint`."""
-    return [_object(p, comparison) for p in comparison.predictions]
-
-
-def _object(prediction: Prediction, comparison: RecipeComparison) -> dict[str, Any]:
-    p, points = prediction, comparison.pareto.get(prediction.recipe)
-    return {
-        "recipe": p.recipe,
-        "prefill_seconds": p.prefill.seconds,
-        "seconds_per_token": p.seconds_per_token,
-        "tokens_per_second": p.tokens_per_second,
-        "exposed_communication_seconds_per_token": p.exposed_communication_seconds_per_token,
-        "speedup": p.speedup,
-        "decode_seconds": p.decode.seconds,
-        "break_even_seconds": p.break_even_seconds,
-        "break_even_note": p.break_even_note,
-        "break_even_prefill_seconds": p.break_even_prefill_seconds,
-        "break_even_prefill_note": p.break_even_prefill_note,
-        "memory_bytes_per_rank": p.memory_bytes_per_rank,
-        "fits": p.fits,
-        "model": comparison.model,
-        "fabric": p.fabric,
-        "modelled": p.modelled,
-        "what_if": list(comparison.what_if),
-        "kind": p.kind,
-        "tp": p.tp,
-        "sp": p.sp,
-        "nodes": p.nodes,
-        "batch": p.batch,
-        "prompt": p.prompt,
-        "generate": p.generate,
-        "graphed": p.graphed,
-        "prefill": _phase(p.prefill),
-        "decode": _phase(p.decode),
-        "notes": list(p.notes),
-        **({} if points is None else {"pareto": [asdict(point) for point in points]}),
-    }
+    found: list[dict[str, Any]] = []
+    for p in comparison.predictions:
+        seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
+        asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
+        phases = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
+        found.append({"recipe": p.recipe, **seconds, **{key: getattr(p, key) for key in _KEYS}, **asked, **phases})
+        if p.recipe in comparison.pareto:
+            found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
+    return found
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    return {
-        "seconds": phase.seconds,
-        "compute_seconds": phase.compute_seconds,
-        "communication_seconds": phase.communication_seconds,
-        "exposed_seconds": phase.exposed_seconds,
-        "host_seconds": phase.host_seconds,
-        "exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()},
-        "flops": phase.flops,
-        "weight_bytes": phase.weight_bytes,
-        "kernels": phase.kernels,
-        "collectives": phase.collectives,
-    }
+    found = asdict(replace(phase, spans=()))
+    del found["spans"]
+    return found | {"exposed_by_layer": {str(layer): seconds for layer, seconds in phase.exposed_by_layer.items()}}

@@ -16,7 +16,7 @@ from rewriter.ir import args_of
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import parse_format, slice_length
 from rewriter.predict.forward import Forward, NodeWork
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel, axis_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +63,8 @@ class Place:
     graphed: bool
 
     def group(self, axis: str) -> tuple[int, ...]:
-        """The first rank's group along an axis; tensor-parallel ranks are neighbours."""
-        size = self.mesh.get(axis, 1)
-        stride = self.mesh.get("tp", 1) if axis == "sp" else 1
-        return tuple(self.ranks[i] for i in range(0, size * stride, stride))
+        """The first rank's group along an axis."""
+        return tuple(self.ranks[i] for i in axis_group(self.mesh, axis))
 
     def call(self, kind: Any, nbytes: int, ranks: tuple[int, ...], dtype: Any) -> Call:
         return Call(kind, nbytes, ranks, str(dtype).removeprefix("torch."), self.graphed)
@@ -88,24 +86,23 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         node, items = work.node, work.items
         if node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_gather):
             flush()
-            begin = _begin(work, place)
-            found.append(begin)
-            begun[node] = begin
-            if node.target is not ops.all_reduce_start:
-                found.append(Await(begin))
+            begun[node] = begin = _begin(work, place)
+            found += [begin] if node.target is ops.all_reduce_start else [begin, Await(begin)]
         elif node.target is ops.all_reduce_wait:
             flush()
             found.append(Await(begun[args_of(node)[0]]))
-        if fuse and node.op != "call_module" and items and in_stream(node) and _only_glue(items):
-            pending += [(work, item) for item in items if isinstance(item, Kernel)]
+        glue = [(work, item) for item in items if isinstance(item, Kernel) and item.work == "glue"]
+        if fuse and node.op != "call_module" and items and in_stream(node) and len(glue) == len(items):
+            pending += glue
             continue
-        if pending and _joins(pending[-1][0].node, node, items):
-            assert isinstance(items[0], Kernel)
+        first = items[0] if pending and items else None
+        joins = isinstance(first, Kernel) and first.work == "glue" and pending[-1][0].node in node.all_input_nodes
+        if isinstance(first, Kernel) and joins:  # it reads what the pending glue made
             nbytes, saved = sum(k.nbytes for _, k in pending), float(pending[-1][0].nbytes)
             key = (id(items), nbytes, saved)
             if key not in merged:
-                first = replace(items[0], nbytes=items[0].nbytes + nbytes - saved, name=f"add+{items[0].name}")
-                merged[key] = (first, *items[1:])
+                whole = replace(first, nbytes=first.nbytes + nbytes - saved, name=f"add+{first.name}")
+                merged[key] = (whole, *items[1:])
             pending.clear()
             items = merged[key]
         elif items:
@@ -113,16 +110,6 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
         found += _steps_of(node, items, place, work.dtype)
     flush()
     return found
-
-
-def _joins(glue: fx.Node, node: fx.Node, items: tuple[Item, ...]) -> bool:
-    """Whether a node begins with glue that reads what `glue` made."""
-    first = items[0] if items else None
-    return isinstance(first, Kernel) and first.work == "glue" and glue in node.all_input_nodes
-
-
-def _only_glue(items: tuple[Item, ...]) -> bool:
-    return all(isinstance(item, Kernel) and item.work == "glue" for item in items)
 
 
 def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) -> Iterator[Step]:
@@ -147,8 +134,8 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
             continue
         ranks = tuple(place.ranks[r] for r in item.ranks)
         call = place.call(item.kind, item.nbytes, ranks, dtype)
-        reduction = item.kind == "all_reduce"
-        begin = Begin(f"{_words(call)} {item.name} {name}", layer, item.axis, (call,), call, reduction)
+        words = f"{_words(call)} {item.name} {name}"
+        begin = Begin(words, layer, item.axis, (call,), call, item.kind == "all_reduce")
         yield begin
         if item.behind:
             waiting.append((item.behind, begin))

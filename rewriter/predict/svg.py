@@ -31,15 +31,14 @@ def text(x: float, y: float, words: str, style: str = "") -> str:
     return f'<text x="{number(x)}" y="{number(y)}"{_class(style)}>{escape(words)}</text>'
 
 
-def path(data: str, style: str = "", more: str = "") -> str:
-    """A path. `more`: further attributes."""
-    return f'<path d="{data}"{_class(style)}{more and " " + more}/>'
+def path(data: str, style: str = "") -> str:
+    """A path. `style`: CSS classes."""
+    return f'<path d="{data}"{_class(style)}/>'
 
 
-def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "", more: str = "") -> str:
+def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
     """A filled box; `title` is shown when a pointer rests on it, and read aloud."""
     shape = f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"{_class(style)}'
-    shape += f" {more}" if more else ""
     return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 
@@ -66,11 +65,8 @@ def strokes(intervals: Sequence[tuple[float, float]], y: float, finest: float = 
     data, at = "", 0.0
     for low, high in joined:
         low, high = round(low, 1), round(high, 1)
-        data += (
-            f"m{number(low - at)} 0h{number(high - low)}"
-            if data
-            else f"M{number(low)} {number(y)}h{number(high - low)}"
-        )
+        data += f"m{number(low - at)} 0" if data else f"M{number(low)} {number(y)}"
+        data += f"h{number(high - low)}"
         at = high
     return data
 

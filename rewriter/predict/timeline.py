@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
-from rewriter.predict.device import Rates
 from rewriter.predict.kernel_cost import Kernel
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.roofline import ALONE, Contention, seconds
+from rewriter.predict.roofline import ALONE, Contention, Rates, seconds
 from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]
@@ -195,12 +194,11 @@ class Timeline:
         for part in step.parts:
             if isinstance(part, Kernel):
                 took = seconds(part, self.durations.rates)
-                busy = _Busy(now, now + took, Contention(0, part.nbytes / took), 0)
+                busy, label = _Busy(now, now + took, Contention(0, part.nbytes / took), 0), part.name
             else:
-                delay = self.delays(step, part)
+                delay, label = self.delays(step, part), part.kind.replace("_", "-")
                 _, end, self.links = self.links.occupy(now, delay)
-                taken = _taken(delay)
-                busy = _Busy(now, end, taken, part.nbytes)  # waiting for a link is communication as well
+                busy = _Busy(now, end, _taken(delay), part.nbytes)  # waiting for a link is communication as well
                 self.collectives += 1
             self.kernels += 1
             now = busy.end
@@ -209,10 +207,11 @@ class Timeline:
             if busy.beside != ALONE:
                 self.active.append(busy)
             if self.record:
-                name = step.name if len(step.parts) == 1 else f"{step.name}: {_part(part)}"
+                name = step.name if len(step.parts) == 1 else f"{step.name}: {label}"
                 number = list(self.streams).index(step.axis)
-                span = Span("communication", busy.start, busy.end, name, step.layer, False, number, busy.nbytes)
-                self.spans.append(span)
+                self.spans.append(
+                    Span("communication", busy.start, busy.end, name, step.layer, False, number, busy.nbytes)
+                )
         self.ends[step] = now
 
 
@@ -220,7 +219,3 @@ def _taken(delay: Delay) -> Contention:
     if delay.seconds <= 0.0:
         return ALONE
     return Contention(delay.blocks, delay.memory_bytes / delay.seconds, delay.cpu_seconds / delay.seconds)
-
-
-def _part(part: Call | Kernel) -> str:
-    return part.name if isinstance(part, Kernel) else part.kind.replace("_", "-")

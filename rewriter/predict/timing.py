@@ -112,7 +112,7 @@ def beside_computation(
 
 def mean(values: Sequence[float]) -> float:
     """Of all but the longest fiftieth, which something else has disturbed: a step has many collectives, and what counts
-    is their sum, also where durations lie around two values."""
+    is their sum, also where durations are around two values."""
     return statistics.fmean(sorted(values)[: len(values) - len(values) // 50])
 
 

@@ -11,23 +11,22 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from rewriter.analysis.communication import collectives
+from rewriter.analysis.rank_memory import memory
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
-from rewriter.predict.measurement import TIMEOUT, classes, cores, emulated, free_memory, spec, variant
-from rewriter.predict.rank_launcher import PassSeconds, calibrate, run, slowest
+from rewriter.ir import Program
+from rewriter.predict import measurement
+from rewriter.predict.measurement import PassSeconds, cores, spec
 from rewriter.predict.validation import PASSES, Row, Validation
 from rewriter.predict.workload import Cluster, Workload
-
-if TYPE_CHECKING:
-    from rewriter.ir import Program
 
 
 def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
     """(device, words) for running all ranks of a job on this machine. Raises RewriterError that says why not."""
-    import torch
-
     if job.tp < 2:
         raise RewriterError("on 1 rank nothing is communicated. Take --tp 2 or more")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,7 +38,7 @@ def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
             f"{job.tp} real ranks need a GPU or a CPU core each; {has}, and fewer cores for this "
             "process. Use fewer ranks, or a larger machine"
         )
-    free = free_memory("cpu")
+    free = measurement.free_memory("cpu")
     if free is not None and job.tp * bytes_per_rank > free:
         raise RewriterError(
             f"{job.tp} ranks need {size(job.tp * bytes_per_rank)}, and {size(free)} are free. Use a smaller model"
@@ -47,66 +46,53 @@ def how_real(job: Workload, bytes_per_rank: int) -> tuple[str, str]:
     return "cpu", f"{job.tp} ranks on a CPU core each, gloo"
 
 
-def validate(
-    programs: Sequence[tuple[str, Program]],
-    job: Workload,
-    named: Cluster,
-    launches: int,
-) -> Validation:
+def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Cluster, launches: int) -> Validation:
     """Run every recipe's program on `job.tp` real ranks, and on one with emulated peers, in turns.
 
     On GPUs the peers have the delays of the fabric `named`; on CPUs those that so many real ranks measure first. Where
     this machine cannot run all ranks, the result says why. Raises RewriterError with the reason of a rank that fails.
     """
-    from rewriter.analysis.rank_memory import memory
-
     try:
         where, words = how_real(job, max(memory(program).parameters_per_rank for _, program in programs))
     except RewriterError as error:
         return Validation("", named.fabric, (), str(error))
     real: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
-    told: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
+    predicted: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
     with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
         scratch = Path(name)
         delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
-            variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
+            measurement.variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))
             for index, (recipe, program) in enumerate(programs)
         ]
-        ranks = {recipe: classes(program) for recipe, program in programs}
+        ranks = {recipe: measurement.classes(program) for recipe, program in programs}
         for launch in range(launches):
             # The order turns, so that no recipe is always the first after a start.
             turned = variants[launch % len(variants) :] + variants[: launch % len(variants)]
             asked = spec(turned, job, where, None, cores(job.tp, where))
-            for recipe, found in run(asked, range(job.tp), TIMEOUT).items():
+            for recipe, found in measurement.run(asked, range(job.tp)).items():
                 real[recipe].append(found)
             asked = spec(turned, job, where, delays, cores(1, where))
-            by_rank = {rank: emulated(asked, rank) for rank in sorted({r for rs in ranks.values() for r in rs})}
-            for recipe, seconds in told.items():
-                seconds.append(slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
-    rows = [
-        Row(
-            recipe,
-            kind,
-            tuple(getattr(seconds, kind) for seconds in told[recipe]),
-            tuple(getattr(seconds, kind) for seconds in real[recipe]),
-        )
+            every = sorted(set().union(*ranks.values()))
+            by_rank = {rank: measurement.emulated(asked, rank) for rank in every}
+            for recipe, seconds in predicted.items():
+                seconds.append(measurement.slowest([by_rank[rank][recipe] for rank in ranks[recipe]]))
+    rows = tuple(
+        Row(recipe, kind, *(tuple(getattr(one, kind) for one in side[recipe]) for side in (predicted, real)))
         for recipe, _ in programs
         for kind in PASSES
-    ]
+    )
     fabric = named.fabric if where == "cuda" else "a fabric calibrated on this machine"
-    return Validation(words, fabric, tuple(rows), busy=busy)
+    return Validation(words, fabric, rows, busy=busy)
 
 
 def _calibrated(programs: Sequence[tuple[str, Program]], job: Workload, directory: Path) -> tuple[Cluster, float]:
     """A fabric of this machine's CPU, of messages as large as the job's, and how busy it is (`Validation.busy`)."""
-    from rewriter.analysis.communication import collectives
-
     per_token = max((c.bytes_per_token for _, program in programs for c in collectives(program)), default=0)
     largest = 1 << max(12, min(26, (job.batch * job.prompt * per_token - 1).bit_length()))
     messages = any(program.mesh.get("sp", 1) > 1 for _, program in programs)  # ranks that share tokens send some
     asked = replace(spec((), job, "cpu", None, cores(job.tp, "cpu")), largest=largest, messages=messages)
     file = directory / "this-machine.yaml"
-    text, busy = calibrate(asked, TIMEOUT)
+    text, busy = measurement.calibrate(asked)
     file.write_text(text, encoding="utf-8")
     return Cluster(str(file)), busy

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.text import Text
 
 from rewriter.common.numbers import duration
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from rewriter.common.tables import plain_table
 
 WITHIN = 0.03  # error that is allowed where real launches agree better than half of it
 BUSY = 0.1  # on an idle machine the ranks of a calibration lack their cores for a smaller share of the time
 PASSES = ("prefill", "decode")
 COLUMNS = ("pass", "predicted", "measured", "error", "spread", "holds")
+_BUSY = (
+    "This machine is busy: something else had the ranks' cores for {:.0f} % of the time, so that the calibrated fabric "
+    "is too slow, and errors are no measure of the prediction. Repeat it on an idle machine."
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,11 @@ class Validation:
         spread of either."""
         found = []
         for kind in PASSES:
-            rows = [row for row in self.rows if row.kind == kind]
-            for index, a in enumerate(rows):
-                for b in rows[index + 1 :]:
-                    real = median(b.measured) / median(a.measured) - 1
-                    told = median(b.predicted) / median(a.predicted) - 1
-                    if abs(real) > max(a.spread, b.spread) and real * told < 0:
-                        found.append((a.recipe, b.recipe, kind))
+            for a, b in combinations([row for row in self.rows if row.kind == kind], 2):
+                measured = median(b.measured) / median(a.measured) - 1
+                predicted = median(b.predicted) / median(a.predicted) - 1
+                if abs(measured) > max(a.spread, b.spread) and measured * predicted < 0:
+                    found.append((a.recipe, b.recipe, kind))
         return found
 
     def of(self, recipe: str) -> dict[str, Any]:
@@ -90,16 +95,12 @@ class Validation:
 
     def cells(self) -> list[tuple[str, list[str]]]:
         """By recipe what stands in each of COLUMNS."""
-        return [
-            (
-                row.recipe,
-                [
-                    row.kind, duration(median(row.predicted)), duration(median(row.measured)),
-                    f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %", "yes" if row.holds else "no",
-                ],
-            )
-            for row in self.rows
-        ]  # fmt: skip
+        found = []
+        for row in self.rows:
+            seconds = [duration(median(side)) for side in (row.predicted, row.measured)]
+            shares = [f"{100 * row.error:+.1f} %", f"{100 * row.spread:.1f} %"]
+            found.append((row.recipe, [row.kind, *seconds, *shares, "yes" if row.holds else "no"]))
+        return found
 
     def said(self) -> list[str]:
         """What must be known beside the table."""
@@ -109,33 +110,18 @@ class Validation:
             f"Predicted: one real rank, its peers emulated ({self.fabric}). Measured: {self.real}.",
             f"Medians of {len(self.rows[0].measured)} launches of each, in turns. Spread: between the real launches. "
             f"It holds if the error is within {100 * WITHIN:g} % or twice the spread.",
-            *([] if self.busy is None or self.busy <= BUSY else [_busy(self.busy)]),
+            *([_BUSY.format(100 * self.busy)] if self.busy is not None and self.busy > BUSY else []),
             *(f"Ranked the wrong way in {kind}: {a} and {b}." for a, b, kind in self.misordered),
         ]
 
     def __rich__(self) -> Group:
-        from rich.console import Group
-        from rich.markup import escape
-        from rich.table import Table
-        from rich.text import Text
-
         words = Text("\n".join(self.said()), style="" if self.reason else "dim")
         if self.reason is not None:
             return Group(words)
-        table = Table(
-            title="Validation", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-        )
-        table.add_column("recipe", overflow="fold", header_style="dim")
+        table = plain_table("Validation")
+        table.add_column("recipe", overflow="fold")
         for index, column in enumerate(COLUMNS):
-            table.add_column(column, justify="right" if index else "left", header_style="dim")
+            table.add_column(column, justify="right" if index else "left")
         for recipe, row in self.cells():
             table.add_row(escape(recipe), *row)
         return Group(table, words)
-
-
-def _busy(share: float) -> str:
-    return (
-        f"This machine is busy: something else had the ranks' cores for {100 * share:.0f} % of the time, so that the "
-        "calibrated "
-        "fabric is too slow, and errors are no measure of the prediction. Repeat it on an idle machine."
-    )

@@ -1,4 +1,4 @@
-"""What is predicted and measured: a generation on so many ranks, and the cluster that they stand in."""
+"""What is predicted and measured: a generation on so many ranks, its forward passes, and the cluster of the ranks."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ class Cluster:
     fabric: Any
     what_if: tuple[str, ...] = ()
     library: str | None = None
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Which forward pass: `tokens` new ones of each of `batch` sequences; `keys` that a new token reads in attention,
+    where there are earlier ones (0: the prompt, of which each token sees those before it).
+
+    The static cache of `rewriter.runtime` is read in full, so `keys` is its length. `logits` is of how many last tokens
+    the head is wanted (0: of all). `fused`: the module is compiled.
+    """
+
+    batch: int
+    tokens: int
+    keys: int = 0
+    logits: int = 1
+    fused: bool = True
+
+    @property
+    def is_decode(self) -> bool:
+        return self.keys > 0
