@@ -83,6 +83,3 @@ def set_annealing(model: nn.Module, values: Mapping[int, float]) -> None:
             raise RewriterError(f"annealing: λ = {value} of layer {index}: expected 0 (the original) to 1 (the recipe)")
     for index, value in values.items():
         layers[index].annealing = value  # type: ignore[assignment]
-
-
-__all__ = ["Annealing", "Order", "annealed_layers", "set_annealing"]

@@ -61,6 +61,3 @@ def _ends_in_bias(node: fx.Node, biases: set[tuple[fx.Node, fx.Node]]) -> bool:
         elif (user, node) not in biases:
             return False
     return True
-
-
-__all__ = ["counts_tokens"]

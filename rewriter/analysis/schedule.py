@@ -98,6 +98,3 @@ def with_readers_first(graph: fx.Graph) -> fx.Graph:
     if all(order[reader] < order[node] for node, others in readers.items() for reader in others):
         return graph
     return rescheduled(graph, lambda _: False, lambda _: True, order.__getitem__)
-
-
-__all__ = ["IN_PLACE", "earlier_readers", "rescheduled", "with_readers_first"]

@@ -199,6 +199,3 @@ def _free(value: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and same(a, b))
-
-
-__all__ = ["check_tokens"]

@@ -33,6 +33,3 @@ def write_annealed(program: Program, weights: Path, out: Path) -> None:
             (out / file.name).symlink_to(file.resolve())
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (out / files.modeling_name).write_text(files.modeling, encoding="utf-8")
-
-
-__all__ = ["write_annealed"]

@@ -395,6 +395,3 @@ def _stream_labels(program: Program) -> dict[str, str]:
         return {name: label for (_, name), label in labels.items()}
     by_index = {index: label for (index, _), label in labels.items()}
     return {n.name: by_index.get(stream_index(n), "total") for n in program.graph.nodes if in_stream(n)}
-
-
-__all__ = ["LayerFlow", "PrintedLayer", "print_layers"]

@@ -118,6 +118,3 @@ def _symbol(size: torch.SymInt, names: Mapping[str, str]) -> str:
     text = str(size)
     share = next((name[1:] for name in names.values() if name[0] in "SN"), "")
     return names.get(text, ("N" if "*" in text else "S") + share)
-
-
-__all__ = ["Value", "broadcast", "is_shape", "leaf_shape", "wiring_shapes"]

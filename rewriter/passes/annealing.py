@@ -239,6 +239,3 @@ def _made(graph: fx.Graph, record: Marks, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
     set_marks(node, record)
     return node
-
-
-__all__ = ["annealed"]

@@ -295,6 +295,3 @@ def _class_name(names: Sequence[str]) -> str:
             shared -= 1
         first += other[shared:]
     return first
-
-
-__all__ = ["Fused", "Fusion", "concatenated", "entries", "entry_groups", "fuse_entries", "merge_bodies", "why_apart"]

@@ -178,6 +178,3 @@ def _with(program: Program, change: Callable[[Mapping[str, Any]], Mapping[str, A
         if node.target in _REDUCTIONS:
             node.kwargs = dict(change(node.kwargs))
     return program.with_(graph=graph)
-
-
-__all__ = ["STREAM", "QuantizeCollectives", "always_quantized", "carries_stream", "exact", "is_quantized"]

@@ -205,14 +205,3 @@ def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> P
     modules = share_bias(modules, paths)
     modules = localise(graph, modules, program.parameters)
     return program.with_(graph=graph, modules=modules, origin=origin)
-
-
-__all__ = [
-    "check_ranks",
-    "chosen_blocks",
-    "partial_of",
-    "replace_stream_value",
-    "settle_reads",
-    "split_writes",
-    "travel_of",
-]

@@ -144,6 +144,3 @@ def _calls(
         except Exception as error:  # a model need not run in every setting; what it called until then counts
             failures.append(error)
     return found
-
-
-__all__ = ["absent_arguments", "bind", "example_inputs", "switched_off"]
