@@ -25,7 +25,7 @@ from rewriter.tracing import trace
 from rewriter.verify import drift as drift_module
 from rewriter.verify.drift import calibration_tokens, drift
 from rewriter.verify.sensitivity import sensitivity
-from rewriter.verify.shrunken_check import rehearse
+from rewriter.verify.shrunken_check import check_shrunken
 
 OPTIONAL = rw.Recipe.load("drop-sync").with_overrides({"drop_sync.optional": "true"})
 COSTS = (0.9, 0.1, 0.1, None, 0.3, 0.2)
@@ -181,14 +181,14 @@ def test_weights_that_do_not_fit_are_not_measured(program: Program, monkeypatch:
         calibrate_module.calibrate(rw.Recipe.load("drop-sync"), program, 2)
 
 
-# The rehearsal
+# The shrunken check
 
 
-def test_the_rehearsal_drops_on_the_copy_what_is_dropped_on_the_model() -> None:
+def test_the_shrunken_check_drops_on_the_copy_what_is_dropped_on_the_model() -> None:
     config = zoo.config("llama")
     config.num_hidden_layers = 12
     costs = (9, 9, 9, 9, 1, 9, 9, 9, 2, 9, 9, 9)
-    figures = rehearse(config, [TensorParallel(), DropSync(2, costs)], 2).figures()
+    figures = check_shrunken(config, [TensorParallel(), DropSync(2, costs)], 2).figures()
     assert set(figures) == {
         "trace = original model",
         "rewritten = its reference",
@@ -216,7 +216,7 @@ class Faulty(DropSync):
 
 
 @pytest.mark.parametrize("fault", ["", "another layer", "an MLP's reduction, too", "mean"])
-def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(program: Program) -> Program:
         return program
 
@@ -224,10 +224,10 @@ def test_a_seeded_fault_fails_the_rehearsal(fault: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(DropSync, "shrunken", lambda self, kept, count, plan=None: [self])
     passes = [TensorParallel(), Faulty(layers=[1], fault=fault)]
     if not fault:
-        rehearse(zoo.config("llama"), passes, 2)
+        check_shrunken(zoo.config("llama"), passes, 2)
         return
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
-        rehearse(zoo.config("llama"), passes, 2)
+        check_shrunken(zoo.config("llama"), passes, 2)
 
 
 def test_gradients_reach_every_rank_after_a_drop(program: Program) -> None:

@@ -315,7 +315,7 @@ def test_the_manifest_and_the_card_say_what_it_is_bound_to() -> None:
     assert len(manifest.per_rank.untied) == 4
     card = (converted() / "README.md").read_text()
     assert "depends on the number of ranks: **tp=2**" in card
-    assert "| 0–3 | self_attn | not reduced: every rank goes on with a residual of its own |" in card
+    assert "| 0–3 | self_attn | not reduced: every rank goes on with its own residual |" in card
 
 
 def test_the_sharded_module_refuses_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

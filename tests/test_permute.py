@@ -33,7 +33,7 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
 from rewriter.verify.affinity import affinity, measurable, reordered
-from rewriter.verify.shrunken_check import rehearse
+from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.verify.unit_assignment import assign_units
 from rewriter.weights import Checkpoint
@@ -47,7 +47,7 @@ TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 
 @functools.cache
 def sharded(family: str, ranks: int) -> Program:
-    return TensorParallel().apply(Permute(dealt=ranks).apply(on(traced(family), ranks)))
+    return TensorParallel().apply(Permute(round_robin=ranks).apply(on(traced(family), ranks)))
 
 
 def on(program: Program, ranks: int) -> Program:
@@ -121,7 +121,7 @@ def test_one_key_value_head_stays_and_its_query_heads_move(tmp_path: Path) -> No
             parameter.normal_(std=0.2)
     model.save_pretrained(tmp_path)
     program, ids = trace(tmp_path), torch.arange(20).reshape(2, 10)
-    permuted = Permute(dealt=2).apply(program)
+    permuted = Permute(round_robin=2).apply(program)
     name = "transformer.h.0.self_attention.query_key_value.weight"
     before, after = load_weights(program)[name], load_weights(permuted)[name]
     assert torch.equal(after, torch.cat([before[8:16], before[24:32], before[:8], before[16:24], before[32:]]))
@@ -133,7 +133,7 @@ def test_heads_with_a_position_bias_of_their_own_stay() -> None:
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=64)
     blocks_ = {b.path.rpartition(".")[2]: b for b in permutable_units(trace(config))}
     assert "position bias" in str(blocks_["self_attention"].reason)
-    permuted = Permute(dealt=2).apply(trace(config))
+    permuted = Permute(round_robin=2).apply(trace(config))
     assert "transformer.h.0.self_attention and 1 like it left in order" in permuted.history[-1].notes[0]
 
 
@@ -165,7 +165,7 @@ def test_a_forgotten_parameter_shows(family: str, forgotten: str, monkeypatch: p
 
     monkeypatch.setattr(permute_module, "permutable_units", faulty)
     ids = zoo.batch(2, 21)
-    wrong = simulate(Permute(dealt=2).apply(traced(family)), ids)
+    wrong = simulate(Permute(round_robin=2).apply(traced(family)), ids)
     assert relative_error(wrong, logits(family, ids)) >= 1e-2
 
 
@@ -180,11 +180,9 @@ def test_query_heads_that_leave_their_key_value_head_show() -> None:
 
 
 @pytest.mark.slow
-def test_the_rehearsal_reorders_the_copy_and_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shrunken_check_reorders_the_copy_and_sees_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = [Permute({"model.layers.3.mlp": "10" * 56}), TensorParallel(), Ladder(variant="own_partial")]
-    assert {"heads and channels reordered = original model", "rewritten = its reference"} <= set(
-        rehearse_figures(passes)
-    )
+    assert {"heads and channels reordered = original model", "rewritten = its reference"} <= set(check_figures(passes))
 
     def faulty(program: Program) -> list[PermutableUnits]:
         return [
@@ -194,13 +192,13 @@ def test_the_rehearsal_reorders_the_copy_and_sees_a_fault(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(permute_module, "permutable_units", faulty)
     with pytest.raises(VerificationError, match="heads and channels reordered = original model: worst at"):
-        rehearse_figures(passes)
+        check_figures(passes)
 
 
-def rehearse_figures(passes: list[Any]) -> dict[str, float]:
+def check_figures(passes: list[Any]) -> dict[str, float]:
     config = zoo.config("llama")
     config.num_hidden_layers = 2
-    return rehearse(config, passes, 2).figures()
+    return check_shrunken(config, passes, 2).figures()
 
 
 # What a pass is told
@@ -211,8 +209,8 @@ def rehearse_figures(passes: list[Any]) -> dict[str, float]:
     [
         ({"ranks": {"a": "0100"}}, "each rank from 0 on equally often"),
         ({"ranks": {"a": "0022"}}, "each rank from 0 on equally often"),
-        ({"ranks": {"a": "01"}, "dealt": 2}, "either ranks or dealt"),
-        ({"dealt": 0}, "dealt=0; expected 1 to 36"),
+        ({"ranks": {"a": "01"}, "round_robin": 2}, "either ranks or round_robin"),
+        ({"round_robin": 0}, "round_robin=0; expected 1 to 36"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], part: str) -> None:
@@ -236,7 +234,7 @@ def test_an_order_that_does_not_fit_is_refused(ranks: Any, part: str) -> None:
 
 def test_it_comes_before_the_split() -> None:
     with pytest.raises(RewriterError, match="put it before tensor_parallel"):
-        Permute(dealt=2).apply(TensorParallel().apply(on(traced("llama"), 2)))
+        Permute(round_robin=2).apply(TensorParallel().apply(on(traced("llama"), 2)))
 
 
 def test_weights_in_the_order_already_are_not_moved_again(tmp_path: Path) -> None:

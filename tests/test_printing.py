@@ -86,7 +86,7 @@ def text_of(case: str) -> str:
     if case in WHOLE:
         return shown(case).text()
     if case == "permute":
-        return rewritten(("permute", {"dealt": 2}), ("tensor_parallel", {})).text()
+        return rewritten(("permute", {"round_robin": 2}), ("tensor_parallel", {})).text()
     if case == "merge-and-fuse":
         return rewritten(("tensor_parallel", {}), *ALONE[case]).text()
     program = transition(case) if case in TRANSITIONS else rewritten(("tensor_parallel", {}), *ALONE[case])

@@ -27,7 +27,7 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.verify import shrunken_check, subprocess_logits
 from rewriter.verify.comparison import Verification
 from rewriter.verify.shrink import shrink
-from rewriter.verify.shrunken_check import compare_emitted, rehearse
+from rewriter.verify.shrunken_check import check_shrunken, compare_emitted
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-llama"
 GRID = {"sequence_parallel.grid": "[1, 2, 2]", "sequence_parallel.overlap": "false"}
@@ -271,7 +271,7 @@ def test_a_command_that_cannot_be_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-# The rehearsal
+# The shrunken check
 
 
 def test_the_copy_keeps_what_an_exchange_of_heads_needs() -> None:
@@ -283,10 +283,10 @@ def test_the_copy_keeps_what_an_exchange_of_heads_needs() -> None:
 
 
 def test_the_copy_is_given_the_plan_of_the_model() -> None:
-    """For its sizes, or a planner's other opinion, no other one is rehearsed."""
+    """For its sizes, or a planner's other opinion, no other one is checked."""
     config = AutoConfig.from_pretrained(TINY)
     plan = SequencePlan("attention2d", (2, 1, 2))
-    found = rehearse(config, [TensorParallel(), SequenceParallel()], 2, plan=plan)
+    found = check_shrunken(config, [TensorParallel(), SequenceParallel()], 2, plan=plan)
     assert "8 simulated ranks (sp=4 × tp=2) = 1 device" in found.figures()
 
 

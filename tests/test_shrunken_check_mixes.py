@@ -23,7 +23,7 @@ from rewriter.tracing import trace
 from rewriter.verify.random_model import amplification, random_model
 from rewriter.verify.reference_modes import layer_modes
 from rewriter.verify.shrink import representatives, shrink
-from rewriter.verify.shrunken_check import STEADY, rehearse
+from rewriter.verify.shrunken_check import STEADY, check_shrunken
 
 # The choices on the copy
 
@@ -92,13 +92,13 @@ def test_the_reference_gets_the_other_modes() -> None:
 def test_a_shipped_recipe_passes(name: str) -> None:
     config = zoo.config("llama")
     config.num_hidden_layers = 12
-    rehearse(config, Recipe.load(name).build(), 2)
+    check_shrunken(config, Recipe.load(name).build(), 2)
 
 
 def test_a_pattern_passes_on_a_deep_model() -> None:
     config = zoo.config("llama")
     config.num_hidden_layers = 14
-    rehearse(config, [TensorParallel(), Desync("2-9", pattern=PATTERN, resync="sum"), Ladder("last:3")], 2)
+    check_shrunken(config, [TensorParallel(), Desync("2-9", pattern=PATTERN, resync="sum"), Ladder("last:3")], 2)
 
 
 FAULTS = {
@@ -118,7 +118,7 @@ def test_a_fault_in_a_desynced_run_fails_the_shrunken_check(fault: str, monkeypa
 
     monkeypatch.setattr(desync_module, "desynchronise", faulty)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
-        rehearse(zoo.config("llama"), [TensorParallel(), Desync(n=2, resync="sum")], 2)
+        check_shrunken(zoo.config("llama"), [TensorParallel(), Desync(n=2, resync="sum")], 2)
 
 
 def test_the_faults_are_seeded_where_they_can_be_seen() -> None:
@@ -140,4 +140,4 @@ def test_a_chaotic_model_is_checked_with_smaller_weights() -> None:
     assert amplification(random_model(small, 1.0), small, 100) > 4 * STEADY
     assert amplification(random_model(small, 0.5), small, 100) < STEADY
     assert amplification(random_model(zoo.config("llama")), zoo.config("llama"), 100) < STEADY
-    rehearse(config, [TensorParallel(), Ladder("upper-half")], 2)
+    check_shrunken(config, [TensorParallel(), Ladder("upper-half")], 2)

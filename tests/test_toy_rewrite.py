@@ -26,7 +26,7 @@ from rewriter.passes.residual_rewrite import chosen_blocks
 from rewriter.passes.selection import Selection, resolve
 from rewriter.recipes import Recipe
 from rewriter.verify.comparison import relative_error
-from rewriter.verify.shrunken_check import rehearse
+from rewriter.verify.shrunken_check import check_shrunken
 
 HALF = Mode("half", "adds half of what it computes", prefix="Half")
 
@@ -153,13 +153,13 @@ def test_a_fault_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = HalfResidual.apply
     monkeypatch.setattr(HalfResidual, "apply", lambda self, program: right(HalfResidual("last:1"), program))
     with pytest.raises(VerificationError, match="rewritten = its reference"):
-        rehearse(zoo.config("llama"), [HalfResidual("upper-half")])
+        check_shrunken(zoo.config("llama"), [HalfResidual("upper-half")])
 
 
 def test_without_an_oracle_it_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HalfResidual, "oracle", None)
     with pytest.raises(RewriterError, match="half_residual: no independent reference to verify it with"):
-        rehearse(zoo.config("llama"), [HalfResidual()])
+        check_shrunken(zoo.config("llama"), [HalfResidual()])
 
 
 def test_a_recipe_that_does_not_know_it_refuses() -> None:

@@ -30,7 +30,7 @@ from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.random_model import random_ids, random_model
 from rewriter.verify.shrink import representatives, shrink
 from rewriter.verify.shrink_sizes import WINDOW
-from rewriter.verify.shrunken_check import rehearse
+from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights
 from rewriter.verify.stream_hooks import decoder_layers
 
@@ -198,14 +198,14 @@ def small_config(family: str) -> PretrainedConfig:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "mixtral"])
 def test_a_right_conversion_passes(family: str) -> None:
-    result = rehearse(small_config(family), [TensorParallel(), Ladder("upper-half")], 2)
+    result = check_shrunken(small_config(family), [TensorParallel(), Ladder("upper-half")], 2)
     figures = result.figures()
     assert set(figures) == {"trace = original model", "rewritten = its reference", "2 simulated ranks = 1 device"}
     assert all(check.passed and check.limit <= 1e-4 for check in result.checks)
 
 
 def test_exact_passes_are_compared_with_the_unmodified_model() -> None:
-    figures = rehearse(small_config("llama"), [TensorParallel()], 4).figures()
+    figures = check_shrunken(small_config("llama"), [TensorParallel()], 4).figures()
     assert "rewritten = original model" in figures
 
 
@@ -239,12 +239,12 @@ class Faulty(Ladder):
 def test_a_seeded_fault_fails_the_shrunken_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
     with pytest.raises(VerificationError, match=r"rewritten = its reference: worst at row \d, token \d+"):
-        rehearse(small_config("llama"), [Faulty("upper-half", fault=fault)])
+        check_shrunken(small_config("llama"), [Faulty("upper-half", fault=fault)])
 
 
 def test_without_a_fault_the_same_pass_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrunken_check_module, "single_device", lambda program: program)
-    rehearse(small_config("llama"), [Faulty("upper-half")])
+    check_shrunken(small_config("llama"), [Faulty("upper-half")])
 
 
 def test_a_comparison_that_could_not_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_comparison_that_could_not_fail_is_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shrunken_check_module, "random_model", quiet)
     with pytest.raises(VerificationError, match="shows nothing: its rewritten form differs from the original by"):
-        rehearse(small_config("llama"), [Ladder("upper-half")])
+        check_shrunken(small_config("llama"), [Ladder("upper-half")])
 
 
 def test_a_pass_without_reference_is_not_waved_through() -> None:
@@ -268,13 +268,13 @@ def test_a_pass_without_reference_is_not_waved_through() -> None:
         reference_modes = None
 
     with pytest.raises(RewriterError, match="other: no independent reference"):
-        rehearse(small_config("llama"), [Other("all")])
+        check_shrunken(small_config("llama"), [Other("all")])
 
 
 def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    rehearse(small_config("llama"), [Ladder("all")])
+    check_shrunken(small_config("llama"), [Ladder("all")])
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("rewriter")]
 
 

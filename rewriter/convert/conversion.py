@@ -217,7 +217,7 @@ def check_free(out: Path) -> None:
 
 def _check_shrunken(program: Program, progress: ProgressCall) -> Verification:
     from rewriter.tracing.meta_model import load_config
-    from rewriter.verify.shrunken_check import rehearse
+    from rewriter.verify.shrunken_check import check_shrunken
 
     passes = [entry.rewrite for entry in program.history]
     assert program.source.path is not None
@@ -225,13 +225,13 @@ def _check_shrunken(program: Program, progress: ProgressCall) -> Verification:
 
     def write(small: Program, out: Path) -> None:
         layout = output_files.plan(small)
-        with OutputDirectory(out, job={"rehearsal": True}) as output:
+        with OutputDirectory(out, job={"shrunken check": True}) as output:
             hashes = output_files.write(layout, output)
             name = output_files.public_name(None)
             manifest = manifest_of(small, layout, output, name, hashes, verified(Verification(), "none"))
             output.manifest(manifest.table())
 
-    return rehearse(
+    return check_shrunken(
         config,
         passes,
         program.mesh.get("tp", 1),

@@ -1,4 +1,4 @@
-"""Desynced Residual: reductions are dropped, and each rank keeps a residual of its own until the next one."""
+"""Desynced Residual: reductions are dropped, and each rank keeps its own residual until the next one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Resync = Literal["mean", "sum"]
 
 _desynced = partial(Mode, "desync", prefix="Desync", own_residual=True)
 KEEP = _desynced("as in the original", outcome="keep")
-DROP = _desynced("not reduced: every rank goes on with a residual of its own", outcome="drop")
+DROP = _desynced("not reduced: every rank goes on with its own residual", outcome="drop")
 KEEP_MEAN = _desynced("reduced; the ranks go on from the mean of their residuals", outcome="keep_mean", word="keep")
 KEEP_SUM = _desynced("reduced, with all that the ranks added since they last agreed", outcome="keep_sum", word="keep")
 

@@ -29,9 +29,9 @@ class Permute(Pass):
 
     `ranks` says by block (the path of its module) which rank each unit goes to, one character of 0-9a-z per unit in
     their order on disk: "0110" gives rank 0 units 0 and 3. Units of a rank keep their order; blocks that are not named
-    stay as they are. It is measured above the passes and handed in; `measured_on` says in words with what. `dealt`
-    instead deals the units of every block to so many ranks in turn, from the last to the first: an order without a
-    measurement. `applied` says that the checkpoint's weights are in this order already: nothing is moved again.
+    stay as they are. It is measured above the passes and handed in; `measured_on` says in words with what.
+    `round_robin` assigns the units of every block to so many ranks in turn instead, from the last to the first: an order
+    without a measurement. `applied` says that the checkpoint's weights are in this order already: nothing is moved again.
 
     Comes before tensor_parallel. The names and shapes of the adapted checkpoint's tensors are the source's, its config
     too. Raises RewriterError where it is not told an order, for a block that does not exist or may not be reordered,
@@ -40,7 +40,7 @@ class Permute(Pass):
 
     ranks: Mapping[str, str] | None = None
     measured_on: str | None = None
-    dealt: int | None = None
+    round_robin: int | None = None
     applied: bool = False
 
     name: ClassVar[str] = "permute"
@@ -49,10 +49,10 @@ class Permute(Pass):
     again: ClassVar[Mapping[str, Any]] = {"applied": True}
 
     def __post_init__(self) -> None:
-        if self.ranks is not None and self.dealt is not None:
-            raise RewriterError("permute: give either ranks or dealt")
-        if self.dealt is not None and not 1 <= self.dealt <= len(DIGITS):
-            raise RewriterError(f"permute: dealt={self.dealt}; expected 1 to {len(DIGITS)} ranks")
+        if self.ranks is not None and self.round_robin is not None:
+            raise RewriterError("permute: give either ranks or round_robin")
+        if self.round_robin is not None and not 1 <= self.round_robin <= len(DIGITS):
+            raise RewriterError(f"permute: round_robin={self.round_robin}; expected 1 to {len(DIGITS)} ranks")
         for path, given in (self.ranks or {}).items():
             counts = Counter(given)
             if set(counts) != set(DIGITS[: len(counts)]) or len(set(counts.values())) != 1:
@@ -63,7 +63,7 @@ class Permute(Pass):
 
     @property
     def request(self) -> Request | None:
-        if self.ranks is not None or self.dealt is not None:
+        if self.ranks is not None or self.round_robin is not None:
             return None
         return Request(
             "affinity",
@@ -79,7 +79,7 @@ class Permute(Pass):
     def shrunken(self, kept: Sequence[int], count: int, plan: SequencePlan | None = None) -> Sequence[Pass]:
         """In some order: the copy has other units, and any order has to be as good."""
         counts = [len(set(given)) for given in (self.ranks or {}).values()]
-        return [Permute(dealt=self.dealt or max(counts, default=1))]
+        return [Permute(round_robin=self.round_robin or max(counts, default=1))]
 
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
@@ -109,7 +109,7 @@ class Permute(Pass):
     def _chosen(self, blocks: Sequence[PermutableUnits], ranks: int) -> list[tuple[PermutableUnits, str]]:
         """The blocks whose units change places, and the rank of each of their units."""
         if self.ranks is None:
-            count = self.dealt or 1
+            count = self.round_robin or 1
             fit = [block for block in blocks if block.reason is None and block.count % count == 0]
             return [(block, "".join(DIGITS[count - 1 - i % count] for i in range(block.count))) for block in fit]
         known, chosen = {block.path: block for block in blocks}, []

@@ -42,7 +42,7 @@ class RuntimeModel(nn.Module):
 
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
-    none. `sequence` is the axis over which tokens are dealt, None where there is none. The mesh may have a dimension
+    none. `sequence` is the axis over which tokens are sharded, None where there is none. The mesh may have a dimension
     "dp" of replicas that see different rows.
     """
 
@@ -121,7 +121,7 @@ class RuntimeModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no compute")
 
     def _context(self, input_ids_BS: Tensor, ctx: Context) -> Context:
-        """`ctx` with what it says about tokens that are dealt over ranks."""
+        """`ctx` with what it says about tokens that are sharded over ranks."""
         if ctx.segment_ids is not None and ctx.segment_ids.shape != input_ids_BS.shape:
             raise RewriterError(
                 f"segment_ids {list(ctx.segment_ids.shape)}: expected the shape of input_ids, "

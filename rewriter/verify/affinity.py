@@ -1,8 +1,8 @@
-"""Which heads and channels belong on one rank, measured on real weights: what `permute` is told.
+"""Which heads and channels belong on one rank, measured on real weights: what `permute` is given.
 
-Where a rank computes with a residual of its own, each unit u (a head, a channel) reads a value x_r that lacks what
+Where a rank has its own residual, each unit u (a head, a channel) reads a value x_r that lacks what
 other ranks have added, instead of x. Its block's output is then wrong by Σ_u (h_u(x_r(u)) − h_u(x)) W_u: h_u are the
-unit's activations, W_u its rows of the exit projection, r(u) its rank. The units are dealt to ranks of equal size so
+unit's activations, W_u its rows of the exit projection, r(u) its rank. The units are assigned to ranks of equal size so
 that the mean square of this error is small on a text: each unit goes where the rank's own residual holds what it reads.
 
 Blocks are arranged in the order of the model, during one forward pass of all ranks: what a block reads already comes
@@ -101,8 +101,8 @@ def affinity(
     original.run(batch)
     arranging = _Arranging(rewritten, dict(known), host, original, exits, progress)
     arranging.run(batch)
-    dealt = {path: ranks for path, ranks in arranging.dealt.items() if moved_units(ranks)}
-    if not dealt:
+    assigned = {path: ranks for path, ranks in arranging.assigned.items() if moved_units(ranks)}
+    if not assigned:
         return Affinity({}, 0.0, 0.0, left)
     lower, found = True, (0.0, 0.0)
     for part in (pieces, windows(program, held_back)):
@@ -113,7 +113,7 @@ def affinity(
             before.add(piece, logits, Simulator(rewritten, known, host).run(piece[None])[0][0])
             after.add(piece, logits, Simulator(rewritten, arranging.arranged, host).run(piece[None])[0][0])
         lower, found = lower and after.kl < before.kl, (before.kl, after.kl)
-    return Affinity(dealt if lower else {}, *found, left)
+    return Affinity(assigned if lower else {}, *found, left)
 
 
 def reordered(
@@ -190,7 +190,7 @@ class _Recording(Simulator):
 
 
 class _Arranging(Simulator):
-    """All ranks: before a block computes with values that differ by rank, its units are dealt to them."""
+    """All ranks: before a block computes with values that differ by rank, its units are assigned to them."""
 
     def __init__(
         self,
@@ -203,15 +203,15 @@ class _Arranging(Simulator):
     ) -> None:
         super().__init__(program, weights, host)
         self.arranged, self.original, self.exits, self.progress = weights, original, exits, progress
-        self.dealt: dict[str, str] = {}
+        self.assigned: dict[str, str] = {}
 
     def _module(self, module: Module, path: str, inputs: list[Any]) -> Any:
         exit = self.exits.get(path)
         own = any(not values[0].replicated for values in inputs)
         if exit is not None and own and exit.block.count % self.ranks == 0 and exit.block.count > self.ranks:
-            self.progress("measuring which heads and channels fit together", len(self.dealt), len(self.exits))
+            self.progress("measuring which heads and channels fit together", len(self.assigned), len(self.exits))
             found = self._ranks(exit, inputs)
-            self.dealt[path] = found
+            self.assigned[path] = found
             self.arranged.update(reordered(self.arranged, exit.block, order_of(found)))
         return super()._module(module, path, inputs)
 

@@ -1,4 +1,4 @@
-"""The rehearsal: the whole conversion of a shrunken copy of the model, everything it gives compared.
+"""The shrunken check: the whole conversion of a shrunken copy of the model, everything it gives compared.
 
 It runs before anything is written, in seconds, on a model of the same kind that is small enough to be compared
 everywhere (see `shrink`). Its weights are random and large, so that a block that reads the wrong value shows.
@@ -41,13 +41,13 @@ STEADY = 50.0
 _STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False), (4.0, False))
 
 Write = Callable[[Program, Path], None]
-"""Writes the output directory of a program, unverified: what the rehearsal loads and compares."""
+"""Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
 
 
 @torch.no_grad()
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """The rehearsal's own files are no progress of the user's conversion."""
+    """Its own files are no progress of the user's conversion."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -57,7 +57,7 @@ def _no_progress_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def rehearse(
+def check_shrunken(
     config: PreTrainedConfig,
     passes: Sequence[Pass],
     ranks: int = 1,
@@ -77,7 +77,7 @@ def rehearse(
     itself must differ from the original; the simulated ranks, with exact sums, with that; and, given `write`, the
     emitted checkpoint with it and the sharded module on real ranks with the simulated ones, every message quantized
     where any are. Raises VerificationError for the first that differs, RewriterError when the model
-    cannot be rehearsed. Nothing stays behind.
+    cannot be checked on a shrunken copy. Nothing stays behind.
     """
     result = Verification()
     count = depth(config)
@@ -86,7 +86,7 @@ def rehearse(
     mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
-    with tempfile.TemporaryDirectory(prefix="rewriter-rehearsal-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rewriter-shrunken-") as scratch:
         model, traced, program = _telling(small, mapped, mesh, Path(scratch, "model"), trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
         for ids in batches:
@@ -102,7 +102,7 @@ def rehearse(
             result.require(f"rewritten = {reference.name}", logits, reference.logits(model, ids), limit)
         quantized: list[torch.Tensor] | None = None
         if ranks_of(mesh) > 1:
-            progress(f"rehearsal: simulating {on_ranks(mesh)}")
+            progress(f"shrunken check: simulating {on_ranks(mesh)}")
             there = "1 device" if bound_ranks(program) is None else f"{ranks} ranks on 1 device"
             sums = ", with exact sums" if is_quantized(program) else ""
             for ids, logits in zip(batches, expected, strict=True):
@@ -111,7 +111,7 @@ def rehearse(
             if is_quantized(program):
                 quantized = [simulate(program, ids, host=model) for ids in batches]
         if write is not None:
-            progress("rehearsal: emitting")
+            progress("shrunken check: emitting")
             out = Path(scratch, "out")
             write(program, out)
             compare_emitted(result, out, mesh, batches, expected, quantized, limit=limit, progress=progress)
@@ -184,13 +184,13 @@ def _telling(
     """(a random model, saved in `directory`, whose reference differs visibly from it; its trace; that rewritten)."""
     difference = 0.0
     for strength, steady in _STRENGTHS:
-        progress("rehearsal: building")
+        progress("shrunken check: building")
         model = random_model(config, strength, trust_remote_code)
         if steady and amplification(model, config, test_lengths(config)[-1]) > STEADY:
             continue
         with _no_progress_bar():
             model.save_pretrained(directory)
-        progress("rehearsal: tracing")
+        progress("shrunken check: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
         program = _apply(traced, passes, mesh)
         reference = reference_of(program, passes)
@@ -201,6 +201,6 @@ def _telling(
         if difference >= DIFFERENT:
             return model, traced, program
     raise VerificationError(
-        f"the rehearsal of model type {config.model_type!r} shows nothing: its rewritten form differs from the "
+        f"the shrunken check of model type {config.model_type!r} shows nothing: its rewritten form differs from the "
         f"original by {difference:.1e} only, {DIFFERENT:.0e} is needed to tell them apart. Use --verify full or none"
     )
