@@ -30,11 +30,12 @@ class Permute(Pass):
     `ranks` says by block (the path of its module) which rank each unit goes to, one character of 0-9a-z per unit in
     their order on disk: "0110" gives rank 0 units 0 and 3. Units of a rank keep their order; blocks that are not named
     stay as they are. It is measured above the passes and handed in; `measured_on` says in words with what.
-    `round_robin` assigns the units of every block to so many ranks in turn instead, from the last to the first: an order
-    without a measurement. `applied` says that the checkpoint's weights are in this order already: nothing is moved again.
+    `round_robin` assigns the units of every block to so many ranks in turn instead, from the last to the first: an
+    order without a measurement. `applied` says that the checkpoint's weights are in this order already: nothing is
+    moved again.
 
     Comes before tensor_parallel. The names and shapes of the adapted checkpoint's tensors are the source's, its config
-    too. Raises RewriterError where it is not told an order, for a block that does not exist or may not be reordered,
+    too. Raises RewriterError where no order is given, for a block that does not exist or may not be reordered,
     and where ranks would not get equally many units.
     """
 
