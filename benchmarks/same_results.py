@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from rewriter.common.processes import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LENGTHS = (21, 12)  # tokens: beyond every window of the zoo, and few
@@ -145,10 +146,13 @@ def python(tree: Path, code: str, *arguments: object, ranks: int = 0) -> None:
     }  # fmt: skip
     command = [sys.executable, "-P", str(script)]
     if ranks:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            f"--master-port={free_port()}",
+        ]
         command.append(str(script))
     subprocess.run([*command, *map(str, arguments)], env=environment, cwd=tree, check=True)
 
