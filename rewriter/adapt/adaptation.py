@@ -31,7 +31,8 @@ from rewriter.adapt.run_ranks import RunRanks, join
 from rewriter.adapt.students import Model
 from rewriter.adapt.trainer import AdaptTrainer, training_arguments
 from rewriter.common.errors import RewriterError
-from rewriter.convert.conversion import Level, check_free
+from rewriter.convert.conversion import check_free
+from rewriter.convert.save_options import Level
 from rewriter.runtime.load import rank_device
 from rewriter.weights import Checkpoint
 

@@ -21,7 +21,8 @@ from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.student_setup import Student
 from rewriter.adapt.students import HuggingFaceModel, base_of
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
-from rewriter.convert.conversion import Level, save
+from rewriter.convert.conversion import save
+from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
 from rewriter.training.zero.comm_hooks import free_gathered
 from rewriter.weights import Checkpoint

@@ -14,7 +14,6 @@ from rewriter.common.garbage import collector_paused
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.report import ConversionReport, communication, verification_table
-from rewriter.convert.save_options import Level as Level
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card

@@ -42,11 +42,10 @@ def calibrate(
         except _TooLarge as reason:
             if not all(recipe.passes[index].optional for index in waiting):
                 raise RewriterError(f"{name}: {request.chosen}, but {reason}. {request.instead}") from None
-            measured = {"measured_on": str(reason)}
-        else:
-            measured = {request.option: value, "measured_on": what}
-        for index in waiting:
-            recipe = recipe.with_options(index, measured)
+            value, what = None, str(reason)
+        for index in waiting:  # each takes the result by its own option
+            option = passes[index].request.option
+            recipe = recipe.with_options(index, {**({} if value is None else {option: value}), "measured_on": what})
     return recipe
 
 
