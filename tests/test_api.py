@@ -90,7 +90,9 @@ def test_the_manifest_names_every_file_with_its_hash(written: tuple[Path, Any], 
     assert manifest.files == found
     assert manifest.source.files == {"model.safetensors": hashes(source)["model.safetensors"]}
     assert manifest.recipe["name"] == "ladder-upper-half"
-    assert [p.name for p in manifest.passes] == ["tensor_parallel", "merge_reductions", "ladder", "overlap"]
+    assert [p.name for p in manifest.passes] == [
+        "tensor_parallel", "merge_reductions", "ladder", "fuse_projections", "overlap",
+    ]  # fmt: skip
     assert manifest.passes[2].options == {"layers": "upper-half", "variant": "paper"}
     assert manifest.mesh == {"tp": 2}
     assert set(manifest.versions) == {"rewriter", "torch", "transformers", "python"}
@@ -297,9 +299,10 @@ def test_a_program_saves_what_the_command_writes(source: Path, tmp_path: Path) -
 
 def test_a_pass_can_be_disabled_by_name(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = rw.trace(source)
-    assert [e.name for e in rw.rewrite(traced, "ladder", disable=["overlap"]).history][-1] == "ladder"
+    assert [e.name for e in rw.rewrite(traced, "ladder", disable=["overlap"]).history][-1] == "fuse_projections"
     monkeypatch.setenv("REWRITER_DISABLE", "ladder, overlap")
-    assert [e.name for e in rw.rewrite(traced, "ladder").history] == ["tensor_parallel", "merge_reductions"]
+    applied = [e.name for e in rw.rewrite(traced, "ladder").history]
+    assert applied == ["tensor_parallel", "merge_reductions", "fuse_projections"]
     monkeypatch.setenv("REWRITER_DISABLE", "laddr")
     with pytest.raises(RewriterError, match=r"no pass 'laddr'\. Did you mean 'ladder'"):
         rw.rewrite(traced, "ladder")

@@ -105,7 +105,8 @@ def test_an_optional_bound_pass_is_left_out_on_one_rank(source: Path) -> None:
     from rewriter import rewrite, trace
 
     program = rewrite(trace(source), "desync-2x", set={"desync.optional": True})
-    assert [e.name for e in program.history] == ["permute", "tensor_parallel", "merge_reductions", "overlap"]
+    applied = [e.name for e in program.history]
+    assert applied == ["permute", "tensor_parallel", "merge_reductions", "fuse_projections", "overlap"]
 
 
 def test_a_fault_exits_with_3_and_leaves_nothing(
