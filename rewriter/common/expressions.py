@@ -188,6 +188,24 @@ class Take:
 Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A tensor made by `expression`, of which rank r holds `ranges[r]` along `dim`, one after the other.
+
+    Without `ranges` every rank holds all of it.
+    """
+
+    expression: Expression
+    dim: int | None = None
+    ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+
+    def on_rank(self, rank: int) -> Expression:
+        """The part of one rank. Raises IndexError for a rank that `ranges` do not name."""
+        if self.ranges is None or self.dim is None:
+            return self.expression
+        return Slice(self.expression, self.dim, self.ranges[rank])
+
+
 def _part_shapes(expression: Concat | Stack, parts: tuple[Expression, ...], shapes: Shapes) -> list[Shape]:
     if not parts:
         raise RewriterError(f"{expression}: it has no parts; at least one is needed.")

@@ -114,7 +114,7 @@ def save(
 def _save(program: Program, out: str | os.PathLike[str], options: SaveOptions, context: _Origin) -> ConversionReport:
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
-    layout = output_files.plan(program, options.dtype)
+    layout = output_files.plan(program, options.dtype, options.materialize)
     report = _planned(program, out, layout, context)
     if options.dry_run:
         check_free(Path(out))

@@ -37,7 +37,7 @@ def untied_tensors(changed: dict[str, Expression]) -> list[str]:
 
 def _inside(before: Expression, after: Expression, shapes: Shapes) -> dict[str, Expression] | None:
     """By tensor that `before` reads, what `after` reads in its place; None where they differ by more than orders."""
-    after = _lowered(after, shapes)
+    after = lowered(after, shapes)
     if isinstance(before, Tensor):
         moved = isinstance(after, Take) and after.source == before
         return {before.name: after} if moved or after == before else None
@@ -59,13 +59,13 @@ def _inside(before: Expression, after: Expression, shapes: Shapes) -> dict[str, 
     return found if alike else None
 
 
-def _lowered(expression: Expression, shapes: Shapes) -> Expression:
+def lowered(expression: Expression, shapes: Shapes) -> Expression:
     """The same, where the outermost `Take` is one of the parts instead, if no place crosses from part to part."""
     if not isinstance(expression, Take):
         return expression
-    source, dim, index = _lowered(expression.source, shapes), expression.dim, expression.index
+    source, dim, index = lowered(expression.source, shapes), expression.dim, expression.index
     if isinstance(source, Take) and source.dim == dim:
-        return _lowered(Take(source.source, dim, tuple(source.index[place] for place in index)), shapes)
+        return lowered(Take(source.source, dim, tuple(source.index[place] for place in index)), shapes)
     if isinstance(source, Transpose):
         inner = {source.dim0: source.dim1, source.dim1: source.dim0}.get(dim, dim)
         return Transpose(Take(source.source, inner, index), source.dim0, source.dim1)

@@ -54,14 +54,16 @@ class SequenceEntry(_Part):
 class Runtime(_Part):
     """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads.
 
-    `ranks` are the weight files by tensor-parallel rank; ranks that share tokens read the same one. `sequence` is None
-    where every rank holds all tokens.
+    `weights` says which ranges of the adapted checkpoint each tensor-parallel rank holds; where ranks have files that
+    were written for them, `ranks` are those. Ranks that share tokens read the same. `sequence` is None where every rank
+    holds all tokens.
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     module: str
     class_name: str = Field(alias="class")
-    ranks: list[str]
+    weights: str | None = None
+    ranks: list[str] | None = None
     sequence: SequenceEntry | None = None
 
 

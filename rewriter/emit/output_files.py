@@ -15,15 +15,17 @@ import torch
 
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Tensor
+from rewriter.common.expressions import Expression, Reference, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.emit.reduction_pattern import sentences
+from rewriter.emit.weight_references import weight_references
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, SINGLE
+from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -35,7 +37,8 @@ _BESIDE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content)."""
+    """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content), and
+    `references` (name → what ranks hold of the adapted checkpoint's tensors)."""
 
     checkpoint: Checkpoint
     copies: tuple[tuple[Path, str], ...]
@@ -45,11 +48,12 @@ class PlannedFiles:
     modeling: str | None
     model_type: str
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
+    references: Mapping[str, Mapping[str, Reference]] = field(default_factory=dict)
     per_rank: PerRank | None = None
 
     def names(self) -> list[str]:
         """Every file, sorted."""
-        return sorted([*(name for _, name in self.copies), *self.shards, *self.texts])
+        return sorted([*(name for _, name in self.copies), *self.shards, *self.texts, *self.references])
 
     def nbytes(self) -> int:
         """Bytes to write if nothing can be shared with the source."""
@@ -58,10 +62,11 @@ class PlannedFiles:
         return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
 
 
-def plan(program: Program, dtype: str | None = None) -> PlannedFiles:
+def plan(program: Program, dtype: str | None = None, materialize: bool = False) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
-    `dtype` (bf16, fp16, fp32) converts floating-point weights. Raises RewriterError for a program without a checkpoint,
+    `dtype` (bf16, fp16, fp32) converts floating-point weights. Ranks read ranges of the adapted checkpoint, or with
+    `materialize` files that hold what each of them needs. Raises RewriterError for a program without a checkpoint,
     one that can only be timed, and everything that the emitters refuse.
     """
     from rewriter.emit.huggingface import emit_huggingface
@@ -102,30 +107,32 @@ def plan(program: Program, dtype: str | None = None) -> PlannedFiles:
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
             copies.append((path, path.name))
-    ranks = program.mesh.get("tp", 1)
     mesh = mesh_name(mesh_of(program))
     folder = f"runtime/{mesh}"
     texts[f"{folder}/module.py"] = emit_runtime_module(program)
-    if ranks == 1 and _is_one_file_of_parameters(program, checkpoint):
-        files = [SINGLE]
-    else:
-        files = [f"{folder}/rank-{rank}.safetensors" for rank in range(ranks)]
-        for rank, name in enumerate(files):
+    references: dict[str, Mapping[str, Reference]] = {}
+    files: dict[str, Any] = {"weights": f"{folder}/weights.json"}
+    if materialize:
+        files = {"ranks": [f"{folder}/rank-{rank}.safetensors" for rank in range(program.mesh.get("tp", 1))]}
+        for rank, name in enumerate(files["ranks"]):
             shards[name] = {
                 parameter: (expression := spec.on_rank(rank), _cast(checkpoint, expression, target))
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt"}
+    else:
+        references[files["weights"]] = weight_references(program, changed, checkpoint.shapes)
     shared = sequence_plan(program)
     sequence = shared and SequenceEntry(**asdict(shared))
-    runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", ranks=files, sequence=sequence)}
+    runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", sequence=sequence, **files)}
     per_rank = None
     if (bound := bound_ranks(program)) is not None:
         untied = untied_tensors(changed)
         per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return PlannedFiles(
-        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime, per_rank
-    )
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime,
+        references, per_rank,
+    )  # fmt: skip
 
 
 def write(
@@ -158,6 +165,10 @@ def write(
 
     progress("weights", 0, total)
     convert_files(layout.checkpoint, copies, plans, link=link, finished=finished)
+    if layout.references:
+        adapted = Checkpoint.open(output.staging)
+        for name, references in layout.references.items():
+            output.write(name, references_text(references, adapted))
     hashes: dict[str, str] = {}
     copied = dict(layout.copies)
     for file in layout.checkpoint.files:
@@ -170,14 +181,6 @@ def write(
 def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:
     kinds = {checkpoint.info(name).dtype for name in expression.tensors()}
     return target if target is not None and kinds <= set(_FLOATS) else None
-
-
-def _is_one_file_of_parameters(program: Program, checkpoint: Checkpoint) -> bool:
-    """Whether model.safetensors is already what one rank loads: the same names, nothing fused, nothing else in it."""
-    if [file.name for file in checkpoint.files] != [SINGLE]:
-        return False
-    direct = all(spec.expression == Tensor(name) for name, spec in program.parameters.items())
-    return direct and set(checkpoint.tensors) <= set(program.parameters) | set(program.ties)
 
 
 def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None, changed: Mapping[str, Expression]) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression, Slice
+from rewriter.common.expressions import Expression, Reference
 
 Shape = tuple[int | str, ...]
 SPLAT = "rewriter_kwargs"  # the name of a layer's `**kwargs` in its wiring
@@ -222,9 +222,7 @@ class Parameter:
         """The expression of this rank's part. Raises RewriterError when no checkpoint was read."""
         if self.expression is None:
             raise RewriterError("this program was traced from a config: it has no weights to read")
-        if self.ranges is None or self.dim is None:
-            return self.expression
-        return Slice(self.expression, self.dim, self.ranges[rank])
+        return Reference(self.expression, self.dim, self.ranges).on_rank(rank)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.
     if shard is None:
         _randomize(model, device, getattr(torch, variant.dtype))
     else:
-        fill(model, Path(shard), device=device)
+        fill(model, RankWeights.of_file(Path(shard)), device=device)
     return model.eval()
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +24,7 @@ from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
+from rewriter.weights.references import RankWeights
 
 
 def load(
@@ -65,7 +65,7 @@ def load(
         raise RewriterError(
             f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
         )
-    fill(model, _inside(root, made.entry["ranks"][rank]), device=where, dtype=dtype)
+    fill(model, made.weights(root, rank), device=where, dtype=dtype)
     model.eval()
     if compile:
         compile_segments(model)
@@ -83,6 +83,11 @@ class _Made:
     plan: SequencePlan | None
     entry: dict[str, Any]
     bound: bool
+
+    def weights(self, root: Path, rank: int) -> RankWeights:
+        if (references := self.entry.get("weights")) is not None:
+            return RankWeights.open(root, _inside(root, references), rank)
+        return RankWeights.of_file(_inside(root, self.entry["ranks"][rank]))
 
     @property
     def sequence(self) -> int:
@@ -105,7 +110,8 @@ def _made_for(root: Path) -> _Made:
         mesh = {axis: int(size) for axis, size in manifest["mesh"].items()}
         ranks, sequence = mesh["tp"], mesh.get("sp", 1)
         entry = manifest["runtime"]["-".join(f"{a}{mesh[a]}" for a in ("sp", "tp") if mesh.get(a, 1) > 1) or "tp1"]
-        names = [entry["module"], entry["class"], *entry["ranks"]]
+        references, files = entry.get("weights"), entry.get("ranks")
+        names = [entry["module"], entry["class"], *([references] if files is None else files)]
         plan = None
         if (shared := entry.get("sequence")) is not None:
             quantized, least = shared.get("quantized"), int(shared.get("min_bytes", 0))
@@ -116,10 +122,10 @@ def _made_for(root: Path) -> _Made:
         raise RewriterError(
             f"{path}: it describes no runtime module (at {error}). Rewrite the model with --tp N to get one"
         ) from error
-    if not all(isinstance(name, str) for name in names) or len(entry["ranks"]) != ranks:
-        raise RewriterError(
-            f"{path}: it lists {len(entry['ranks'])} rank files for {ranks} ranks. Rewrite the model again"
-        )
+    if not all(isinstance(name, str) for name in names):
+        raise RewriterError(f"{path}: its runtime module or weights are no file names. Rewrite the model again")
+    if files is not None and len(files) != ranks:
+        raise RewriterError(f"{path}: it lists {len(files)} rank files for {ranks} ranks. Rewrite the model again")
     if bound not in (None, ranks):
         raise RewriterError(
             f"{path}: this checkpoint is bound to tp={bound}, but its mesh has tp={ranks}. It is not as `rewrite` "
@@ -260,37 +266,31 @@ def build(path: Path, name: str, mesh: DeviceMesh | None) -> nn.Module:
     return model
 
 
-def fill(model: nn.Module, path: Path, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-    """Give `model` the tensors of one safetensors file, by name, without a copy on the CPU, and move its constants.
+def fill(model: nn.Module, weights: RankWeights, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+    """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
 
-    A parameter with several names (tied weights) may stand in the file under any of them, and stays one parameter.
-    With `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
-    Raises RewriterError for names that the file lacks or the model does not know, and for shapes that differ.
+    A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
+    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
+    Raises RewriterError for names that `weights` lack or the model does not know, and for shapes that differ.
     """
     alias, kept = _first_names(model), _kept_dtypes(model)
     expected = model.state_dict()
-    state: dict[str, Tensor] = {}
-    problems: list[str] = []
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            stored = list(file.keys())
-            problems += _listed("unknown", [name for name in stored if name not in expected])
-            present = {alias[name] for name in stored if name in expected}
-            problems += _listed("missing", [name for name in expected if alias[name] not in present])
-            for name in stored:
-                if name not in expected or alias[name] in state:
-                    continue
-                shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(expected[name].shape)
-                if shape != wanted:
-                    problems.append(f"{name} has shape {list(shape)}, the module expects {list(wanted)}")
-                elif not problems:
-                    tensor = file.get_tensor(name)
-                    wanted_dtype = kept.get(name, dtype if tensor.is_floating_point() else None)
-                    state[alias[name]] = tensor if wanted_dtype is None else tensor.to(wanted_dtype)
-    except (SafetensorError, OSError) as error:
-        raise RewriterError(f"{path}: cannot be read as safetensors ({error}). Rewrite the model again") from error
+    chosen = {alias[name]: name for name in reversed(list(weights.parameters)) if name in expected}
+    problems = [
+        *_listed("unknown", [name for name in weights.parameters if name not in expected]),
+        *_listed("missing", [name for name in expected if alias[name] not in chosen]),
+    ]
+    for name in chosen.values():
+        shape, wanted = weights.shape(name), tuple(expected[name].shape)
+        if shape != wanted:
+            problems.append(f"{name} has shape {list(shape)}, the module expects {list(wanted)}")
     if problems:
-        raise RewriterError(f"{path}: it does not fit its module: {'; '.join(problems)}. Rewrite the model again")
+        raise RewriterError(
+            f"{weights.path}: it does not fit its module: {'; '.join(problems)}. Rewrite the model again"
+        )
+    casts = {name: kept.get(name, dtype if weights.dtype(name).is_floating_point else None) for name in chosen.values()}
+    tensors = weights.read(casts, device)
+    state = {first: tensors[name] for first, name in chosen.items()}
     # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
     parameters = {
         name: nn.Parameter(state[name], p.requires_grad) for name, p in model.named_parameters() if name in state
@@ -303,7 +303,7 @@ def fill(model: nn.Module, path: Path, *, device: torch.device | str, dtype: tor
     unfilled = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unfilled:
         raise RewriterError(
-            f"{path}: {unfilled[0]} has no value: it is neither in the file nor a constant of the module"
+            f"{weights.path}: {unfilled[0]} has no value: it is neither in the file nor a constant of the module"
         )
 
 

@@ -42,6 +42,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, headers: Mapping[Path, SafetensorsHeader]) -> None:
         self.directory = directory
+        self.headers = headers
         self.files: tuple[Path, ...] = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = {n: info for h in headers.values() for n, info in h.tensors.items()}
         self.metadata: Mapping[Path, Mapping[str, str]] = {path: header.metadata for path, header in headers.items()}

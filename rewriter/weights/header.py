@@ -8,6 +8,7 @@ another's.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -49,11 +50,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """One file's checked header: `tensors` in the order of their data, `metadata`, and the file's `size` in bytes."""
+    """One file's checked header: `tensors` in the order of their data, `metadata`, the file's `size` in bytes, and the
+    sha256 of the header's JSON."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     size: int
+    sha256: str
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -96,7 +99,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         end = info.offsets[1]
     if end != size:
         raise _broken(path, f"its tensors end at byte {end} and the file at {size}")
-    return SafetensorsHeader(in_order, metadata, size)
+    return SafetensorsHeader(in_order, metadata, size, hashlib.sha256(text).hexdigest())
 
 
 def encode_header(

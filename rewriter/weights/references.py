@@ -1,0 +1,198 @@
+"""Weights by reference: which ranges of a checkpoint's tensors each rank holds, as a JSON file, and reading them.
+
+The file names every file of the checkpoint with its size and the sha256 of its header. Reading checks both, so that
+a checkpoint that was replaced is refused and not read at places where something else is now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Concat, Expression, Reference, Slice, Stack, Take, Tensor, Transpose
+from rewriter.weights.checkpoint import Checkpoint, torch_dtype
+from rewriter.weights.header import parse_json, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = 1
+STAGING = 32 << 20  # bytes of pinned memory through which a thread copies to a GPU
+
+
+def references_text(references: Mapping[str, Reference], checkpoint: Checkpoint) -> str:
+    """The JSON of a mesh's references to `checkpoint`. Raises RewriterError where they do not fit its tensors."""
+    for name, reference in references.items():
+        try:
+            reference.expression.shape(checkpoint.shapes)
+        except RewriterError as error:
+            raise RewriterError(f"{name}: {error}") from error
+    files = {
+        path.relative_to(checkpoint.directory).as_posix(): {"size": header.size, "header": header.sha256}
+        for path, header in checkpoint.headers.items()
+    }
+    table = {name: [_encode(r.expression), r.dim, r.ranges] for name, r in references.items()}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
+    head = f'{{\n "schema": {SCHEMA},\n "files": {json.dumps(files)},\n "parameters": {{\n'
+    return f"{head}{lines}\n }}\n}}\n"
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """The tensors of one rank, by name; nothing but headers is read until one is asked for."""
+
+    path: Path
+    checkpoint: Checkpoint
+    parameters: Mapping[str, Expression]
+
+    @classmethod
+    def open(cls, root: Path, path: Path, rank: int) -> RankWeights:
+        """The weights of `rank` that the references in `path` describe, in the checkpoint of directory `root`.
+
+        Raises RewriterError for a file that `references_text` did not write, a rank that it does not know, and a
+        checkpoint that is not the one it was written for.
+        """
+        table = _read(path)
+        try:
+            files: dict[str, tuple[int, str]] = {
+                name: (int(entry["size"]), str(entry["header"])) for name, entry in table["files"].items()
+            }
+            references = {
+                name: Reference(_decode(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges))
+                for name, (source, dim, ranges) in table["parameters"].items()
+            }
+            parameters = {name: reference.on_rank(rank) for name, reference in references.items()}
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RewriterError(f"{path}: not as `rewrite` wrote it (at {error}). Rewrite the model again") from error
+        checkpoint = Checkpoint(root, {root / name: _unchanged(root, name, *known) for name, known in files.items()})
+        return cls(path, checkpoint, parameters)
+
+    @classmethod
+    def of_file(cls, path: Path) -> RankWeights:
+        """The weights of a rank that has a file with nothing but them. Raises RewriterError for a broken header."""
+        checkpoint = Checkpoint(path.parent, {path: read_header(path)})
+        return cls(path, checkpoint, {name: Tensor(name) for name in checkpoint.tensors})
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
+        first = next(self.parameters[name].tensors())
+        return torch_dtype(self.checkpoint.info(first).dtype, first)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises RewriterError where the checkpoint's tensors do not fit."""
+        return self.parameters[name].shape(self.checkpoint.shapes)
+
+    def read(self, names: Mapping[str, torch.dtype | None], device: torch.device | str) -> dict[str, torch.Tensor]:
+        """The tensors `names` on `device`, contiguous, each cast to its dtype (None: as stored).
+
+        On the CPU a range of rows stays a view of the mapped file. Threads on all cores that this rank may use share
+        the work.
+        """
+        import torch
+
+        where = torch.device(device)
+
+        def one(item: tuple[str, torch.dtype | None]) -> tuple[str, torch.Tensor]:
+            name, dtype = item
+            tensor = self.checkpoint.evaluate(self.parameters[name])
+            if where.type == "cuda":
+                tensor = _staged(tensor, where)
+            return name, tensor.to(where, dtype).contiguous()
+
+        with ThreadPoolExecutor(_threads()) as pool:
+            return dict(pool.map(one, names.items()))
+
+
+def _threads() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on a GPU, by way of pinned memory: pages of a mapped file cannot be copied asynchronously."""
+    import torch
+
+    source = tensor.contiguous().view(-1).view(torch.uint8)
+    result = torch.empty(source.numel(), dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device)
+    buffers = [torch.empty(min(STAGING, source.numel()), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in buffers]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for index, start in enumerate(range(0, source.numel(), STAGING)):
+        part = source[start : start + STAGING]
+        buffer, done = buffers[index % 2][: part.numel()], copied[index % 2]
+        done.synchronize()  # the copy before the last has left this buffer
+        buffer.copy_(part)
+        with torch.cuda.stream(stream):
+            result[start : start + STAGING].copy_(buffer, non_blocking=True)
+            done.record(stream)
+    stream.synchronize()
+    return result.view(tensor.dtype).view(tensor.shape)
+
+
+def _unchanged(root: Path, name: str, size: int, digest: str) -> Any:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise RewriterError(f"{root}: its weights are in {name!r}, outside the directory. `rewrite` did not write that")
+    path = root / name
+    if not path.is_file():
+        raise RewriterError(f"{path}: no such file, but weights of the ranks are ranges of it. Rewrite the model again")
+    header = read_header(path)
+    if (header.size, header.sha256) != (size, digest):
+        what = f"it has {header.size} bytes, not {size}" if header.size != size else "its header is another"
+        raise RewriterError(
+            f"{path}: changed since `rewrite` wrote the weights of the ranks as ranges of it: {what}. Rewrite the "
+            "model again"
+        )
+    return header
+
+
+def _read(path: Path) -> Any:
+    try:
+        table = parse_json(path, path.read_bytes(), kind="file of weights by reference")
+    except OSError as error:
+        raise RewriterError(f"{path}: cannot be read: {error.strerror}. Rewrite the model again") from error
+    if not isinstance(table, dict) or table.get("schema") != SCHEMA:
+        found = table.get("schema") if isinstance(table, dict) else None
+        raise RewriterError(f"{path}: schema {found!r}, this version reads {SCHEMA}. Rewrite the model again")
+    return table
+
+
+def _encode(expression: Expression) -> Any:
+    match expression:
+        case Tensor(name):
+            return name
+        case Slice(source, dim, ranges):
+            return ["slice", _encode(source), dim, ranges]
+        case Concat(parts, dim):
+            return ["cat", [_encode(part) for part in parts], dim]
+        case Stack(parts, dim):
+            return ["stack", [_encode(part) for part in parts], dim]
+        case Transpose(source, dim0, dim1):
+            return ["transpose", _encode(source), dim0, dim1]
+        case Take(source, dim, index):
+            return ["take", _encode(source), dim, index]
+
+
+def _decode(data: Any) -> Expression:
+    if isinstance(data, str):
+        return Tensor(data)
+    kind, inner, *numbers = data
+    make: Mapping[str, Callable[..., Expression]] = {
+        "slice": lambda dim, ranges: Slice(_decode(inner), int(dim), tuple(map(_pair, ranges))),
+        "cat": lambda dim: Concat(tuple(map(_decode, inner)), int(dim)),
+        "stack": lambda dim: Stack(tuple(map(_decode, inner)), int(dim)),
+        "transpose": lambda dim0, dim1: Transpose(_decode(inner), int(dim0), int(dim1)),
+        "take": lambda dim, index: Take(_decode(inner), int(dim), tuple(map(int, index))),
+    }
+    return make[kind](*numbers)
+
+
+def _pair(pair: Any) -> tuple[int, int]:
+    start, stop = pair
+    return int(start), int(stop)
