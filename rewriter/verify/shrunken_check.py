@@ -164,7 +164,8 @@ def test_lengths(config: PreTrainedConfig) -> list[int]:
     return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
-def _apply(program: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Program:
+def apply_passes(program: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Program:
+    """`program` (as traced) after `passes`, on a mesh of ranks by axis."""
     if ranks_of(mesh) > 1:
         axes = {axis: mesh[axis] for axis in ("sp", "tp") if mesh.get(axis, 1) > 1}
         program = program.with_(mesh=axes, origin=program)
@@ -192,7 +193,7 @@ def _telling(
             model.save_pretrained(directory)
         progress("shrunken check: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
-        program = _apply(traced, passes, mesh)
+        program = apply_passes(traced, passes, mesh)
         reference = reference_of(program, passes)
         if reference.exact:
             return model, traced, program
