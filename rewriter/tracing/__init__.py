@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, LayerSource, Parameter, Program, Source, parameters_of
+from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
-from rewriter.tracing.meta_model import build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
-
-if TYPE_CHECKING:
-    from rewriter.tracing.meta_model import Skeleton
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
@@ -49,19 +47,12 @@ def trace_skeleton(
     """The Program of a model that is already built on meta."""
     expressions = expressions or {}
     require_fixed_rotary(skeleton.model)
-    try:
-        with lifted_interfaces(skeleton.model):
-            tracer = ModelTracer(skeleton)
-            around = tracer.surroundings()
-            graph, modules = wire(tracer, around)
-    except RewriterError:
-        raise
-    except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
-        text = (str(error).strip().splitlines() or [""])[0]
-        raise RewriterError(
-            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does "
-            "something that needs values or a call form this version does not know."
-        ) from error
+    # an error of a model's own code on meta tensors is the model's limit, not a crash
+    hint = ". Its forward does something that needs values or a call form this version does not know."
+    with refused(f"{type(skeleton.model).__name__} cannot be traced", hint), lifted_interfaces(skeleton.model):
+        tracer = ModelTracer(skeleton)
+        around = tracer.surroundings()
+        graph, modules = wire(tracer, around)
     if around.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
     ties = tied_parameters(skeleton.model)
@@ -134,6 +125,3 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
     return Checkpoint.open(
         Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
     )
-
-
-__all__ = ["Body", "trace", "trace_skeleton"]

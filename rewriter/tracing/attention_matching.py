@@ -19,6 +19,7 @@ from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
 from rewriter.analysis.op_semantics import aten, function_of, kind_of
 from rewriter.ir import args_of, drop_dead_nodes
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
+from rewriter.tracing.functionalize import computed
 from rewriter.tracing.masks import StaticGraph
 
 _END = 1 << 62  # of a slice that has none
@@ -136,21 +137,10 @@ def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> fx.Node | None:
     for term in terms:
         node, value = term.node, term.node.meta["val"]
         if term.folded and value.dim() == 3 and str(value.shape[0]) != "1":
-            source = _unfolded(node, heads)
-            if source is None:
-                source = graph.call_function(aten.unflatten.int, (node, 0, [-1, heads]))
-                source.meta["val"] = value.unflatten(0, [-1, heads])
-            node = source
+            node = _unfolded(node, heads) or computed(graph, aten.unflatten.int, node, 0, [-1, heads])
         if term.factor != 1.0:
-            value = node.meta["val"]
-            node = graph.call_function(aten.mul.Tensor, (node, term.factor))
-            node.meta["val"] = value
-        if total is None:
-            total = node
-        else:
-            value = total.meta["val"] + node.meta["val"]
-            total = graph.call_function(aten.add.Tensor, (total, node))
-            total.meta["val"] = value
+            node = computed(graph, aten.mul.Tensor, node, term.factor)
+        total = node if total is None else computed(graph, aten.add.Tensor, total, node)
     return total
 
 
@@ -187,10 +177,7 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
         node = apart
         if node.target is aten.transpose.int and {d % 4 for d in args_of(node)[1:3]} == {2, 3}:
             return args_of(node)[0]
-    value = node.meta["val"].transpose(-1, -2)
-    node = graph.call_function(aten.transpose.int, (node, -1, -2))
-    node.meta["val"] = value
-    return node
+    return computed(graph, aten.transpose.int, node, -1, -2)
 
 
 def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.Node, fx.Node]:
@@ -198,12 +185,8 @@ def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.N
     times = _repeats(graph, k, heads)
     if times == 1 or _repeats(graph, v, heads) != times:
         return k, v
-    picked = []
-    for node in (k, v):
-        one = graph.call_function(aten.slice.Tensor, (node, 1, 0, _END, times))
-        one.meta["val"] = node.meta["val"][:, ::times]
-        picked.append(one)
-    return picked[0], picked[1]
+    k, v = (computed(graph, aten.slice.Tensor, node, 1, 0, _END, times) for node in (k, v))
+    return k, v
 
 
 def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:

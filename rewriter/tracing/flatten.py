@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, layer_number
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.probe import bind
@@ -41,8 +41,7 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
             continue
         if ctx is None:
             ctx = graph.placeholder("ctx")
-        if node.op == "call_module" and str(node.target).startswith("layer "):
-            index = int(str(node.target).removeprefix("layer "))
+        if node.op == "call_module" and (index := layer_number(node)) is not None:
             env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
             continue
         args = fx.map_arg(node.args, env.__getitem__)

@@ -31,9 +31,9 @@ def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
     """The unmodified eager model of a checkpoint directory, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    extra: dict[str, Any] = {"trust_remote_code": True} if remote_code else {}
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype, **extra)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code
+    ).eval()
 
 
 class Host:

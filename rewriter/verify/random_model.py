@@ -15,11 +15,7 @@ from rewriter.verify.shrink import text_config
 from rewriter.verify.stream_hooks import decoder_layers
 
 # How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
-EAGER: Mapping[str, Any] = {
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-    "dtype": torch.float32,
-}
+EAGER: Mapping[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
 
 
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
@@ -50,10 +46,9 @@ def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_c
 
 def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises what that raises."""
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **EAGER, **kwargs)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **EAGER)
     return model.eval()
 
 

@@ -12,14 +12,7 @@ from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
-from rewriter.verify.drift import (
-    calibration_tokens,
-    drift,
-    golden_logits,
-    golden_tokens,
-    other_weights,
-    too_large,
-)
+from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import compare_emitted, test_lengths

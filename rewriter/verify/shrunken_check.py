@@ -44,7 +44,6 @@ Write = Callable[[Program, Path], None]
 """Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
 
 
-@torch.no_grad()
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Its own files are no progress of the user's conversion."""
