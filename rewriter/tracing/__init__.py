@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
@@ -65,31 +64,22 @@ def trace_skeleton(
     for alias, canonical in ties.items():
         shape = tuple(skeleton.model.get_parameter(alias).shape)
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
-    if path is not None:
-        _require_stored(skeleton, parameters, path)
+    lacking = [n for n, p in parameters.items() if n in skeleton.stored and p.expression is None]
+    if path is not None and lacking:  # transformers would leave it at its initial value
+        raise RewriterError(
+            f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
+            "with. Load and save the model with transformers once, which adds it."
+        )
     return Program(_source(tracer, skeleton, path, remote_code), graph, modules, parameters, ties)
-
-
-def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: str) -> None:
-    """Refuse a checkpoint without a buffer that the program reads: transformers would leave it at its initial value."""
-    for name, parameter in parameters.items():
-        if name in skeleton.stored and parameter.expression is None:
-            raise RewriterError(
-                f"the checkpoint in {path} lacks {name}, a buffer that {type(skeleton.model).__name__} computes with. "
-                "Load and save the model with transformers once, which adds it."
-            )
 
 
 def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
     model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
-    kinds: dict[type, nn.Module] = {}
-    for layer in skeleton.layers:
-        kinds.setdefault(type(layer), layer)
+    kinds = {type(layer): layer for layer in skeleton.layers}
     classes = tuple(
-        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer), cls.__module__)
+        LayerSource(cls.__name__, *layer_signature(layer), layer_source_hash(layer), cls.__module__)
         for cls, layer in kinds.items()
-        for names, var_kwargs in [layer_signature(layer)]
     )
     return Source(
         path=path,
@@ -118,10 +108,8 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
     path = Path(model)
     if path.is_file():
         return None
-    if path.is_dir():
-        return Checkpoint.open(path)
-    from huggingface_hub import snapshot_download
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
 
-    return Checkpoint.open(
-        Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
-    )
+        path = Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    return Checkpoint.open(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -397,20 +398,14 @@ def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
     if isinstance(output, torch.Tensor):
         return None
     users = list(node.users)
-    if not all(
-        getattr(u.target, "__name__", "") == "getitem" and isinstance(args_of(u)[1], (int, slice)) for u in users
-    ):
+    if not all(u.target is operator.getitem and isinstance(args_of(u)[1], (int, slice)) for u in users):
         return None
-    result = args_of(node.graph.output_node())[0]
+    last = node.graph.output_node()
+    result = args_of(last)[0]
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
     used: set[int] = set()
     for user in users:
-        beside = (
-            isinstance(result, (tuple, list))
-            and user is not result[0]
-            and set(user.users) == {node.graph.output_node()}
-        )
-        if not beside:
+        if not isinstance(result, (tuple, list)) or user is result[0] or set(user.users) != {last}:
             picked = range(len(output))[args_of(user)[1]]
             used |= {picked} if isinstance(picked, int) else set(picked)
     return tuple(p for p, i in enumerate(tensors) if i in used)

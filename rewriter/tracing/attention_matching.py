@@ -66,8 +66,7 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
     rule, biases = scores.rule()
     options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
-        bias = _bias(node.graph, biases, int(node.meta["val"].shape[1]))
-    node.kwargs = options if bias is None else options | {"bias": bias}
+        node.kwargs = options | _bias(node.graph, biases, int(node.meta["val"].shape[1]))
 
 
 # --- attention written out -----------------------------------------------------------------------------------------
@@ -90,8 +89,7 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
         options: dict[str, Any] = {"slot": 0, "mask": rule, "scale": scores.scale}
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
-        if (bias := _bias(graph, biases, heads)) is not None:
-            options["bias"] = bias
+        options |= _bias(graph, biases, heads)
         out = graph.call_function(ops.attention, (q, k, v, _context(graph)), options)
         batch, length = q.meta["val"].shape[0], q.meta["val"].shape[2]
         out.meta["val"] = q.meta["val"].new_empty(batch, heads, length, v.meta["val"].shape[-1])
@@ -104,8 +102,7 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
 
 def _heads_first(graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """q, k and v as [B, H, length, size] from the operands of the two products, key/value heads once each."""
-    q = _heads_apart(q)
-    k, v = _heads_apart(_transposed(graph, k)), _heads_apart(v)
+    q, k, v = map(_heads_apart, (q, _transposed(graph, k), v))
     if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
         raise UnknownScores
     return (q, *_distinct(graph, k, v, int(q.meta["val"].shape[1])))
@@ -131,8 +128,8 @@ def _weighted(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
 # --- biases --------------------------------------------------------------------------------------------------------
 
 
-def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> fx.Node | None:
-    """The sum of the terms, each [1 or B, 1 or H, 1 or S, T]."""
+def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> dict[str, Any]:
+    """The option `bias`: the sum of the terms, each [1 or B, 1 or H, 1 or S, T]; none without terms."""
     total: fx.Node | None = None
     for term in terms:
         node, value = term.node, term.node.meta["val"]
@@ -141,7 +138,7 @@ def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> fx.Node | None:
         if term.factor != 1.0:
             node = computed(graph, aten.mul.Tensor, node, term.factor)
         total = node if total is None else computed(graph, aten.add.Tensor, total, node)
-    return total
+    return {} if total is None else {"bias": total}
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------
@@ -160,9 +157,7 @@ def _unfolded(node: fx.Node, heads: int | None = None) -> fx.Node | None:
 
 def _heads_apart(node: fx.Node) -> fx.Node:
     """q, k or v as [B, H, length, size]."""
-    if node.meta["val"].dim() == 4:
-        return node
-    found = _unfolded(node)
+    found = node if node.meta["val"].dim() == 4 else _unfolded(node)
     if found is None:
         raise UnknownScores
     return found

@@ -94,9 +94,9 @@ class _Layer:
 
     def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         values = [env[n] for n in node.all_input_nodes]
-        if _is_getitem(node) and isinstance(values[0], _Outputs):
+        if node.target is operator.getitem and isinstance(values[0], _Outputs):
             return values[0].item(args_of(node)[1])
-        if _is_getitem(node) and isinstance(values[0], _Context):
+        if node.target is operator.getitem and isinstance(values[0], _Context):
             item = values[0].value[args_of(node)[1]]
             return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
@@ -213,7 +213,3 @@ class _Outputs:
         if self.residual is not None and self.outputs[index] == 0:
             value = self.layer._add("call_function", operator.add, (self.residual, value), {})
         return value
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"

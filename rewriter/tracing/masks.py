@@ -85,8 +85,6 @@ class _Index(np.ndarray):
 
 
 _FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
-# tensors that transformers' own mask functions close over, and what they hold without padding
-_WITHOUT_PADDING: Mapping[str, int] = types.MappingProxyType({"left_padding": 0})
 
 
 def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
@@ -130,7 +128,7 @@ def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
 
 
 def _without_padding(function: Any) -> Any:
-    """`function` with the tensors of `_WITHOUT_PADDING` that it closes over replaced, and so its inner functions."""
+    """`function` with the left padding that transformers' mask functions close over set to 0, and so in inner ones."""
     if isinstance(function, tuple):
         return tuple(map(_without_padding, function))
     if not isinstance(function, types.FunctionType) or not function.__closure__:
@@ -138,8 +136,8 @@ def _without_padding(function: Any) -> Any:
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
         value = cell.cell_contents
-        if name in _WITHOUT_PADDING and isinstance(value, torch.Tensor):
-            value = np.full(1, _WITHOUT_PADDING[name])
+        if name == "left_padding" and isinstance(value, torch.Tensor):
+            value = np.zeros(1, dtype=np.int64)
         cells.append(types.CellType(_without_padding(value)))
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)

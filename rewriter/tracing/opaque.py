@@ -8,6 +8,7 @@ that leaves tensors behind in attributes, is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,21 +70,16 @@ def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> It
     failures: dict[str, Exception] = {}
     lengths = {str(n.target): marks(n).returned for n in wiring.nodes if n.op == "call_module"}
 
-    def forward_for(name: str, module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
+    def forward(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:  # the model's own code, on meta tensors, may raise anything
+            failures[name] = error
+            hidden = next(x for x in tensors_of(Recorded(args, kwargs))[0] if x.dtype == TRACE_DTYPE)
+            stand_in, length = torch.empty_like(hidden), lengths[name]
+            return stand_in if length is None else (stand_in, *[None] * (length - 1))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except Exception as error:  # the model's own code, on meta tensors: it raises whatever it likes
-                failures[name] = error
-                hidden = next(x for x in tensors_of(Recorded(args, kwargs))[0] if x.dtype == TRACE_DTYPE)
-                stand_in, length = torch.empty_like(hidden), lengths[name]
-                return stand_in if length is None else (stand_in, *[None] * (length - 1))
-
-        return forward
-
-    with replaced_forward({m: forward_for(n, m) for n, m in modules.items()}):
+    with replaced_forward({m: functools.partial(forward, n, m.forward) for n, m in modules.items()}):
         yield failures
 
 

@@ -25,19 +25,15 @@ def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> di
     variants = Variants()
     recorded: dict[str, Recorded] = {}
 
-    def hook_for(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = Recorded(args, dict(kwargs), output)
-            recorded.setdefault(variants.name(name, call), call)
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call = Recorded(args, dict(kwargs), output)
+        recorded.setdefault(variants.name(name, call), call)
 
-        return hook
-
-    handles = [m.register_forward_hook(hook_for(n), with_kwargs=True) for n, m in modules.items()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in modules.items():
+            after = functools.partial(hook, name)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return recorded
 
 

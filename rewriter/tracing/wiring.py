@@ -30,12 +30,12 @@ def forward_signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
-def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
+def layer_signature(layer: nn.Module) -> tuple[tuple[str, ...], bool]:
     """(names of the layer's parameters, whether it takes **kwargs)."""
     kind: Any = type(layer)
     parameters = forward_signature(kind).parameters.values()
-    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
-    return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
+    names = (p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self")
+    return tuple(names), any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:

@@ -103,11 +103,8 @@ def _calibrate(model: PreTrainedModel) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         seen.append(float(hidden.pow(2).mean().sqrt()))
 
-    with_hook = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True):
         model(input_ids=random_ids(model.config, 21), use_cache=False)
-    finally:
-        with_hook.remove()
     if seen and math.isfinite(seen[0]) and seen[0] > 0:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):

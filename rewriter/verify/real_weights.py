@@ -22,7 +22,7 @@ SHARDED_DRIFT = (
     "the drift is that of the sharded module where every reduction of a block is quantized, as in a long prefill. The "
     "adapted checkpoint sums exactly"
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RealWeights:
@@ -37,11 +37,8 @@ class RealWeights:
         self.progress = progress
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
-        self.written = self.stored
-        self.target: torch.dtype | None = None
-        if dtype not in (None, "fp32"):
-            self.target = DTYPES[str(dtype)]
-            self.written = {n: self._rounded(t) for n, t in self.stored.items()}
+        self.target = None if dtype in (None, "fp32") else DTYPES[str(dtype)]
+        self.written = {n: self._rounded(t) for n, t in self.stored.items()}
 
     def golden(self) -> bytes:
         """A safetensors file: the golden tokens and the logits after them, of one device.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,18 +42,6 @@ _STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False)
 
 Write = Callable[[Program, Path], None]
 """Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Its own files are no progress of the user's conversion."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def check_shrunken(
@@ -188,7 +176,10 @@ def _telling(
         model = random_model(config, strength, trust_remote_code)
         if steady and amplification(model, config, test_lengths(config)[-1]) > STEADY:
             continue
-        with _no_progress_bar():
+        with contextlib.ExitStack() as after:
+            if hf_logging.is_progress_bar_enabled():  # these files are no progress of the user's conversion
+                hf_logging.disable_progress_bar()
+                after.callback(hf_logging.enable_progress_bar)
             model.save_pretrained(directory)
         progress("shrunken check: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)

@@ -170,7 +170,7 @@ class Simulator:
             elif node.target is ops.shard_tokens:
                 env[node] = self._shard_tokens(node, env[args_of(node)[0]])
             elif node.target is ops.gather_tokens:
-                env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1),)
+                env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1, args_of(node)[2]),)
             elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
                 env[node] = self._attention(node, env)
             else:
@@ -208,14 +208,11 @@ class Simulator:
             raise RewriterError(f"{node.name}: the tokens are sharded already")
         return self._split(node, args_of(node)[2], value[0], 1)
 
-    def _gather_tokens(
-        self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None
-    ) -> RankValues:
+    def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan) -> RankValues:
         if len(value) == 1:
             raise RewriterError(f"{node.name}: every rank has all tokens, and gathering would repeat them")
-        layout = (plan or args_of(node)[2]).layout
         ranks = range(max(len(v.values) for v in value))
-        return RankValues(tuple(join_tokens([v[r] for v in value], dim, layout, self.length) for r in ranks))
+        return RankValues(tuple(join_tokens([v[r] for v in value], dim, plan.layout, self.length) for r in ranks))
 
     def _attention(self, node: fx.Node, env: Mapping[fx.Node, Shards]) -> Shards:
         plan: Any = node.kwargs["sequence"]
