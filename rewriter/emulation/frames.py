@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -130,16 +131,14 @@ class Announced(NamedTuple):
         return plan(KINDS[self.kind_index], self.nbytes, self.itemsize, ranks, self.rank, self.root)
 
 
+@dataclass(slots=True)
 class Position:
     """How far a chain of messages has come, in frames. `done`: messages that are through; `bytes`: of all of them."""
 
-    __slots__ = ("bytes", "done", "messages", "offset")
-
-    def __init__(self, messages: tuple[PlannedMessage, ...]) -> None:
-        self.messages = messages
-        self.done = 0
-        self.offset = 0
-        self.bytes = 0
+    messages: tuple[PlannedMessage, ...]
+    done: int = 0
+    offset: int = 0
+    bytes: int = 0
 
     @property
     def over(self) -> bool:

@@ -95,9 +95,6 @@ class EmulatedGroup(_ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return self._start("all_reduce", _bytes(tensors), tensors, tensors, opts, reduction=_reduction(opts))
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
-
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return self._start("broadcast", _bytes(tensors), tensors, tensors, opts, self._giver(opts))
 
@@ -171,6 +168,7 @@ class EmulatedGroup(_ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait(timeout)
 
+    allreduce_coalesced = allreduce
     # names before torch 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,11 +104,10 @@ def model_name(comparison: RecipeComparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _table(title: str | None, columns: Iterable[str]) -> Table:
-    table = plain_table(title)
-    table.add_column("recipe", overflow="fold", max_width=28)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
+def _table(title: str | None, columns: Sequence[str]) -> Table:
+    numbers = [column for column in columns if column != "pass"]
+    table = plain_table(title, "recipe", *columns, numbers=numbers, fold=("recipe",), whole=columns)
+    table.columns[0].max_width = 28
     return table
 
 

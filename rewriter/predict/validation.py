@@ -118,10 +118,7 @@ class Validation:
         words = Text("\n".join(self.said()), style="" if self.reason else "dim")
         if self.reason is not None:
             return Group(words)
-        table = plain_table("Validation")
-        table.add_column("recipe", overflow="fold")
-        for index, column in enumerate(COLUMNS):
-            table.add_column(column, justify="right" if index else "left")
+        table = plain_table("Validation", "recipe", *COLUMNS, numbers=COLUMNS[1:], fold=("recipe",))
         for recipe, row in self.cells():
             table.add_row(escape(recipe), *row)
         return Group(table, words)
