@@ -33,7 +33,7 @@ def listing(as_json: JsonList = False) -> None:
 
 @app.command()
 def show(
-    fabric: Annotated[str, typer.Argument(metavar="NAME|FILE", show_default=False)],
+    fabric: Annotated[str, typer.Argument(metavar="NAME|FILE")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show a fabric's figures with their sources, and how well its tables predict points left out of them."""
@@ -45,7 +45,7 @@ def show(
 
 @app.command("import")
 def import_logs(
-    logs: Annotated[list[Path], typer.Argument(metavar="NCCL-TESTS-LOG...", show_default=False)],
+    logs: Annotated[list[Path], typer.Argument(metavar="NCCL-TESTS-LOG...")],
     out: Out,
     device_of: Annotated[
         str, typer.Option("--device-of", metavar="FABRIC", help="The shipped fabric whose devices and links these are.")

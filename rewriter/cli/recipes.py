@@ -31,7 +31,7 @@ def listing(context: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)]) -> None:
+def show(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Print a recipe's YAML file."""
     from rewriter.common.yaml_documents import read_file
     from rewriter.recipes.catalogue import find
@@ -47,7 +47,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)
 
 
 @app.command()
-def validate(file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]) -> None:
+def validate(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     """Check a recipe file: every fault at once, each with its line."""
     from rewriter.recipes import Recipe
 

@@ -94,7 +94,6 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """How it ended, where it did."""
         code = self.code or 0
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

@@ -106,8 +106,6 @@ def read(text: str, what: str = "recipe") -> Document:
 
 
 class _YamlReader:
-    """Builds the data of one document from the parser's events."""
-
     def __init__(self, document: Document, events: Iterator[yaml.Event], what: str) -> None:
         self.document = document
         self.events = events

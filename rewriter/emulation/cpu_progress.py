@@ -171,7 +171,6 @@ class _Callers:
     _last: float | None = None
 
     def add(self) -> None:
-        """The calling thread is one of them."""
         me = threading.get_ident()
         if me in self._clocks:
             return

@@ -103,7 +103,6 @@ class CudaDelayEngine:
             self._write(row, directed_delay(model, *what))
 
     def close(self) -> None:
-        """Let go of tensors; kernels under way come to their ends."""
         self._held.clear()
 
     # --- the table ---

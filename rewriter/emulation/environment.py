@@ -59,7 +59,6 @@ class Environment:
         self._stopped = False
 
     def run(self) -> None:
-        """Serve until `stop`."""
         try:
             while not self._stopped:
                 self._poll(self._serve())
@@ -115,7 +114,6 @@ class Environment:
             self._leave(peer)
 
     def _leave(self, peer: Peer) -> None:
-        """A connection has ended. Who waits for that rank waits in vain."""
         if self._peers.get(peer.number) is not peer:
             return
         del self._peers[peer.number]

@@ -52,7 +52,6 @@ class FrameHeader(NamedTuple):
 
 
 def header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
-    """What stands at `at` of `buffer`."""
     return FrameHeader._make(_HEADER.unpack_from(buffer, at))
 
 
@@ -150,7 +149,6 @@ class Position:
         return self.done, self.offset, left if left < FRAME else FRAME
 
     def advance(self, length: int) -> None:
-        """That frame is through."""
         self.offset += length
         self.bytes += length
         if self.offset >= self.messages[self.done].length:

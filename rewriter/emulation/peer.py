@@ -35,7 +35,6 @@ class Played:
 
     @property
     def receives(self) -> bool:
-        """Of a send: whether its rank is the receiver."""
         return self.call.kind == "send" and self.rank == self.call.ranks[1]
 
     @property
@@ -43,12 +42,10 @@ class Played:
         return f"{self.call.kind} of {self.call.nbytes} bytes among {self.call.size} ranks"
 
     def start(self, begin: float, end: float) -> None:
-        """Its messages pass from `begin` to `end`, seconds of `time.monotonic`."""
         self.begin, self.end, self.started = begin, end, True
 
     @property
     def ready(self) -> bool:
-        """Whether the predecessors of the next message are done."""
         return self.started and self.sent.messages[self.sent.done].needs <= self.received.done
 
     @property
@@ -81,7 +78,6 @@ class Peer:
         self._left = 0  # of them
 
     def flush(self) -> None:
-        """Write what the socket takes."""
         with contextlib.suppress(BlockingIOError):
             while self.pending:
                 count = self.socket.sendmsg(self.pending)
@@ -143,7 +139,6 @@ class Peer:
         del staged[:at]
 
     def _arrived(self) -> None:
-        """The frame that was coming is there."""
         assert self._frame is not None
         played, head = self._frame
         played.received.advance(head.length)
@@ -151,7 +146,6 @@ class Peer:
             self.operations.pop(played.number, None)
 
     def _expect(self, head: frames.FrameHeader) -> None:
-        """Check that this is the next message of its operation."""
         played = self.operations.get(head.operation)
         got = f"message {head.message}, {head.length} bytes at {head.offset}"
         if head.type != frames.DATA or played is None:

@@ -120,16 +120,16 @@ class Rendezvous:
         arrivals.then(0.0, None, CollectiveAborted(f"{arrivals.operation.title}: rank {rank} {self._gone[rank]}"))
 
     def _listen(self) -> None:
-        open_peers = {peer.connection: peer for peer in self._peers.values()}
+        peers: dict[Any, _RealPeer] = {peer.connection: peer for peer in self._peers.values()}
         while True:
-            for ready in wait([self._woken, *open_peers]):
+            for ready in wait([self._woken, *peers]):
                 if ready is self._woken:
                     return
-                peer = open_peers[ready]
+                peer = peers[ready]
                 try:
                     line, carried = json.loads(peer.connection.recv_bytes()), peer.connection.recv_bytes()
                 except (OSError, EOFError):
-                    del open_peers[ready]
+                    del peers[ready]
                     self._leave(peer)
                 else:
                     self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
@@ -145,8 +145,10 @@ class Rendezvous:
             self._wake.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
-        for connection in (self._wake, self._woken, *(peer.connection for peer in self._peers.values())):
-            connection.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+        self._wake.close()
+        self._woken.close()
 
 
 def _key(operation: EmulatedOperation) -> str:
@@ -175,7 +177,6 @@ def _carried(operation: EmulatedOperation) -> bytes:
 
 
 def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
-    """Fill `outputs` with what `_carried` gave."""
     given = torch.frombuffer(bytearray(values), dtype=torch.uint8)
     for x, part in zip(outputs, given.split([x.nbytes for x in outputs]), strict=True):
         with torch.no_grad():

@@ -50,8 +50,6 @@ class CollectiveAborted(RewriterError, dist.DistError):
 
 
 class OperationWork(dist.Work):
-    """What handles of an operation have in common, wherever it takes place."""
-
     def __init__(self, operation: EmulatedOperation) -> None:
         super().__init__()
         self.operation = operation
@@ -116,12 +114,10 @@ class EmulatedWork(OperationWork):
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called."""
         return self._done.is_set()
 
     @property
     def awaited_as_future(self) -> bool:
-        """Whether somebody holds a future."""
         return self._future is not None
 
     def advance(self, begun: float) -> float:
@@ -251,7 +247,6 @@ class Timer:
             work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
 
     def _advance(self, work: EmulatedWork) -> float:
-        """When `work` has to be looked at again. What this takes of the CPU is spent in its place."""
         begun = self._accounted  # with what came since, as waking
         try:
             return work.advance(begun)

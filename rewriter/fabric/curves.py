@@ -25,7 +25,6 @@ class Point:
 
     @property
     def hindrance(self) -> float:
-        """How much longer it takes beside computation."""
         return max(0.0, self.busy_seconds - self.seconds)
 
 
@@ -72,7 +71,6 @@ class Curve:
         return self.points[0].seconds
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for `nbytes`."""
         last = self.points[-1]
         if nbytes > last.nbytes:
             before = self.points[-2] if len(self.points) > 1 else Point(0, 0.0)
@@ -81,7 +79,6 @@ class Curve:
         return math.exp(self._spline(math.log(max(nbytes, self.points[0].nbytes))))
 
     def cpu_seconds(self, nbytes: float) -> float:
-        """CPU seconds for `nbytes`."""
         return self._linear(nbytes, [point.cpu_seconds for point in self.points])
 
     def hindrance(self, nbytes: float) -> float:

@@ -50,7 +50,6 @@ class Measurement:
 
 
 def sizes(largest: int = LARGEST) -> tuple[int, ...]:
-    """1 KB to `largest` bytes, doubling."""
     return tuple(SMALLEST << step for step in range(64) if SMALLEST << step <= largest)
 
 
@@ -175,8 +174,6 @@ def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> St
 
 
 class _Done:
-    """The handle of what is over when its call returns."""
-
     def wait(self) -> None:
         pass
 

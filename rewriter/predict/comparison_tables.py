@@ -136,7 +136,6 @@ def _name(p: Prediction) -> str:
 
 
 def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, str], str]]:
-    """Two rows per recipe, for PASSES."""
     rows: list[tuple[str, Mapping[str, str], str]] = []
     for p in predictions:
         for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
@@ -147,7 +146,6 @@ def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, st
 
 
 def _card(p: Prediction) -> Table:
-    """One recipe below its name, for narrow terminals."""
     table = plain_table(_name(p), show_header=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")

@@ -142,7 +142,6 @@ def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
 
 
 def _programs(program: Program, recipes: Sequence[str], workload: Workload) -> list[tuple[str, Program]]:
-    """The programs of those recipes that can be applied."""
     loaded = distinct([load_recipe(recipe) for recipe in recipes])
     found, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
     return [(candidate.recipe, candidate.program) for candidate in found]

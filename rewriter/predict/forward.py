@@ -66,7 +66,6 @@ class Runner:
         self.held: list[Any] = []  # keeps keys' ids from being used again
 
     def run(self, program: Program, given: ForwardPass) -> Forward:
-        """What `program` does in this pass, on one rank."""
         return _ForwardRun(self, program, given).forward()
 
 
@@ -170,7 +169,6 @@ class _ForwardRun:
         return value, tuple(self._estimated(module, inputs, value)), note
 
     def _estimated(self, module: Module, inputs: Sequence[Any], value: Any) -> list[Item]:
-        """Its matrices, each as a product with all tokens."""
         tokens = self.given.batch * next((x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 2), 1)
         size = self.dtype.itemsize
         items: list[Item] = []

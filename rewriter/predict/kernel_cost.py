@@ -69,7 +69,6 @@ class CostedOperation:
     weights: frozenset[Hashable] = field(default_factory=frozenset)
 
     def kernel(self) -> Kernel:
-        """It alone, as a kernel."""
         nbytes = sum(self.reads.values()) + sum(self.writes.values())
         return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
 

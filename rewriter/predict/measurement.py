@@ -116,7 +116,6 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
 
 
 def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
-    """What ranks are asked; all of them are real without `cluster`."""
     values = None
     if cluster is not None:
         values = {
@@ -131,7 +130,6 @@ def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluste
 
 
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
-    """One rank for real, in an emulated world."""
     assert found.emulation is not None
     return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank])
 
@@ -201,7 +199,6 @@ def cores(ranks: int, where: str) -> tuple[int, ...]:
 
 
 def require_memory(p: Prediction, where: str) -> None:
-    """Refuse a shard that this machine cannot hold."""
     needed, free = p.memory_bytes_per_rank, free_memory(where)
     if free is not None and needed > free:
         raise RewriterError(

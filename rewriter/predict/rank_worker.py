@@ -83,7 +83,6 @@ class Silent:
 
 
 def main(values: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What `rank` measures of the `Spec` of `values`."""
     spec = SPEC.validate_python(values)
     if spec.cores:
         os.sched_setaffinity(0, {spec.cores[rank % len(spec.cores)]})  # before any thread: gloo's own inherit it
@@ -137,7 +136,6 @@ def _join(spec: Spec, job: int, rank: int, device: torch.device, silent: bool) -
 
 @torch.inference_mode()
 def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each prefill, and of a step in each run of decode steps."""
     model = _model(spec, variant, rank, device)
     weight = next(model.parameters())
     ids = torch.zeros(spec.batch, spec.prompt, dtype=torch.int64, device=device)
@@ -185,8 +183,6 @@ def _repetitions(fewest: int, seconds: float, device: torch.device) -> int:
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """`run`, begun by all ranks together; it returns its seconds."""
-
     def timed() -> float:
         dist.barrier()
         if device.type == "cuda":

@@ -139,7 +139,6 @@ def _affordable(each: float, wanted: int) -> int:
 
 
 def _gathered(mine: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors, stacked, on the CPU."""
     device = own_device()
     every = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine.to(device))

@@ -26,8 +26,6 @@ _BUSY = (
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe's pass: seconds of each launch."""
-
     recipe: str
     kind: str
     predicted: tuple[float, ...]
@@ -75,7 +73,6 @@ class Validation:
         return found
 
     def of(self, recipe: str) -> dict[str, Any]:
-        """What is said of one recipe, as JSON values."""
         if self.reason is not None:
             return {"reason": self.reason}
         rows = {
