@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype
+from rewriter.analysis.op_semantics import function_of, kind_of
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
@@ -125,8 +126,9 @@ class _ForwardRun:
             return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
             return self._remembered(node, sources)
-        if node.target in _IDENTITIES:
-            return sources[0], ()
+        is_sum = kind_of(node) == "collective" and function_of(node) == "sum"
+        if is_sum or node.target in (ops.all_reduce_wait, ops.copy_to_group, ops.dropout):
+            return sources[0], ()  # what the wiring's collectives cost is the timeline's matter
         known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
         if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:
             value, items, _ = self.runner.known[known]
@@ -197,11 +199,6 @@ class _ForwardRun:
         if self.given.is_decode:
             return x  # new tokens are on every rank; only their keys have an owner
         return x[:, :1].expand(x.shape[0], plan.local_tokens(x.shape[1]), *x.shape[2:]).clone()
-
-
-_IDENTITIES = frozenset(
-    {ops.copy_to_group, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
-)  # of the wiring: what its collectives cost is the timeline's matter
 
 
 def head_entry(graph: fx.Graph) -> fx.Node | None:
