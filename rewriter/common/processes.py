@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from rewriter.common.errors import RewriterError
@@ -126,9 +126,7 @@ class Processes:
             self._handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not leave processes behind
         try:

@@ -187,8 +187,7 @@ class Environment:
     # --- what goes ---
 
     def _serve(self) -> float | None:
-        """Send all that may be sent now, each operation in turn. Returns the seconds until more may be, or
-        None: more must come first."""
+        """Send all that may be sent now, operations in turn. The seconds until more may be; None: more must come."""
         while not self._stopped:
             sent, earliest = False, math.inf
             now = time.monotonic()

@@ -276,14 +276,11 @@ class EmulatedGroup(_ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    _get_backend_name = getBackendName
+    name = _get_backend_name = getBackendName
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-
-    def name(self) -> str:
-        return NAME
 
     def get_group_store(self) -> Any:
         return self._store

@@ -120,10 +120,7 @@ class MessageSource:
     def write(self, outputs: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for x in outputs:
-                if self.tensor is None:
-                    x.data.zero_()
-                else:
-                    x.data.copy_(self.tensor.data.reshape(x.shape))
+                x.data.zero_() if self.tensor is None else x.data.copy_(self.tensor.data.reshape(x.shape))
 
 
 class Mailbox:

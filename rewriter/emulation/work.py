@@ -29,16 +29,13 @@ class Engine(Protocol):
     `submit` is called under the order in which this rank calls its collectives (each group counts them in
     `operation.sequence`), possibly from several threads, one for each group at a time. It returns at once a
     `torch.distributed.Work`; `EmulatedWork` is one for engines whose operations end on the CPU. When it is over, the
-    outputs are written (`operation.fill()`).
+    outputs are written (`operation.fill()`). Raises RewriterError where the engine cannot do it. `close` ends the job:
+    operations under way are aborted, threads and connections end. Twice is allowed.
     """
 
-    def submit(self, operation: EmulatedOperation) -> Any:
-        """Begin `operation`; a Work. Raises RewriterError where the engine cannot do it."""
-        ...
+    def submit(self, operation: EmulatedOperation) -> Any: ...
 
-    def close(self) -> None:
-        """The job ends: stop threads, close connections. Operations under way are aborted. Twice is allowed."""
-        ...
+    def close(self) -> None: ...
 
 
 class CollectiveTimeout(RewriterError, dist.DistError):

@@ -85,12 +85,8 @@ def inspect(
         "tokens": tokens,
         "recipe": loaded.name if loaded is not None else None,
         "passes": [
-            {
-                "name": r.name,
-                "kind": r.kind,
-                "options": json.loads(json.dumps(r.options, default=list)),
-                "summary": r.summary,
-            }
+            {"name": r.name, "kind": r.kind, "summary": r.summary}
+            | {"options": json.loads(json.dumps(r.options, default=list))}
             for r in after.history
         ],
         "blocks": _blocks(after),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -173,20 +174,15 @@ def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> St
     return calls[kind]
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-def _round_trip(here: torch.Tensor, there: torch.Tensor, group: Any) -> _Done:
-    """A message from rank 0 to rank 1 and one back; other ranks do nothing."""
+def _round_trip(here: torch.Tensor, there: torch.Tensor, group: Any) -> Any:
+    """A message from rank 0 to rank 1 and one back; other ranks do nothing. It is over when the call returns."""
     if dist.get_rank() == 0:
         dist.send(here, 1, group=group)
         dist.recv(there, 1, group=group)
     elif dist.get_rank() == 1:
         dist.recv(there, 0, group=group)
         dist.send(here, 0, group=group)
-    return _Done()
+    return SimpleNamespace(wait=lambda: None)
 
 
 def _keep_to_own_cores() -> None:

@@ -119,8 +119,7 @@ def _fitting(
     console: Console,
     options: ConsoleOptions,
 ) -> Table | None:
-    """A table of (name, cells by column, style) with as many columns as there is room for, dropping `dropped` one by
-    one; None where none is enough."""
+    """A table of (name, cells by column, style) without those `dropped` that have no room; None if it still lacks."""
     for count in range(len(dropped) + 1):
         kept = [column for column in columns if column not in dropped[:count]]
         table = _table(title, kept)

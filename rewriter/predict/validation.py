@@ -79,9 +79,7 @@ class Validation:
             row.kind: {
                 "predicted_seconds": median(row.predicted),
                 "measured_seconds": median(row.measured),
-                "error": row.error,
-                "spread": row.spread,
-                "holds": row.holds,
+                **{figure: getattr(row, figure) for figure in ("error", "spread", "holds")},
                 "predicted_launches": list(row.predicted),
                 "measured_launches": list(row.measured),
             }
