@@ -51,7 +51,7 @@ class FrameHeader(NamedTuple):
         return _HEADER.pack(*self)
 
 
-def header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
+def header(buffer: memoryview | bytes | bytearray, at: int) -> FrameHeader:
     return FrameHeader._make(_HEADER.unpack_from(buffer, at))
 
 

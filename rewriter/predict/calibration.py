@@ -54,9 +54,7 @@ def sizes(largest: int = LARGEST) -> tuple[int, ...]:
     return tuple(SMALLEST << step for step in range(64) if SMALLEST << step <= largest)
 
 
-def measure(
-    kinds: Sequence[Kind] = KINDS, wanted: Sequence[int] | None = None, repetitions: int = REPETITIONS
-) -> list[Measurement]:
+def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REPETITIONS) -> list[Measurement]:
     """Times collectives of float32 among all ranks of the default group, which must be initialised; every rank gets the
     same result. `send` is half of a round trip between ranks 0 and 1. Rounds have connections and threads of their own,
     as launches of a program have.
@@ -69,7 +67,7 @@ def measure(
         group = dist.new_group()
         try:
             for kind in kinds:
-                for nbytes in sizes() if wanted is None else wanted:
+                for nbytes in wanted:
                     one = _measured(kind, nbytes, group, -(-repetitions // rounds))
                     if one is None:
                         break

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
+_FINEST = 0.3  # units of x
 SERIES = 8  # colours --s0 to --s7
 
 
@@ -24,10 +25,10 @@ def path(data: str, style: str = "") -> str:
     return f'<path d="{data}"{_class(style)}/>'
 
 
-def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
+def rectangle(x: float, y: float, width: float, height: float, style: str, title: str) -> str:
     """A filled box; `title` is shown when a pointer rests on it, and read aloud."""
     shape = f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"{_class(style)}'
-    return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
+    return f"{shape}><title>{escape(title)}</title></rect>"
 
 
 def drawing(name: str, width: float, height: float, title: str, description: str, parts: Iterable[str]) -> str:
@@ -39,13 +40,13 @@ def drawing(name: str, width: float, height: float, title: str, description: str
     )
 
 
-def strokes(intervals: Sequence[tuple[float, float]], y: float, finest: float = 0.3) -> str:
-    """Intervals of x as the data of one path, to be stroked as wide as a lane. Those nearer than `finest` are joined,
+def strokes(intervals: Sequence[tuple[float, float]], y: float) -> str:
+    """Intervals of x as the data of one path, to be stroked as wide as a lane. Those nearer than `_FINEST` are joined,
     and none is narrower, so that a thousand of them stay a few kilobytes."""
     joined: list[tuple[float, float]] = []
     for low, high in sorted(intervals):
-        high = max(high, low + finest)
-        if joined and low - joined[-1][1] < finest:
+        high = max(high, low + _FINEST)
+        if joined and low - joined[-1][1] < _FINEST:
             joined[-1] = (joined[-1][0], max(joined[-1][1], high))
         else:
             joined.append((low, high))

@@ -81,9 +81,7 @@ def durations(
     return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
 
 
-def beside_computation(
-    run: StartCollective, typical: float, repetitions: int, rooted: bool = False
-) -> tuple[float, float]:
+def beside_computation(run: StartCollective, typical: float, repetitions: int, rooted: bool) -> tuple[float, float]:
     """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
     where they wait, with the same `rooted`.
 
