@@ -232,12 +232,14 @@ def test_a_pass_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_spec_survives_its_file() -> None:
     from rewriter.predict.rank_worker import SPEC, Spec, Variant
+    from rewriter.predict.workload import Workload
 
     variants = (
         Variant("ladder", "a.py", {"0": "b"}, "bfloat16", 2, (1, 2, 1)),
         Variant("x", "c.py", {}, "float32", 4, None),
     )
-    spec = Spec(variants, 4, 1, 64, 72, 80, "cpu", "s", {"world_size": 4}, True, False, (0, 1), 5)
+    job = Workload(1, 64, 16, False, tp=4)
+    spec = Spec(variants, job, "cpu", "s", {"world_size": 4}, True, (0, 1), 5)
     assert SPEC.validate_python(json.loads(json.dumps(asdict(spec)))) == spec
 
 

@@ -13,12 +13,13 @@ from predictions import comparison, phase
 from rich.console import Console
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import write_text
 from rewriter.common.numbers import digits, duration, percent
 from rewriter.predict.comparison_tables import ComparisonReport
 from rewriter.predict.draw_bars import bars
 from rewriter.predict.draw_pareto import pareto
 from rewriter.predict.draw_timeline import scale, timeline, window
-from rewriter.predict.page import headline, page, write_page
+from rewriter.predict.page import headline, page
 from rewriter.predict.results import PredictedPoint, RecipeComparison, SkippedRecipe
 from rewriter.predict.svg import log_ticks, strokes, ticks
 
@@ -245,12 +246,12 @@ def test_the_headline_names_the_best_that_can_be_run() -> None:
 
 def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "report.html"
-    write_page(file, "old")
+    write_text(file, "old", "--html")
     with pytest.raises(UnicodeEncodeError):
-        write_page(file, "new \ud800")
+        write_text(file, "new \ud800", "--html")
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(RewriterError, match="there is no directory"):
-        write_page(tmp_path / "missing" / "report.html", "new")
+        write_text(tmp_path / "missing" / "report.html", "new", "--html")
     with pytest.raises(RewriterError, match="it is a directory"):
-        write_page(tmp_path, "new")
+        write_text(tmp_path, "new", "--html")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def coverage(
     types: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TYPE ...]", help="Model types. Without any: all.", show_default=False),
+        typer.Argument(metavar="[TYPE ...]", help="Model types. Without any: all."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 120.0,

@@ -12,7 +12,7 @@ from rewriter.cli import options
 
 def export(
     directory: options.Output,
-    onnx: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the ONNX model.", show_default=False)],
+    onnx: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the ONNX model.")],
 ) -> None:
     """Write the single-device model as ONNX, with positions and without cache, checked against onnxruntime."""
     from rewriter import api

@@ -10,9 +10,8 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric import shipped_tables as measured
 from rewriter.fabric.measured_delays import table_errors
@@ -23,7 +22,7 @@ def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([_header(one) | {"median_error": _error(one)} for one in found], indent=2))
         return
-    table = _table("fabric", "what it is", "collectives of", "error")
+    table = plain_table(None, "fabric", "what it is", "collectives of", "error", whole=("fabric",), **WIDE)
     for one in found:
         mark = "[yellow]modelled[/]  " if one.modelled else ""
         libraries = ", ".join(one.libraries) or "formulas"
@@ -45,14 +44,16 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     console = Console(highlight=False)
     mark = "  [yellow]modelled: not measured as a whole[/]" if fabric.modelled else ""
     console.print(f"[bold]{fabric.name}[/]{mark}\n{escape(fabric.summary)}\n")
-    figures = _table("figure", "value", "source", fold=True)
+    names = ("figure", "value", "source")
+    figures = plain_table(None, *names, fold=names, whole=names[:1], **WIDE)
     for row in content["figures"]:
         figures.add_row(row["figure"], escape(row["text"]), f"[dim]{escape(row['source'])}[/]")
     console.print(figures)
     if not content["curves"]:
         console.print("\nNo measurements: durations are by formula (α-β).")
         return
-    curves = _table("table", "collective", "ranks", "sizes", "smallest", "error", "worst", numbers=3)
+    columns = ("table", "collective", "ranks", "sizes", "smallest", "error", "worst")
+    curves = plain_table(None, *columns, numbers=columns[3:], **WIDE)
     last = ""
     for row in content["curves"]:
         curves.add_row(
@@ -135,18 +136,6 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
         if table.source != measured.SOURCE:
             rows.append({"figure": "measurements", "value": None, "text": str(table.key), "source": table.source})
     return rows
-
-
-def _table(*columns: str, numbers: int = 99, fold: bool = False) -> Table:
-    table = plain_table(gap=3, header_style="dim")
-    for index, column in enumerate(columns):
-        table.add_column(
-            column,
-            no_wrap=index == 0 and len(columns) < 5,
-            justify="right" if index >= numbers else "left",
-            overflow="fold" if fold else "ellipsis",
-        )
-    return table
 
 
 def _rate(value: float, unit: str) -> str:

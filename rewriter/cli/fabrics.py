@@ -33,7 +33,7 @@ def listing(as_json: JsonList = False) -> None:
 
 @app.command()
 def show(
-    fabric: Annotated[str, typer.Argument(metavar="NAME|FILE", show_default=False)],
+    fabric: Annotated[str, typer.Argument(metavar="NAME|FILE")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show a fabric's figures with their sources, and how well its tables predict points left out of them."""
@@ -45,7 +45,7 @@ def show(
 
 @app.command("import")
 def import_logs(
-    logs: Annotated[list[Path], typer.Argument(metavar="NCCL-TESTS-LOG...", show_default=False)],
+    logs: Annotated[list[Path], typer.Argument(metavar="NCCL-TESTS-LOG...")],
     out: Out,
     device_of: Annotated[
         str, typer.Option("--device-of", metavar="FABRIC", help="The shipped fabric whose devices and links these are.")
@@ -56,8 +56,9 @@ def import_logs(
 ) -> None:
     """Make a fabric of what nccl-tests printed; other commands take it with --fabric FILE."""
     from rewriter.common.errors import RewriterError
+    from rewriter.common.files import write_text
     from rewriter.fabric.nccl_tests import op_named, read_log
-    from rewriter.fabric.writing import imported, write
+    from rewriter.fabric.writing import check, imported
 
     kind = op_named(op) if op is not None else None
     read = []
@@ -66,7 +67,9 @@ def import_logs(
             read.append(read_log(path, kind))
         except RewriterError as error:
             raise RewriterError(f"{error} Nothing was written.") from None
-    write(imported(read, device_of, out), out)
+    text = imported(read, device_of, out)
+    check(out)
+    write_text(out, text, "--out")
     count = sum(len(log.rows) for log in read)
     typer.echo(f"wrote {out}: {count} measurements of {', '.join(sorted({log.kind for log in read}))}")
 
@@ -87,7 +90,8 @@ def calibrate(
 ) -> None:
     """Measure this machine: collectives by size, its arithmetic and its memory."""
     from rewriter.cli import launching
-    from rewriter.fabric.writing import check, write
+    from rewriter.common.files import write_text
+    from rewriter.fabric.writing import check
 
     check(out)
     if not launching.is_rank():
@@ -99,7 +103,7 @@ def calibrate(
     text, taken = calibrated(out, largest, repetitions)
     if not launching.is_first():
         return
-    write(text, out)
+    write_text(out, text, "--out")
     typer.echo(f"wrote {out}. `rewrite fabrics show {out}` shows it.")
     if taken > BUSY:
         busy = f"something else had the ranks' cores for {100 * taken:.0f} % of the time: this machine is busy"

@@ -11,7 +11,7 @@ from rewriter.cli import options
 
 def generate(
     directory: options.Output,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.", show_default=False)],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How many tokens to add at most.")] = 64,
 ) -> None:
     """Continue a text greedily, on as many ranks as the manifest names. Prints the prompt and what follows it."""

@@ -11,12 +11,12 @@ from rewriter.cli import options
 
 def inspect(
     model: options.Model,
-    recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.", show_default=False)] = None,
+    recipe: Annotated[str | None, typer.Option(help="Show what this recipe would change.")] = None,
     tp: options.Ranks = 1,
     sp: options.SequenceRanks = 1,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens of a sequence, to plan for with --sp.", show_default=False),
+        typer.Option(min=1, metavar="N", help="Tokens of a sequence, to plan for with --sp."),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face model directory or a hub id.", show_default=False)
-]
-Output = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A directory that `rewrite MODEL` wrote.", show_default=False)
-]
-Ranks = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel ranks.")]
-SequenceRanks = Annotated[
-    int, typer.Option("--sp", min=1, metavar="N", help="Sequence-parallel ranks: each holds part of the tokens.")
-]
+_Count = partial(typer.Option, min=1, metavar="N")
+_File = partial(typer.Option, metavar="FILE")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model directory or a hub id.")]
+Output = Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `rewrite MODEL` wrote.")]
+Ranks = Annotated[int, _Count("--tp", help="Tensor-parallel ranks.")]
+SequenceRanks = Annotated[int, _Count("--sp", help="Sequence-parallel ranks: each holds part of the tokens.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own Python files. Never done without.")
 ]
@@ -25,24 +23,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and not
 # --- of `predict` ---
 
 ConfigModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A Hugging Face directory, a bare config.json or a hub id.", show_default=False
-    ),
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a bare config.json or a hub id.")
 ]
 Recipes = Annotated[
     list[str], typer.Option(metavar="NAME", help="A recipe. Repeatable: the first is what others are compared with.")
 ]
 FabricName = Annotated[str, typer.Option(metavar="NAME|FILE", help="The cluster: `rewrite fabrics` lists those known.")]
-AllRanks = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks in all.")]
-Nodes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Nodes that the ranks stand on. Without it: as few as hold them.")
-]
+AllRanks = Annotated[int, _Count(help="Ranks in all.")]
+Nodes = Annotated[int | None, _Count(help="Nodes that the ranks stand on. Without it: as few as hold them.")]
 TokenRanks = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Of them, those that share tokens, in recipes that do. Without it: all."),
+    int | None, _Count(help="Of them, those that share tokens, in recipes that do. Without it: all.")
 ]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at a time.")]
+Batch = Annotated[int, _Count(help="Sequences at a time.")]
 Prompt = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens of a prompt.")]
 Generate = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens to generate for each.")]
 WhatIf = Annotated[
@@ -62,9 +54,7 @@ Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real 
 Validate = Annotated[
     bool, typer.Option("--validate", help="Run all ranks for real on this machine, and compare with what is predicted.")
 ]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the report as one HTML file.", show_default=False)
-]
+Html = Annotated[Path | None, _File(help="Write the report as one HTML file.")]
 
 # --- of a conversion ---
 
@@ -84,10 +74,7 @@ Verify = Annotated[
     typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
 ]
 Calibration = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one."
-    ),
+    Path | None, _File(help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")]
@@ -98,11 +85,9 @@ Link = Annotated[
 
 # --- of `adapt` ---
 
-Data = Annotated[str, typer.Option(metavar="FILE", help='One {"messages": […]} or {"text": …} per line, or a hub id.')]
+Data = Annotated[str, _File(help='One {"messages": […]} or {"text": …} per line, or a hub id.')]
 AdaptedTo = Annotated[Path, typer.Option(metavar="DIR2", help="Output directory.")]
-EvaluationData = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Data to measure on. Without it, some rows are held out.")
-]
+EvaluationData = Annotated[str | None, _File(help="Data to measure on. Without it, some rows are held out.")]
 Teacher = Annotated[
     str | None,
     typer.Option(metavar="ORIGINAL", help="The original model. Without it: DIR's weights, wired as they were."),
@@ -135,8 +120,7 @@ Zero = Annotated[
 ]
 ExpertRanks = Annotated[int, typer.Option(metavar="N", help="Ranks that share the experts of a layer.")]
 ExpertOrder = Annotated[
-    Literal["D+E", "E+D"],
-    typer.Option(help="Neighbouring ranks hold the same experts (D+E), or different ones (E+D)."),
+    Literal["D+E", "E+D"], typer.Option(help="Neighbouring ranks hold the same experts (D+E), or different ones (E+D).")
 ]
 FromScratch = Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")]
 Length = Annotated[

@@ -46,9 +46,9 @@ def predict(
     if measure and pareto:
         raise RewriterError("--pareto: with --measure one job runs, so there are no points. Leave out one of the two.")
     if html is not None:
-        from rewriter.predict.page import require_place
+        from rewriter.common.files import require_place
 
-        require_place(html)
+        require_place(html, "--html")
     from rewriter import api
 
     job: dict[str, Any] = dict(
@@ -76,11 +76,12 @@ def _write_page(
     file: Path, found: RecipeComparison, validation: Validation | None, fabric: str, words: Sequence[str]
 ) -> None:
     from rewriter.cli.fabric_tables import figures_of
+    from rewriter.common.files import write_text
     from rewriter.fabric import load_fabric
-    from rewriter.predict.page import page, write_page
+    from rewriter.predict.page import page
 
     figures = [(row["figure"], row["text"], row["source"]) for row in figures_of(load_fabric(fabric))]
-    write_page(file, page(found, shlex.join(["rewrite", *words]), figures, validation))
+    write_text(file, page(found, shlex.join(["rewrite", *words]), figures, validation), "--html")
 
 
 def _print_json(found: RecipeComparison, validation: Validation | None) -> None:

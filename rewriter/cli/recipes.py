@@ -18,12 +18,11 @@ def listing(context: typer.Context) -> None:
         return
     from rich.console import Console
 
-    from rewriter.common.tables import plain_table
+    from rewriter.common.tables import WIDE, plain_table
     from rewriter.recipes.catalogue import entries
 
-    table = plain_table(gap=3, header_style="table.header")
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it does")
+    look = WIDE | {"header_style": "table.header"}
+    table = plain_table(None, "recipe", "what it does", whole=("recipe",), **look)
     for entry in entries():
         table.add_row(f"[bold]{entry.name}[/]", f"{entry.summary}\n[dim]{' → '.join(entry.passes)}[/]")
     console = Console()
@@ -32,7 +31,7 @@ def listing(context: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)]) -> None:
+def show(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Print a recipe's YAML file."""
     from rewriter.common.yaml_documents import read_file
     from rewriter.recipes.catalogue import find
@@ -48,7 +47,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)
 
 
 @app.command()
-def validate(file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)]) -> None:
+def validate(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     """Check a recipe file: every fault at once, each with its line."""
     from rewriter.recipes import Recipe
 

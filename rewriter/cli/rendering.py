@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rewriter.common.tables import plain_table
+from rewriter.common.tables import WIDE, plain_table
 
 
 def print_report(text: str, *, dry_run: bool = False) -> None:
@@ -51,7 +51,7 @@ def print_verification(verification: Mapping[str, Any]) -> None:
 
 def facts(title: str, content: Mapping[str, Any]) -> Table:
     """Names and values, nested mappings spelt `outer.inner`."""
-    table = _table(title, "")
+    table = plain_table(None, title, "", whole=(title,), **WIDE)
     for name, value in _flat(content):
         table.add_row(name, escape(_value(value)))
     return table
@@ -59,7 +59,8 @@ def facts(title: str, content: Mapping[str, Any]) -> Table:
 
 def comparison(title: str, content: Mapping[str, Any]) -> Table:
     """`{"before": {...}, "after": {...}}` side by side."""
-    table = _table(title, "before", "after")
+    sides = ("before", "after")
+    table = plain_table(None, title, *sides, numbers=sides, whole=(title,), **WIDE)
     before, after = dict(_flat(content["before"])), dict(_flat(content["after"]))
     for name in dict.fromkeys((*before, *after)):
         table.add_row(name, *(escape(_value(side[name])) if name in side else "–" for side in (before, after)))
@@ -67,19 +68,11 @@ def comparison(title: str, content: Mapping[str, Any]) -> Table:
 
 
 def _passes(passes: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("pass", "kind", "what it did", numbers=False)
+    table = plain_table(None, "pass", "kind", "what it did", whole=("pass",), **WIDE)
     for entry in passes:
         table.add_row(f"[bold]{escape(entry['name'])}[/]", escape(entry["kind"]), escape(str(entry["summary"])))
         for note in entry.get("notes") or []:
             table.add_row("", "", f"[dim]{escape(str(note))}[/]")
-    return table
-
-
-def _table(title: str, *columns: str, numbers: bool = True) -> Table:
-    table = plain_table(gap=3, header_style="dim")
-    table.add_column(title, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right" if numbers and len(columns) > 1 else "left")
     return table
 
 

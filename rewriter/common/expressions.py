@@ -38,19 +38,24 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Slice:
-    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, in any order."""
+class _Rearrangement:
+    """Of one tensor."""
 
     source: Expression
+
+    def tensors(self) -> Iterator[str]:
+        return self.source.tensors()
+
+
+@dataclass(frozen=True)
+class Slice(_Rearrangement):
+    """The ranges [start, stop) of `source` along `dim`, one after the other. They may overlap, in any order."""
+
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
-    def tensors(self) -> Iterator[str]:
-        """See Tensor.tensors."""
-        return self.source.tensors()
-
     def shape(self, shapes: Shapes) -> Shape:
-        """See Tensor.shape. The size of `dim` becomes the sum of the ranges' lengths; an empty range is refused."""
+        """The size of `dim` becomes the sum of the ranges' lengths; an empty range is refused."""
         whole = self.source.shape(shapes)
         size = whole[_dim(self, self.dim, whole)]
         if not self.ranges:
@@ -63,28 +68,81 @@ class Slice:
                     f"{self}: range [{start}, {stop}) does not lie in dimension {self.dim}, which has size {size} "
                     f"(shape {_sizes(whole)})."
                 )
-        length = sum(stop - start for start, stop in self.ranges)
-        return (*whole[: self.dim], length, *whole[self.dim + 1 :])
+        return _resized(whole, self.dim, sum(stop - start for start, stop in self.ranges))
 
     def __str__(self) -> str:
         return f"{self.source}[{':, ' * self.dim}{' + '.join(f'{a}:{b}' for a, b in self.ranges)}]"
 
 
 @dataclass(frozen=True)
-class Concat:
-    """The parts one after the other along `dim`, as torch.cat. Their other sizes are equal."""
+class Take(_Rearrangement):
+    """The elements of `source` along `dim` at the places `index`, as torch.index_select.
+
+    What a `Slice` with thousands of ranges would be: neurons in another order.
+    """
+
+    dim: int
+    index: tuple[int, ...]
+
+    def shape(self, shapes: Shapes) -> Shape:
+        """The size of `dim` becomes the number of places; none at all is refused."""
+        whole = self.source.shape(shapes)
+        size = whole[_dim(self, self.dim, whole)]
+        if not self.index:
+            raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
+        if min(self.index) < 0 or max(self.index) >= size:
+            raise RewriterError(
+                f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
+                f"has size {size} (shape {_sizes(whole)})."
+            )
+        return _resized(whole, self.dim, len(self.index))
+
+    def __str__(self) -> str:
+        first = ", ".join(map(str, self.index[:4])) + (", …" if len(self.index) > 4 else "")
+        return f"{self.source}[{':, ' * self.dim}({first})]"
+
+
+@dataclass(frozen=True)
+class Transpose(_Rearrangement):
+    """`source` with two dimensions exchanged, as torch.transpose."""
+
+    dim0: int
+    dim1: int
+
+    def shape(self, shapes: Shapes) -> Shape:
+        sizes = list(self.source.shape(shapes))
+        dim0, dim1 = (_dim(self, dim, tuple(sizes)) for dim in (self.dim0, self.dim1))
+        sizes[dim0], sizes[dim1] = sizes[dim1], sizes[dim0]
+        return tuple(sizes)
+
+    def __str__(self) -> str:
+        return f"transpose({self.source}, {self.dim0}, {self.dim1})"
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Of several tensors."""
 
     parts: tuple[Expression, ...]
     dim: int
 
     def tensors(self) -> Iterator[str]:
-        """See Tensor.tensors."""
         for part in self.parts:
             yield from part.tensors()
 
+    def part_shapes(self, shapes: Shapes) -> list[Shape]:
+        """Raises RewriterError where there is no part."""
+        if not self.parts:
+            raise RewriterError(f"{self}: it has no parts; at least one is needed.")
+        return [part.shape(shapes) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Concat(_Joined):
+    """The parts one after the other along `dim`, as torch.cat. Their other sizes are equal."""
+
     def shape(self, shapes: Shapes) -> Shape:
-        """See Tensor.shape."""
-        first, *others = _part_shapes(self, self.parts, shapes)
+        first, *others = self.part_shapes(shapes)
         dim = _dim(self, self.dim, first)
         for part, shape in zip(self.parts[1:], others, strict=True):
             if len(shape) != len(first) or (shape[:dim], shape[dim + 1 :]) != (first[:dim], first[dim + 1 :]):
@@ -92,27 +150,18 @@ class Concat:
                     f"cat of {self.parts[0]} {_sizes(first)} and {part} {_sizes(shape)}: all sizes but dimension "
                     f"{dim}'s must be equal."
                 )
-        return (*first[:dim], first[dim] + sum(shape[dim] for shape in others), *first[dim + 1 :])
+        return _resized(first, dim, sum(shape[dim] for shape in (first, *others)))
 
     def __str__(self) -> str:
         return f"cat({', '.join(map(str, self.parts))}, dim={self.dim})"
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(_Joined):
     """The parts, all of one shape, along a new dimension `dim`, as torch.stack."""
 
-    parts: tuple[Expression, ...]
-    dim: int
-
-    def tensors(self) -> Iterator[str]:
-        """See Tensor.tensors."""
-        for part in self.parts:
-            yield from part.tensors()
-
     def shape(self, shapes: Shapes) -> Shape:
-        """See Tensor.shape."""
-        first, *others = _part_shapes(self, self.parts, shapes)
+        first, *others = self.part_shapes(shapes)
         for part, shape in zip(self.parts[1:], others, strict=True):
             if shape != first:
                 raise RewriterError(
@@ -127,62 +176,6 @@ class Stack:
 
     def __str__(self) -> str:
         return f"stack({', '.join(map(str, self.parts))}, dim={self.dim})"
-
-
-@dataclass(frozen=True)
-class Transpose:
-    """`source` with two dimensions exchanged, as torch.transpose."""
-
-    source: Expression
-    dim0: int
-    dim1: int
-
-    def tensors(self) -> Iterator[str]:
-        """See Tensor.tensors."""
-        return self.source.tensors()
-
-    def shape(self, shapes: Shapes) -> Shape:
-        """See Tensor.shape."""
-        sizes = list(self.source.shape(shapes))
-        dim0, dim1 = _dim(self, self.dim0, tuple(sizes)), _dim(self, self.dim1, tuple(sizes))
-        sizes[dim0], sizes[dim1] = sizes[dim1], sizes[dim0]
-        return tuple(sizes)
-
-    def __str__(self) -> str:
-        return f"transpose({self.source}, {self.dim0}, {self.dim1})"
-
-
-@dataclass(frozen=True)
-class Take:
-    """The elements of `source` along `dim` at the places `index`, as torch.index_select.
-
-    What a `Slice` with thousands of ranges would be: neurons in another order.
-    """
-
-    source: Expression
-    dim: int
-    index: tuple[int, ...]
-
-    def tensors(self) -> Iterator[str]:
-        """See Tensor.tensors."""
-        return self.source.tensors()
-
-    def shape(self, shapes: Shapes) -> Shape:
-        """See Tensor.shape. The size of `dim` becomes the number of places; none at all is refused."""
-        whole = self.source.shape(shapes)
-        size = whole[_dim(self, self.dim, whole)]
-        if not self.index:
-            raise RewriterError(f"{self}: no place is named. At least one within {_sizes(whole)} is needed.")
-        if min(self.index) < 0 or max(self.index) >= size:
-            raise RewriterError(
-                f"{self}: places {min(self.index)} to {max(self.index)} do not all lie in dimension {self.dim}, which "
-                f"has size {size} (shape {_sizes(whole)})."
-            )
-        return (*whole[: self.dim], len(self.index), *whole[self.dim + 1 :])
-
-    def __str__(self) -> str:
-        first = ", ".join(map(str, self.index[:4])) + (", …" if len(self.index) > 4 else "")
-        return f"{self.source}[{':, ' * self.dim}({first})]"
 
 
 Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take
@@ -206,12 +199,6 @@ class Reference:
         return Slice(self.expression, self.dim, self.ranges[rank])
 
 
-def _part_shapes(expression: Concat | Stack, parts: tuple[Expression, ...], shapes: Shapes) -> list[Shape]:
-    if not parts:
-        raise RewriterError(f"{expression}: it has no parts; at least one is needed.")
-    return [part.shape(shapes) for part in parts]
-
-
 def _dim(expression: Expression, dim: int, shape: Shape) -> int:
     # Negative dimensions would make two spellings of one shard, which then compare and hash as different.
     if not 0 <= dim < len(shape):
@@ -220,6 +207,10 @@ def _dim(expression: Expression, dim: int, shape: Shape) -> int:
             "counted from 0."
         )
     return dim
+
+
+def _resized(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _sizes(shape: Shape) -> str:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from rewriter.common.errors import RewriterError
@@ -94,7 +94,6 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """How it ended, where it did."""
         code = self.code or 0
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
@@ -127,9 +126,7 @@ class Processes:
             self._handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not leave processes behind
         try:

@@ -105,13 +105,11 @@ def read(text: str, what: str = "recipe") -> Document:
     return document
 
 
+@dataclass
 class _YamlReader:
-    """Builds the data of one document from the parser's events."""
-
-    def __init__(self, document: Document, events: Iterator[yaml.Event], what: str) -> None:
-        self.document = document
-        self.events = events
-        self.what = what
+    document: Document
+    events: Iterator[yaml.Event]
+    what: str
 
     def value(self, event: yaml.Event, location: Location) -> Any:
         line = _line(event)

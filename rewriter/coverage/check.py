@@ -25,7 +25,6 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.coverage.configs import small_config
 from rewriter.coverage.coverage_row import Coverage, explain
-from rewriter.coverage.desync_reference import computed_whole, desync_modes
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
@@ -36,9 +35,9 @@ from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
 from rewriter.verify.comparison import DIFFERENT, EXACT, RANKS, compare, relative_error
 from rewriter.verify.ladder_reference import ladder_reference
-from rewriter.verify.per_rank_reference import PerRankReference
 from rewriter.verify.random_model import EAGER, build_model, random_ids, randomize
-from rewriter.verify.shrunken_check import test_lengths
+from rewriter.verify.reference_modes import original_logits, reference_of
+from rewriter.verify.shrunken_check import apply_passes, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.verify.stream_hooks import decoder_layers
 
@@ -94,12 +93,9 @@ class _Subject:
         if self.result.ladder:
             with self._check("emitted"):
                 self._emitted()
-        # What is not tried has the reason that the ladder has.
-        untried = {name: self.result.reasons["ladder"] for name in ("desync", "emitted") if not self._tried(name)}
-        self.result.reasons |= untried
-
-    def _tried(self, name: str) -> bool:
-        return getattr(self.result, name) or name in self.result.reasons
+        for name in ("desync", "emitted"):
+            if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
+                self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
 
     @contextlib.contextmanager
     def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
@@ -122,13 +118,13 @@ class _Subject:
                 model = build_model(self.config)
             randomize(model, strength)
             ids = random_ids(self.config, 21)
-            original = model(input_ids=ids, use_cache=False).logits
+            original = original_logits(model, ids)
             if not bool(original.isfinite().all()):
                 raise RewriterError("with large random weights the model's own logits are not finite")
             try:
                 layers = range(len(decoder_layers(model)))
                 with ladder_reference(model, layers):
-                    rewired = model(input_ids=ids, use_cache=False).logits
+                    rewired = original_logits(model, ids)
             except Exception:  # a model without reference still has a trace; the ladder's check says the reason
                 break
             if relative_error(rewired, original) >= DIFFERENT:
@@ -142,8 +138,7 @@ class _Subject:
     def _logits(self, ids: torch.Tensor, layers: set[int] | None = None) -> torch.Tensor:
         """What the unmodified model computes, or its ladder on `layers`."""
         with contextlib.nullcontext() if layers is None else ladder_reference(self.model, layers):
-            logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
+            return original_logits(self.model, ids)
 
     def _require(self, program: Program, expected: list[torch.Tensor], limit: float, what: str) -> None:
         for ids, logits in zip(self.batches, expected, strict=True):
@@ -165,7 +160,7 @@ class _Subject:
         return having or list(range(self.program.source.num_layers))
 
     def _tensor_parallel(self, ranks: int) -> None:
-        program = TensorParallel().apply(self.program.with_(mesh={"tp": ranks}, origin=self.program))
+        program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
         self._require(program, self.expected, RANKS, f"the program on {ranks} ranks")
         entry = program.history[-1]
         self.result.reductions = sum(
@@ -175,12 +170,10 @@ class _Subject:
 
     def _desync(self) -> None:
         """The recipe desync-2x on two ranks: every second reduction is dropped, kept ones resync by mean."""
-        shared = TensorParallel().apply(self.program.with_(mesh={"tp": 2}, origin=self.program))
-        shared = MergeReductions().apply(shared)
-        program = Desync(self._layers(), n=2).apply(shared)
-        blocks = residual_blocks(shared)
-        reference = PerRankReference(self.model, desync_modes(blocks, 2), 2, whole=computed_whole(blocks))
-        expected = [reference(ids) for ids in self.batches]
+        passes = [TensorParallel(), MergeReductions(), Desync(self._layers(), n=2)]
+        program = apply_passes(self.program, passes, {"tp": 2})
+        reference = reference_of(program, passes)
+        expected = [reference.logits(self.model, ids) for ids in self.batches]
         self._require_different(expected)
         self._require(program, expected, RANKS, "desync on 2 ranks")
 
@@ -209,8 +202,7 @@ class _Subject:
             if names := sorted(map(str, loaded.get(what) or ())):
                 raise RewriterError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
         for ids, expected in zip(self.batches, self.rewritten_logits, strict=True):
-            actual = model.eval()(input_ids=ids, use_cache=False).logits
-            _require_equal(actual, expected, EXACT, "the emitted checkpoint")
+            _require_equal(original_logits(model.eval(), ids), expected, EXACT, "the emitted checkpoint")
 
 
 def _require_equal(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import nearest
-from rewriter.verify.shrink import representatives, shrink, text_table
+from rewriter.verify.shrink import representatives, shrink, text_config
 
 # Sizes divide by it, so that two and four ranks can be tried.
 RANKS = 4
@@ -61,7 +61,7 @@ def small_config(model_type: str) -> PreTrainedConfig:
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:
     """Settings whose defaults would leave something untried, or stop everything: dropout, attention to the future."""
-    data, table = config.to_dict(), text_table(config)
+    data, table = config.to_dict(), text_config(config).to_dict()
     changes: dict[str, Any] = {
         path: 0.0 for path, value in _settings(data) if "drop" in path and isinstance(value, float) and 0 < value < 1
     }

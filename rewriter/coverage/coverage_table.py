@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
+from rewriter.common.tables import plain_table
 from rewriter.coverage.coverage_row import CHECKS, Coverage
 
 COMMAND = "rewrite coverage --markdown"
@@ -25,7 +25,7 @@ _HEADINGS = {
 
 def table(rows: Sequence[Coverage]) -> RenderableType:
     """One line per type, a mark per check and the blocks of its residual stream; totals; below it the reasons."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    shown = plain_table(header_style="dim")
     shown.add_column("type", no_wrap=True)
     for name in CHECKS:
         shown.add_column(name, no_wrap=True)

@@ -6,8 +6,8 @@ import multiprocessing as mp
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rewriter.coverage.coverage_row import Coverage, explain
@@ -19,13 +19,6 @@ Check = Callable[[str], Coverage]
 PRELOADED = ("rewriter.coverage.check", "transformers.models.auto.modeling_auto")
 
 
-@dataclass
-class _Running:
-    type: str
-    process: Any  # BaseProcess of the start method of the platform
-    begin: float
-
-
 def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120.0) -> Iterator[Coverage]:
     """The rows of `types` as they become ready, `jobs` at a time, each stopped after `limit` seconds.
 
@@ -33,23 +26,39 @@ def run(types: Sequence[str], check: Check, *, jobs: int = 1, limit: float = 120
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    waiting = list(reversed(types))
-    running: dict[Connection, _Running] = {}
+    running: set[Any] = set()  # processes
+    with ThreadPoolExecutor(jobs) as threads:
+        rows = [threads.submit(_row, name, check, limit, context, running) for name in types]
+        try:
+            for row in as_completed(rows):
+                yield row.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.kill()
+
+
+def _row(name: str, check: Check, limit: float, context: Any, running: set[Any]) -> Coverage:
+    begin = time.monotonic()
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(check, name, send), daemon=True)
+    process.start()
+    running.add(process)
+    send.close()
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                name = waiting.pop()
-                receive, send = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(check, name, send), daemon=True)
-                process.start()
-                send.close()
-                running[receive] = _Running(name, process, time.monotonic())
-            for receive in _ready(running, limit):
-                yield _finish(receive, running.pop(receive), limit)
+        if receive.poll(limit):
+            row: Coverage = receive.recv()
+            return row
+        reason = f"it took more than {limit:.0f} s and was stopped"
+    except EOFError:
+        process.join()
+        reason = f"its process died: {_death(process.exitcode)}"
     finally:
-        for job in running.values():
-            job.process.kill()
-            job.process.join()
+        running.remove(process)
+        process.kill()
+        process.join()
+        receive.close()
+    return Coverage(name, reasons={"builds": reason}, seconds=round(time.monotonic() - begin, 2))
 
 
 def _work(check: Check, name: str, send: Connection) -> None:
@@ -57,32 +66,8 @@ def _work(check: Check, name: str, send: Connection) -> None:
         result = check(name)
     except Exception as error:  # a fault of the check itself is a row as well
         result = Coverage(name, reasons={"builds": explain(error)})
-    send.send(result.to_dict())
+    send.send(result)
     send.close()
-
-
-def _ready(running: dict[Connection, _Running], limit: float) -> list[Connection]:
-    """Connections with a result or a dead process at the other end, and those whose time is up."""
-    now = time.monotonic()
-    next_end = min(job.begin + limit for job in running.values())
-    found = [c for c in wait(list(running), timeout=max(next_end - now, 0.0)) if isinstance(c, Connection)]
-    late = [c for c, job in running.items() if c not in found and time.monotonic() >= job.begin + limit]
-    return [*found, *late]
-
-
-def _finish(receive: Connection, job: _Running, limit: float) -> Coverage:
-    try:
-        if receive.poll():
-            return Coverage.from_dict(receive.recv())
-        reason = f"it took more than {limit:.0f} s and was stopped"
-    except EOFError:
-        job.process.join()
-        reason = f"its process died: {_death(job.process.exitcode)}"
-    finally:
-        job.process.kill()
-        job.process.join()
-        receive.close()
-    return Coverage(job.type, reasons={"builds": reason}, seconds=round(time.monotonic() - job.begin, 2))
 
 
 def _death(code: int | None) -> str:

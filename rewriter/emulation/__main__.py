@@ -16,15 +16,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 def run(
-    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENT]...", show_default=False)] = None,
-    world_size: Annotated[int | None, typer.Option(help="Ranks of the job.", show_default=False)] = None,
+    script: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENT]...")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Ranks of the job.")] = None,
     real: Annotated[
         list[int] | None, typer.Option(help="A rank that runs as a process; may be repeated. Rank 0 if not given.")
     ] = None,
     fabric: Annotated[
         str, typer.Option(help=f"A fabric's name or YAML file; `{UNPACED}`: the wire alone sets the time.")
     ] = "h100-nvlink",
-    library: Annotated[str | None, typer.Option(help="Whose collectives: nccl, vllm, …", show_default=False)] = None,
+    library: Annotated[str | None, typer.Option(help="Whose collectives: nccl, vllm, …")] = None,
     graphed: Annotated[bool, typer.Option("--graphed", help="Collectives are replayed from CUDA graphs.")] = False,
     mode: Annotated[str, typer.Option(help="delay: time passes; wire: real messages over TCP, for CPUs.")] = "delay",
     what_if: Annotated[list[str] | None, typer.Option(help="A change, as all_reduce=+5us; may be repeated.")] = None,
@@ -80,9 +80,7 @@ def main() -> int:
         return error.exit_code
     except typer.Abort:
         return 130
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # click's complaints about options
-            raise
+    except typer.TyperException as error:  # a complaint about options
         typer.echo(f"error: {error.format_message()}", err=True)
         return 2
 

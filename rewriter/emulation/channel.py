@@ -14,20 +14,7 @@ import torch
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.frames import (
-    ANNOUNCE,
-    DATA,
-    DROP,
-    ERROR,
-    FRAME,
-    HEADER,
-    STAGED,
-    Announced,
-    FrameHeader,
-    Hello,
-    Position,
-    header,
-)
+from rewriter.emulation import frames
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.plan import SEGMENT, Plan
 from rewriter.emulation.work import CollectiveAborted, EmulatedWork
@@ -62,7 +49,7 @@ class _ChannelExchange:
 
     def __init__(self, operation: EmulatedOperation, work: WireWork, found: Plan) -> None:
         self.operation, self.work = operation, work
-        self.sent, self.received = Position(found.sends), Position(found.receives)
+        self.sent, self.received = frames.Position(found.sends), frames.Position(found.receives)
         self.number = -1
         self.unsent = 0  # frames that wait for room in the socket
         self.filled = False
@@ -87,7 +74,7 @@ class EnvironmentChannel:
     `begin` may be called from several threads. After an error all operations under way and all later ones fail.
     """
 
-    def __init__(self, connection: socket.socket, hello: Hello, address: str) -> None:
+    def __init__(self, connection: socket.socket, hello: frames.Hello, address: str) -> None:
         self._socket, self._address = connection, address
         self._closed = f"the environment process at {address} closed the connection. Its output, if any, says why"
         self._exchanges: dict[int, _ChannelExchange] = {}
@@ -98,7 +85,7 @@ class EnvironmentChannel:
         self._error: BaseException | None = None
         self._segment = torch.empty(SEGMENT + 16, dtype=torch.uint8)  # where what is to be summed up arrives
         self._room = _bytes(self._segment)
-        self._zeros = memoryview(bytes(FRAME))
+        self._zeros = memoryview(bytes(frames.FRAME))
         connection.sendall(hello.pack())
         for target, name in ((self._read, "reads"), (self._write, "writes")):
             threading.Thread(target=target, name=f"emulated-{hello.group}-{name}", daemon=True).start()
@@ -107,7 +94,7 @@ class EnvironmentChannel:
         """Announce `operation` and send what needs nothing else before it."""
         call = operation.call
         tensors = operation.inputs or operation.outputs
-        announced = Announced(
+        announced = frames.Announced(
             kind_index=KINDS.index(call.kind),
             itemsize=max((t.element_size() for t in tensors), default=1),
             root=operation.root,
@@ -125,7 +112,7 @@ class EnvironmentChannel:
             number = exchange.number = self._next
             self._next = (number + 1) % (1 << 32)
             self._exchanges[number] = exchange
-            first = FrameHeader(number, ANNOUNCE, 0, len(body), 0).pack() + body
+            first = frames.FrameHeader(number, frames.ANNOUNCE, 0, len(body), 0).pack() + body
             self._send([(memoryview(first), None), *self._allowed(number, exchange)])
 
     def close(self) -> None:
@@ -141,9 +128,8 @@ class EnvironmentChannel:
         while not sent.over and sent.messages[sent.done].needs <= arrived:
             index, offset, length = sent.next()
             begin = sent.messages[index].offset + offset
-            found.append(
-                (memoryview(FrameHeader(number, DATA, index, length, offset).pack()), None if length else exchange)
-            )
+            head = frames.FrameHeader(number, frames.DATA, index, length, offset).pack()
+            found.append((memoryview(head), None if length else exchange))
             if length:
                 source = exchange.source
                 outside = source is None or begin + length > len(source)
@@ -212,22 +198,22 @@ class EnvironmentChannel:
 
     def _frames(self) -> str:
         """Read until the connection ends; returns the reason."""
-        view = memoryview(bytearray(STAGED))
+        view = memoryview(bytearray(frames.STAGED))
         begin = end = 0
-        wanted = STAGED
+        wanted = frames.STAGED
         while True:
-            while end - begin < HEADER:
+            while end - begin < frames.HEADER:
                 if begin:
                     view[: end - begin] = bytes(view[begin:end])
                     begin, end = 0, end - begin
-                count = self._socket.recv_into(view[end:], wanted if end < wanted else HEADER)
+                count = self._socket.recv_into(view[end:], wanted if end < wanted else frames.HEADER)
                 if not count:
                     return self._closed
                 end += count
-            head = header(view, begin)
-            begin += HEADER
+            head = frames.header(view, begin)
+            begin += frames.HEADER
             here = min(head.length, end - begin)
-            if head.type == ERROR:
+            if head.type == frames.ERROR:
                 text = bytes(view[begin : begin + here])
                 while len(text) < head.length and (more := self._socket.recv(head.length - len(text))):
                     text += more
@@ -235,9 +221,9 @@ class EnvironmentChannel:
             self._frame(head, view[begin : begin + here])
             begin += here
             # After a large frame another one comes: what is read with its header would be copied twice.
-            wanted = HEADER if head.length > STAGED else STAGED
+            wanted = frames.HEADER if head.length > frames.STAGED else frames.STAGED
 
-    def _frame(self, head: FrameHeader, here: memoryview) -> None:
+    def _frame(self, head: frames.FrameHeader, here: memoryview) -> None:
         """One frame of a message, of which the bytes `here` are read already."""
         exchange = self._exchanges.get(head.operation)
         got = (head.message, head.offset, head.length)
@@ -251,7 +237,7 @@ class EnvironmentChannel:
             exchange.operation.fill()
             exchange.filled = True
         message = exchange.received.messages[head.message]
-        place, flags = self._room, socket.MSG_WAITALL | DROP
+        place, flags = self._room, socket.MSG_WAITALL | frames.DROP
         if message.reduced:
             place, flags = self._room[head.offset :], socket.MSG_WAITALL
             place[: len(here)] = here

@@ -63,7 +63,6 @@ class EmulationConfig(BaseModel):
         return None if self.fabric == UNPACED else self.delay_model()
 
     def to_environment(self) -> str:
-        """The value of REWRITER_EMULATE."""
         return self.model_dump_json(exclude_defaults=True)
 
     @classmethod

@@ -137,8 +137,7 @@ class CpuProgress:
                 self._free[name] = max(until, self._free.get(name, until))
 
     def _courses(self, since: float, busy: float) -> Mapping[Underway, _Course]:
-        """When each operation starts, releases its links, and ends, if the rank computes for a share `busy` of the time
-        from `since` on."""
+        """The course of each operation, if the rank computes for a share `busy` of the time from `since` on."""
         free, found = dict(self._free), {}
         for one in self._underway:
             start, released, end = one.start, one.released, one.end
@@ -171,7 +170,6 @@ class _Callers:
     _last: float | None = None
 
     def add(self) -> None:
-        """The calling thread is one of them."""
         me = threading.get_ident()
         if me in self._clocks:
             return

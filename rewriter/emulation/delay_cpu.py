@@ -96,12 +96,10 @@ class DelayedWork(EmulatedWork):
 
     @property
     def start(self) -> float:
-        """When it starts: now, as far as is known."""
         return time.monotonic() if self.underway is None else self._progress.start(self.underway)
 
     @property
     def share(self) -> float:
-        """How much of it is over."""
         return 0.0 if self.underway is None else self._progress.share(self.underway)
 
     def deadline(self) -> float:
@@ -110,7 +108,6 @@ class DelayedWork(EmulatedWork):
     end = property(deadline)
 
     def fill(self) -> None:
-        """Write the outputs, once."""
         with self._filling:
             if not self.filled:
                 if self.values:

@@ -81,7 +81,7 @@ class CudaDelayEngine:
             with torch.cuda.stream(stream) if stream is not current else nullcontext():
                 self._enqueue(operation, row)
                 if stream is current:
-                    return CudaWork(operation, None, None, self.device, self._held)
+                    return CudaWork(operation, self._held, self.device)
                 done = torch.cuda.Event()
                 done.record()
                 outside = None
@@ -94,7 +94,7 @@ class CudaDelayEngine:
                     while self._held and (oldest := next(iter(self._held))).query():
                         del self._held[oldest]
                     self._held[done] = operation
-                return CudaWork(operation, done, outside, self.device, self._held)
+                return CudaWork(operation, self._held, self.device, done, outside)
 
     def change(self, model: DelayModel) -> None:
         """From now on, and in graphs that were captured, collectives take what `model` says."""
@@ -103,7 +103,6 @@ class CudaDelayEngine:
             self._write(row, directed_delay(model, *what))
 
     def close(self) -> None:
-        """Let go of tensors; kernels under way come to their ends."""
         self._held.clear()
 
     # --- the table ---
@@ -215,14 +214,13 @@ class CudaWork(OperationWork):
     def __init__(
         self,
         operation: EmulatedOperation,
-        done: torch.cuda.Event | None,
-        outside: torch.cuda.Event | None,
-        device: torch.device,
         held: dict[torch.cuda.Event, EmulatedOperation],
+        device: torch.device,
+        done: torch.cuda.Event | None = None,
+        outside: torch.cuda.Event | None = None,
     ) -> None:
         super().__init__(operation)
-        self._done, self._outside, self._device = done, outside, device
-        self._held = held
+        self._held, self._device, self._done, self._outside = held, device, done, outside
         self._received = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -59,7 +59,6 @@ class Environment:
         self._stopped = False
 
     def run(self) -> None:
-        """Serve until `stop`."""
         try:
             while not self._stopped:
                 self._poll(self._serve())
@@ -115,7 +114,6 @@ class Environment:
             self._leave(peer)
 
     def _leave(self, peer: Peer) -> None:
-        """A connection has ended. Who waits for that rank waits in vain."""
         if self._peers.get(peer.number) is not peer:
             return
         del self._peers[peer.number]
@@ -189,8 +187,7 @@ class Environment:
     # --- what goes ---
 
     def _serve(self) -> float | None:
-        """Send all that may be sent now, each operation in turn. Returns the seconds until more may be, or
-        None: more must come first."""
+        """Send all that may be sent now, operations in turn. The seconds until more may be; None: more must come."""
         while not self._stopped:
             sent, earliest = False, math.inf
             now = time.monotonic()

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -50,8 +51,7 @@ class FrameHeader(NamedTuple):
         return _HEADER.pack(*self)
 
 
-def header(buffer: memoryview | bytes | bytearray, at: int = 0) -> FrameHeader:
-    """What stands at `at` of `buffer`."""
+def header(buffer: memoryview | bytes | bytearray, at: int) -> FrameHeader:
     return FrameHeader._make(_HEADER.unpack_from(buffer, at))
 
 
@@ -130,16 +130,14 @@ class Announced(NamedTuple):
         return plan(KINDS[self.kind_index], self.nbytes, self.itemsize, ranks, self.rank, self.root)
 
 
+@dataclass(slots=True)
 class Position:
     """How far a chain of messages has come, in frames. `done`: messages that are through; `bytes`: of all of them."""
 
-    __slots__ = ("bytes", "done", "messages", "offset")
-
-    def __init__(self, messages: tuple[PlannedMessage, ...]) -> None:
-        self.messages = messages
-        self.done = 0
-        self.offset = 0
-        self.bytes = 0
+    messages: tuple[PlannedMessage, ...]
+    done: int = 0
+    offset: int = 0
+    bytes: int = 0
 
     @property
     def over(self) -> bool:
@@ -151,7 +149,6 @@ class Position:
         return self.done, self.offset, left if left < FRAME else FRAME
 
     def advance(self, length: int) -> None:
-        """That frame is through."""
         self.offset += length
         self.bytes += length
         if self.offset >= self.messages[self.done].length:

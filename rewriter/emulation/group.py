@@ -31,6 +31,7 @@ from rewriter.fabric import Call, Kind
 NAME = "emulated"
 _OBJECTS = ("broadcast_object_list", "scatter_object_list")
 _WITHIN = 3  # frames of torch between its function and ours
+_Part = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # (bytes, inputs, outputs)
 
 
 def _reduction(opts: Any) -> Reduction:
@@ -93,20 +94,18 @@ class EmulatedGroup(_ProcessGroup):
     # --- collectives ---
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._start("all_reduce", _bytes(tensors), tensors, tensors, opts, reduction=_reduction(opts))
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+        parts = [(_bytes(tensors), tensors, tensors)]
+        return self._start("all_reduce", parts, opts, reduction=_reduction(opts))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._start("broadcast", _bytes(tensors), tensors, tensors, opts, self._giver(opts))
+        return self._start("broadcast", [(_bytes(tensors), tensors, tensors)], opts, self._giver(opts))
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._start("reduce", _bytes(tensors), tensors, tensors, opts, _root(opts), _reduction(opts))
+        return self._start("reduce", [(_bytes(tensors), tensors, tensors)], opts, _root(opts), _reduction(opts))
 
     def allgather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        sizes = [self.size() * x.nbytes for x in inputs]
-        return self._fused("all_gather", sizes, [[x] for x in inputs], output_lists, opts)
+        pairs = zip(inputs, output_lists, strict=True)
+        return self._start("all_gather", [(self.size() * x.nbytes, [x], outputs) for x, outputs in pairs], opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -115,36 +114,32 @@ class EmulatedGroup(_ProcessGroup):
         return self.allgather([list(of_ranks) for of_ranks in zip(*output_lists, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        sizes = [y.nbytes for y in outputs]
-        return self._fused("all_gather", sizes, [[x] for x in inputs], [[y] for y in outputs], opts)
+        return self.allgather([[y] for y in outputs], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self.allgather([[output]], [input], opts)
 
     def gather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         outputs = output_lists[0] if output_lists else ()
-        return self._start("gather", self.size() * _bytes(inputs), inputs, outputs, opts, _root(opts))
+        return self._start("gather", [(self.size() * _bytes(inputs), inputs, outputs)], opts, _root(opts))
 
     def scatter(self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         inputs = input_lists[0] if input_lists else ()
-        return self._start("scatter", self.size() * _bytes(outputs), inputs, outputs, opts, self._giver(opts))
+        return self._start("scatter", [(self.size() * _bytes(outputs), inputs, outputs)], opts, self._giver(opts))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> Any:
-        sizes = [self.size() * y.nbytes for y in outputs]
-        return self._fused("reduce_scatter", sizes, input_lists, [[y] for y in outputs], opts, None, _reduction(opts))
+        parts = [(self.size() * y.nbytes, inputs, [y]) for y, inputs in zip(outputs, input_lists, strict=True)]
+        return self._start("reduce_scatter", parts, opts, reduction=_reduction(opts))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        return self._fused(
-            "reduce_scatter", [x.nbytes for x in inputs], [[x] for x in inputs], [[y] for y in outputs], opts,
-            None, _reduction(opts),
-        )  # fmt: skip
+        return self.reduce_scatter(outputs, [[x] for x in inputs], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self.reduce_scatter([output], [[input]], opts)
 
     def all_to_all_single(
         self,
@@ -155,7 +150,7 @@ class EmulatedGroup(_ProcessGroup):
         opts: Any = None,
     ) -> Any:
         if not output_splits and not input_splits:
-            return self._start("all_to_all", input.nbytes, [input], [output], opts)
+            return self._start("all_to_all", [(input.nbytes, [input], [output])], opts)
         outputs, inputs = (
             x.split(list(split) or [x.shape[0] // self.size()] * self.size())
             for x, split in ((output, output_splits), (input, input_splits))
@@ -163,14 +158,15 @@ class EmulatedGroup(_ProcessGroup):
         return self.alltoall(outputs, inputs, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        return self._start("all_to_all", _bytes(inputs), inputs, outputs, opts)
+        return self._start("all_to_all", [(_bytes(inputs), inputs, outputs)], opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._start("barrier", 0, (), (), opts)
+        return self._start("barrier", [(0, (), ())], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait(timeout)
 
+    allreduce_coalesced = allreduce
     # names before torch 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -225,37 +221,18 @@ class EmulatedGroup(_ProcessGroup):
     # --- how they become operations ---
 
     def _start(
-        self,
-        kind: Kind,
-        nbytes: int,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        opts: Any,
-        root: int | None = None,
-        reduction: Reduction = "sum",
+        self, kind: Kind, parts: Sequence[_Part], opts: Any, root: int | None = None, reduction: Reduction = "sum"
     ) -> Any:
-        return self._fused(kind, [nbytes], [inputs], [outputs], opts, root, reduction)
-
-    def _fused(
-        self,
-        kind: Kind,
-        sizes: Sequence[int],
-        inputs: Sequence[Sequence[Tensor]],
-        outputs: Sequence[Sequence[Tensor]],
-        opts: Any,
-        root: int | None = None,
-        reduction: Reduction = "sum",
-    ) -> Any:
-        """One operation of all `sizes` (bytes), where backends start one for several pairs."""
+        """One operation of all `parts`, where backends start one for several tensors."""
         self._sequence += 1
-        parts = tuple(
+        operations = tuple(
             EmulatedOperation(
-                Call(kind, size, self.ranks, _dtype(o or i)), self.group_name, self._sequence, self.rank(),
+                Call(kind, nbytes, self.ranks, _dtype(o or i)), self.group_name, self._sequence, self.rank(),
                 tuple(i), tuple(o), self._seconds(opts), bool(getattr(opts, "asyncOp", False)), root, reduction,
             )
-            for size, i, o in zip(sizes, inputs, outputs, strict=True)
+            for nbytes, i, o in parts
         )  # fmt: skip
-        return self._submit(fused(parts))
+        return self._submit(fused(operations))
 
     def _submit(self, operation: EmulatedOperation) -> Any:
         self._check()
@@ -299,14 +276,11 @@ class EmulatedGroup(_ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    _get_backend_name = getBackendName
+    name = _get_backend_name = getBackendName
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-
-    def name(self) -> str:
-        return NAME
 
     def get_group_store(self) -> Any:
         return self._store

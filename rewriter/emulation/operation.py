@@ -61,12 +61,10 @@ class EmulatedOperation:
 
     @property
     def own(self) -> int:
-        """This process's global rank."""
         return self.call.ranks[self.rank]
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that `fill` writes."""
         return sum(t.nbytes for t in self.outputs)
 
     @property

@@ -9,22 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rewriter.common.errors import RewriterError
-from rewriter.emulation.frames import (
-    ANNOUNCE,
-    ANNOUNCED_LIMIT,
-    DATA,
-    DROP,
-    ERROR,
-    HEADER,
-    HELLO_LIMIT,
-    MAGIC,
-    STAGED,
-    Announced,
-    FrameHeader,
-    Hello,
-    Position,
-    header,
-)
+from rewriter.emulation import frames
 from rewriter.emulation.plan import Plan
 from rewriter.fabric.calls import Call
 
@@ -42,7 +27,7 @@ class Played:
     def __init__(self, peer: Peer, number: int, call: Call, rank: int, found: Plan) -> None:
         self.peer, self.number, self.call = peer, number, call
         self.rank = call.ranks[rank]
-        self.received, self.sent = Position(found.sends), Position(found.receives)
+        self.received, self.sent = frames.Position(found.sends), frames.Position(found.receives)
         self.total = found.received_bytes
         self.announced = time.monotonic()
         self.begin = self.end = 0.0
@@ -50,7 +35,6 @@ class Played:
 
     @property
     def receives(self) -> bool:
-        """Of a send: whether its rank is the receiver."""
         return self.call.kind == "send" and self.rank == self.call.ranks[1]
 
     @property
@@ -58,12 +42,10 @@ class Played:
         return f"{self.call.kind} of {self.call.nbytes} bytes among {self.call.size} ranks"
 
     def start(self, begin: float, end: float) -> None:
-        """Its messages pass from `begin` to `end`, seconds of `time.monotonic`."""
         self.begin, self.end, self.started = begin, end, True
 
     @property
     def ready(self) -> bool:
-        """Whether the predecessors of the next message are done."""
         return self.started and self.sent.messages[self.sent.done].needs <= self.received.done
 
     @property
@@ -87,16 +69,15 @@ class Peer:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket, self.number = connection, connection.fileno()
-        self.hello: Hello | None = None
+        self.hello: frames.Hello | None = None
         self.operations: dict[int, Played] = {}
         self.turns: dict[int, int] = {}  # messages by tag
         self.pending: deque[memoryview] = deque()
         self._staged = bytearray()
-        self._frame: tuple[Played, FrameHeader] | None = None  # whose bytes are coming
+        self._frame: tuple[Played, frames.FrameHeader] | None = None  # whose bytes are coming
         self._left = 0  # of them
 
     def flush(self) -> None:
-        """Write what the socket takes."""
         with contextlib.suppress(BlockingIOError):
             while self.pending:
                 count = self.socket.sendmsg(self.pending)
@@ -108,7 +89,7 @@ class Peer:
     def report(self, text: str) -> None:
         """Report an error to the rank, as far as that is still possible."""
         body = text.encode()
-        self.pending.extend((memoryview(FrameHeader(0, ERROR, 0, len(body), 0).pack()), memoryview(body)))
+        self.pending.extend((memoryview(frames.FrameHeader(0, frames.ERROR, 0, len(body), 0).pack()), memoryview(body)))
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             for view in self.pending:
@@ -116,59 +97,58 @@ class Peer:
             self.socket.shutdown(socket.SHUT_WR)
         self.pending.clear()
 
-    def read(self, begin: Callable[[int, Announced], None]) -> None:
+    def read(self, begin: Callable[[int, frames.Announced], None]) -> None:
         """Take in what has come; `begin` is called for each operation that is announced. Raises RewriterError for a
         message that is not the expected one, ConnectionError at the end."""
         with contextlib.suppress(BlockingIOError):
             if self._left:
-                count = self.socket.recv_into(_SCRATCH, min(self._left, len(_SCRATCH)), DROP)
+                count = self.socket.recv_into(_SCRATCH, min(self._left, len(_SCRATCH)), frames.DROP)
                 self._left -= count
                 if count and not self._left:
                     self._arrived()
             else:
-                some = self.socket.recv(STAGED)
+                some = self.socket.recv(frames.STAGED)
                 count = len(some)
                 self._staged += some
                 self._parse(begin)
             if not count:
                 raise ConnectionError("closed")
 
-    def _parse(self, begin: Callable[[int, Announced], None]) -> None:
+    def _parse(self, begin: Callable[[int, frames.Announced], None]) -> None:
         if self.hello is None and not self._greeted():
             return
         staged, at = self._staged, 0
-        while len(staged) - at >= HEADER and not self._left:
-            head = header(staged, at)
-            here = min(head.length, len(staged) - at - HEADER)
-            if head.type == ANNOUNCE:
-                if head.length > ANNOUNCED_LIMIT:
+        while len(staged) - at >= frames.HEADER and not self._left:
+            head = frames.header(staged, at)
+            here = min(head.length, len(staged) - at - frames.HEADER)
+            if head.type == frames.ANNOUNCE:
+                if head.length > frames.ANNOUNCED_LIMIT:
                     raise RewriterError(
                         f"an operation announced with {head.length} bytes: expected less than a hundred"
                     )
                 if here < head.length:
                     break
-                begin(head.operation, Announced.unpack(bytes(staged[at + HEADER : at + HEADER + here])))
+                body = bytes(staged[at + frames.HEADER :][:here])
+                begin(head.operation, frames.Announced.unpack(body))
             else:
                 self._expect(head)
                 self._left = head.length - here
                 if not self._left:
                     self._arrived()
-            at += HEADER + here
+            at += frames.HEADER + here
         del staged[:at]
 
     def _arrived(self) -> None:
-        """The frame that was coming is there."""
         assert self._frame is not None
         played, head = self._frame
         played.received.advance(head.length)
         if played.over:
             self.operations.pop(played.number, None)
 
-    def _expect(self, head: FrameHeader) -> None:
-        """Check that this is the next message of its operation."""
+    def _expect(self, head: frames.FrameHeader) -> None:
         played = self.operations.get(head.operation)
         got = f"message {head.message}, {head.length} bytes at {head.offset}"
-        if head.type != DATA or played is None:
+        if head.type != frames.DATA or played is None:
             raise RewriterError(f"{got} of operation {head.operation}: no such operation was announced")
         if played.received.over:
             raise RewriterError(f"{played.title}, rank {played.rank}: got {got}, expected none: all have come")
@@ -181,14 +161,14 @@ class Peer:
 
     def _greeted(self) -> bool:
         """Whether the greeting is there, which comes first."""
-        staged, start = self._staged, len(MAGIC) + 4
-        if bytes(staged[: len(MAGIC)]) != MAGIC[: len(staged)]:
+        staged, start = self._staged, len(frames.MAGIC) + 4
+        if bytes(staged[: len(frames.MAGIC)]) != frames.MAGIC[: len(staged)]:
             raise RewriterError("environment: a connection of another program, or of another version of this one")
-        length = int.from_bytes(staged[len(MAGIC) : start], "little")
-        if length > HELLO_LIMIT:
-            raise RewriterError(f"environment: a Hello of {length} bytes, expected at most {HELLO_LIMIT}")
+        length = int.from_bytes(staged[len(frames.MAGIC) : start], "little")
+        if length > frames.HELLO_LIMIT:
+            raise RewriterError(f"environment: a Hello of {length} bytes, expected at most {frames.HELLO_LIMIT}")
         if len(staged) < start + length:
             return False
-        self.hello = Hello.unpack(bytes(staged[start : start + length]))
+        self.hello = frames.Hello.unpack(bytes(staged[start : start + length]))
         del staged[: start + length]
         return True

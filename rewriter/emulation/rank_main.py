@@ -28,7 +28,6 @@ from rewriter.emulation.config import EmulationConfig
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script as `__main__` in this process."""
     end_with_parent()
     config = EmulationConfig.from_environment()
     if config is None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from rewriter.emulation.work import CollectiveAborted
 
 Then = Callable[[float, bytes | None, BaseException | None], None]
 
-_HEAD = struct.Struct("!II")  # bytes of the JSON line, and of the values behind it
 _SMALL = 1 << 16  # bytes of floating-point values that are carried
 _LARGE = 1 << 26  # of integers: pickled objects, counts, tokens
 
@@ -45,9 +43,8 @@ class _Arrivals:
 @dataclass
 class _RealPeer:
     rank: int
-    connection: socket.socket
+    connection: Connection
     near: bool  # its clock is ours
-    received: bytearray = field(default_factory=bytearray)
     sending: threading.Lock = field(default_factory=threading.Lock)  # groups may be in different threads
 
 
@@ -78,11 +75,11 @@ class Rendezvous:
         key = _key(operation)
         text = json.dumps({"key": key, "what": _what(operation), "time": now}).encode()
         values = _carried(operation)
-        message = _HEAD.pack(len(text), len(values)) + text + values
         for rank in members:
             peer = self._peers[rank]
             with contextlib.suppress(OSError), peer.sending:  # who is gone is noticed by the thread
-                peer.connection.sendall(message)
+                peer.connection.send_bytes(text)
+                peer.connection.send_bytes(values)
         with self._lock:
             self._arrivals[key] = _Arrivals(operation, now, set(members), then)
             early = self._early.pop(key, [])
@@ -123,35 +120,19 @@ class Rendezvous:
         arrivals.then(0.0, None, CollectiveAborted(f"{arrivals.operation.title}: rank {rank} {self._gone[rank]}"))
 
     def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ, None)
-            for peer in self._peers.values():
-                selector.register(peer.connection, selectors.EVENT_READ, peer)
-            while True:
-                for ready, _ in selector.select():
-                    if ready.data is None:
-                        return
-                    if not self._read(ready.data):
-                        selector.unregister(ready.data.connection)
-                        self._leave(ready.data)
-
-    def _read(self, peer: _RealPeer) -> bool:
-        """Whether the connection is open still."""
-        try:
-            data = peer.connection.recv(1 << 20)
-        except OSError:
-            return False
-        peer.received += data
-        while len(peer.received) >= _HEAD.size:
-            text, values = _HEAD.unpack_from(peer.received)
-            end = _HEAD.size + text + values
-            if len(peer.received) < end:
-                break
-            line = json.loads(peer.received[_HEAD.size : _HEAD.size + text])
-            carried = bytes(peer.received[_HEAD.size + text : end])
-            del peer.received[:end]
-            self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
-        return bool(data)
+        peers: dict[Any, _RealPeer] = {peer.connection: peer for peer in self._peers.values()}
+        while True:
+            for ready in wait([self._woken, *peers]):
+                if ready is self._woken:
+                    return
+                peer = peers[ready]
+                try:
+                    line, carried = json.loads(peer.connection.recv_bytes()), peer.connection.recv_bytes()
+                except (OSError, EOFError):
+                    del peers[ready]
+                    self._leave(peer)
+                else:
+                    self._came(peer.rank, line, carried, line["time"] if peer.near else time.monotonic())
 
     def _leave(self, peer: _RealPeer) -> None:
         self._gone[peer.rank] = "has left the job"
@@ -164,8 +145,10 @@ class Rendezvous:
             self._wake.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
-        for connection in (self._wake, self._woken, *(peer.connection for peer in self._peers.values())):
-            connection.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+        self._wake.close()
+        self._woken.close()
 
 
 def _key(operation: EmulatedOperation) -> str:
@@ -194,7 +177,6 @@ def _carried(operation: EmulatedOperation) -> bytes:
 
 
 def write(values: bytes, outputs: tuple[Tensor, ...]) -> None:
-    """Fill `outputs` with what `_carried` gave."""
     given = torch.frombuffer(bytearray(values), dtype=torch.uint8)
     for x, part in zip(outputs, given.split([x.nbytes for x in outputs]), strict=True):
         with torch.no_grad():
@@ -205,6 +187,12 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
     """A connection to each other real rank: the higher rank connects to the lower."""
     here = f"{socket.gethostname()} {_boot()}"
     peers = []
+
+    def add(rank: int, connection: socket.socket, there: str) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peers.append(_RealPeer(rank, Connection(connection.detach()), there == here))
+
     address = "127.0.0.1" if _local() else socket.gethostbyname(socket.gethostname())
     with socket.create_server(("127.0.0.1" if _local() else "", 0)) as server:
         server.settimeout(timeout)
@@ -213,7 +201,7 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
             host, port, there = json.loads(store.get(f"rewriter/rendezvous/{rank}"))
             connection = socket.create_connection((host, port), timeout)
             connection.sendall(json.dumps([own, here]).encode() + b"\n")
-            peers.append(_RealPeer(rank, connection, there == here))
+            add(rank, connection, there)
         for _ in (r for r in real if r > own):
             try:
                 connection, _ = server.accept()
@@ -222,10 +210,7 @@ def _connected(store: Any, real: tuple[int, ...], own: int, timeout: float) -> l
                     f"emulated job: not all real ranks {list(real)} came within {timeout:g} s. Start each of them"
                 ) from None
             rank, there = json.loads(connection.makefile("rb", buffering=0).readline())
-            peers.append(_RealPeer(rank, connection, there == here))
-    for peer in peers:
-        peer.connection.settimeout(None)
-        peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            add(rank, connection, there)
     return peers
 
 

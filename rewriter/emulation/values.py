@@ -52,7 +52,6 @@ def uniform(
 
 
 def _part(tensors: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
-    """The part for `rank`."""
     if len(tensors) == ranks:
         return tensors[rank].data
     flat = tensors[0].data.reshape(-1)
@@ -119,18 +118,12 @@ class MessageSource:
     tensor: Tensor | None = None
 
     def write(self, outputs: Sequence[Tensor]) -> None:
-        """Fill the receive's tensors."""
         with torch.no_grad():
             for x in outputs:
-                if self.tensor is None:
-                    x.data.zero_()
-                else:
-                    x.data.copy_(self.tensor.data.reshape(x.shape))
+                x.data.zero_() if self.tensor is None else x.data.copy_(self.tensor.data.reshape(x.shape))
 
 
 class Mailbox:
-    """The unmatched messages of a process group."""
-
     def __init__(self) -> None:
         self._sent: deque[weakref.ref[Tensor]] = deque(maxlen=_KEPT)
         self._expected: deque[tuple[weakref.ref[MessageSource], _Likeness]] = deque(maxlen=_KEPT)

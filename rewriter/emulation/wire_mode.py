@@ -49,7 +49,6 @@ class WireEngine:
         self._closed = False
 
     def submit(self, operation: EmulatedOperation) -> Any:
-        """Begin `operation`; an EmulatedWork."""
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device.type != "cpu":
                 raise RewriterError(
@@ -71,7 +70,6 @@ class WireEngine:
         return work
 
     def close(self) -> None:
-        """End all connections; operations under way fail."""
         with self._lock:
             self._closed = True
             channels = list(self._channels.values())

@@ -29,16 +29,13 @@ class Engine(Protocol):
     `submit` is called under the order in which this rank calls its collectives (each group counts them in
     `operation.sequence`), possibly from several threads, one for each group at a time. It returns at once a
     `torch.distributed.Work`; `EmulatedWork` is one for engines whose operations end on the CPU. When it is over, the
-    outputs are written (`operation.fill()`).
+    outputs are written (`operation.fill()`). Raises RewriterError where the engine cannot do it. `close` ends the job:
+    operations under way are aborted, threads and connections end. Twice is allowed.
     """
 
-    def submit(self, operation: EmulatedOperation) -> Any:
-        """Begin `operation`; a Work. Raises RewriterError where the engine cannot do it."""
-        ...
+    def submit(self, operation: EmulatedOperation) -> Any: ...
 
-    def close(self) -> None:
-        """The job ends: stop threads, close connections. Operations under way are aborted. Twice is allowed."""
-        ...
+    def close(self) -> None: ...
 
 
 class CollectiveTimeout(RewriterError, dist.DistError):
@@ -50,8 +47,6 @@ class CollectiveAborted(RewriterError, dist.DistError):
 
 
 class OperationWork(dist.Work):
-    """What handles of an operation have in common, wherever it takes place."""
-
     def __init__(self, operation: EmulatedOperation) -> None:
         super().__init__()
         self.operation = operation
@@ -116,12 +111,10 @@ class EmulatedWork(OperationWork):
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called."""
         return self._done.is_set()
 
     @property
     def awaited_as_future(self) -> bool:
-        """Whether somebody holds a future."""
         return self._future is not None
 
     def advance(self, begun: float) -> float:
@@ -251,7 +244,6 @@ class Timer:
             work.finish(CollectiveAborted(f"{work.operation.title}: the emulated job ended meanwhile"))
 
     def _advance(self, work: EmulatedWork) -> float:
-        """When `work` has to be looked at again. What this takes of the CPU is spent in its place."""
         begun = self._accounted  # with what came since, as waking
         try:
             return work.advance(begun)

@@ -49,7 +49,6 @@ class Call:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group."""
         return len(self.ranks)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,7 +25,6 @@ class Point:
 
     @property
     def hindrance(self) -> float:
-        """How much longer it takes beside computation."""
         return max(0.0, self.busy_seconds - self.seconds)
 
 
@@ -72,7 +71,6 @@ class Curve:
         return self.points[0].seconds
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for `nbytes`."""
         last = self.points[-1]
         if nbytes > last.nbytes:
             before = self.points[-2] if len(self.points) > 1 else Point(0, 0.0)
@@ -81,7 +79,6 @@ class Curve:
         return math.exp(self._spline(math.log(max(nbytes, self.points[0].nbytes))))
 
     def cpu_seconds(self, nbytes: float) -> float:
-        """CPU seconds for `nbytes`."""
         return self._linear(nbytes, [point.cpu_seconds for point in self.points])
 
     def hindrance(self, nbytes: float) -> float:
@@ -106,27 +103,22 @@ class Curve:
         return tuple(abs(found / self.points[i].seconds - 1) for i, found in zip(inner, without, strict=True))
 
     @cached_property
-    def _spline(self) -> _MonotoneCubic:
-        return _MonotoneCubic(
-            [math.log(point.nbytes) for point in self.points], [math.log(point.seconds) for point in self.points]
-        )
+    def _spline(self) -> Callable[[float], float]:
+        sizes, seconds = ([getattr(point, figure) for point in self.points] for figure in ("nbytes", "seconds"))
+        return _monotone_cubic([*map(math.log, sizes)], [*map(math.log, seconds)])
 
 
-class _MonotoneCubic:
+def _monotone_cubic(x: Sequence[float], y: Sequence[float]) -> Callable[[float], float]:
     """PCHIP through (x, y), with rising x; constant beyond."""
+    steps = [b - a for a, b in pairwise(x)]
+    slopes = [(b - a) / step for (a, b), step in zip(pairwise(y), steps, strict=True)]
+    inner = []
+    for (before, after), (left, right) in zip(pairwise(slopes), pairwise(steps), strict=True):
+        w1, w2 = 2 * right + left, right + 2 * left
+        inner.append(0.0 if before * after <= 0 else (w1 + w2) / (w1 / before + w2 / after))
+    tangents = [slopes[0], *inner, slopes[-1]] if slopes else [0.0]
 
-    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
-        self.x, self.y = x, y
-        steps = [b - a for a, b in pairwise(x)]
-        slopes = [(b - a) / step for (a, b), step in zip(pairwise(y), steps, strict=True)]
-        inner = []
-        for (before, after), (left, right) in zip(pairwise(slopes), pairwise(steps), strict=True):
-            w1, w2 = 2 * right + left, right + 2 * left
-            inner.append(0.0 if before * after <= 0 else (w1 + w2) / (w1 / before + w2 / after))
-        self.tangents = [slopes[0], *inner, slopes[-1]] if slopes else [0.0]
-
-    def __call__(self, at: float) -> float:
-        x, y, tangents = self.x, self.y, self.tangents
+    def value(at: float) -> float:
         if at <= x[0]:
             return y[0]
         if at >= x[-1]:
@@ -140,3 +132,5 @@ class _MonotoneCubic:
             + t * t * (3 - 2 * t) * y[index + 1]
             + t * t * (t - 1) * step * tangents[index + 1]
         )
+
+    return value

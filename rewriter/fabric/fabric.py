@@ -118,17 +118,11 @@ class Fabric:
 
     def figures(self) -> dict[str, Any]:
         """Its name, device, node and links as plain values."""
-        return {
-            "name": self.name,
-            "device": asdict(self.device),
-            "node": self.node,
-            "inside": asdict(self.inside),
-            "between": asdict(self.between) if self.between else None,
-        }
+        parts: dict[str, Any] = {"device": self.device, "inside": self.inside, "between": self.between}
+        return {"name": self.name, "node": self.node} | {k: asdict(part) if part else None for k, part in parts.items()}
 
     def _tables(self, library: str, graphed: bool) -> tuple[Table, ...]:
-        """The library's tables first, then those of the others that it falls back to: only NCCL's and gloo's have all
-        collectives."""
+        """The library's tables first, then those that it falls back to: only NCCL's and gloo's have all collectives."""
         if library not in self.libraries:
             raise RewriterError(
                 f"fabric {self.name}: {library!r} was not measured on it; {', '.join(self.libraries) or 'nothing'} was."

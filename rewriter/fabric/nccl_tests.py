@@ -11,21 +11,12 @@ from pathlib import Path
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import read_file
-from rewriter.fabric.calls import Kind
+from rewriter.fabric.calls import KINDS, Kind
 
 MAX_BYTES = 8 << 20
 
-PROGRAMS: dict[str, Kind] = {
-    "all_reduce_perf": "all_reduce",
-    "all_gather_perf": "all_gather",
-    "reduce_scatter_perf": "reduce_scatter",
-    "alltoall_perf": "all_to_all",
-    "broadcast_perf": "broadcast",
-    "reduce_perf": "reduce",
-    "gather_perf": "gather",
-    "scatter_perf": "scatter",
-    "sendrecv_perf": "send",
-}
+_NAMES = {"all_to_all": "alltoall", "send": "sendrecv"}  # where a program is called otherwise
+PROGRAMS: dict[str, Kind] = {f"{_NAMES.get(kind, kind)}_perf": kind for kind in KINDS if kind != "barrier"}
 _PROGRAM = re.compile(rf"(?<![a-z_])({'|'.join(PROGRAMS)})(?![a-z_])")
 _PREFIX = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:")  # mpirun --tag-output
 _RANK = re.compile(r"#\s*Rank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+ on\s+(\S+)\s+device")

@@ -50,7 +50,6 @@ class Table:
 
     @property
     def library(self) -> str:
-        """The library that was measured."""
         return self.key.library
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import yaml
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import require_place
 from rewriter.common.yaml_documents import read
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Point
@@ -96,23 +95,4 @@ def check(out: Path) -> None:
     """Raises RewriterError where no fabric can be written at `out`, before anything is measured for it."""
     if out.suffix not in (".yaml", ".yml"):
         raise RewriterError(f"--out {out}: a fabric's file ends in .yaml.")
-    if out.is_dir() or not out.parent.is_dir():
-        what = "is a directory" if out.is_dir() else f"there is no directory {out.parent}"
-        raise RewriterError(f"--out {out}: {what}. Name a file in a directory that exists.")
-
-
-def write(text: str, out: Path) -> None:
-    """Put all of `text` at `out`, or nothing. Raises RewriterError where that cannot be."""
-    check(out)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(out)
-    except OSError as error:
-        raise RewriterError(f"--out {out}: cannot be written: {error.strerror or error}.") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+    require_place(out, "--out")

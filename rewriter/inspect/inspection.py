@@ -44,7 +44,6 @@ class Inspection:
     data: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """The inspection as JSON."""
         return json.dumps(self.data, indent=2, ensure_ascii=False)
 
     def __rich__(self) -> Group:
@@ -86,12 +85,8 @@ def inspect(
         "tokens": tokens,
         "recipe": loaded.name if loaded is not None else None,
         "passes": [
-            {
-                "name": r.name,
-                "kind": r.kind,
-                "options": json.loads(json.dumps(r.options, default=list)),
-                "summary": r.summary,
-            }
+            {"name": r.name, "kind": r.kind, "summary": r.summary}
+            | {"options": json.loads(json.dumps(r.options, default=list))}
             for r in after.history
         ],
         "blocks": _blocks(after),
@@ -151,7 +146,6 @@ def _header(program: Program, model: Any) -> dict[str, Any]:
 
 
 def _blocks(program: Program) -> list[dict[str, Any]]:
-    """One row per residual block, in order of the stream."""
     blocks = residual_blocks(program)
     local = local_values(program.graph, program.parameters)
     own = {i for i, value in enumerate(stream_values(program.graph)) if value in local}

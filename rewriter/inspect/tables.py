@@ -47,16 +47,9 @@ def _header(data: Mapping[str, Any]) -> Text:
     )
 
 
-def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    table = plain_table(title)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
 def _entries(title: str, columns: Mapping[str, str], entries: Sequence[Mapping[str, str]]) -> Table:
     """A row per entry; `columns`: the key of each column's value, and its header."""
-    table = _table(title, *columns.values())
+    table = plain_table(title, *columns.values(), fold=columns.values())
     for entry in entries:
         table.add_row(*(escape(entry[key]) for key in columns))
     return table
@@ -69,9 +62,9 @@ def _blocks(blocks: Sequence[Mapping[str, Any]], sharded: bool) -> Table:
     """One row per block; layers that read alike are one group, in which i stands for the layer."""
     whole = all(block["on_ranks"] == "split" for block in blocks)
     extra = ("reduction", "B/token", *(() if whole else ("on ranks",))) if sharded else ()
-    table = _table(
-        "Residual stream: each block adds what it computes to x", "layer", "block", "reads", *extra, right=("B/token",)
-    )
+    columns = ("layer", "block", "reads", *extra)
+    title = "Residual stream: each block adds what it computes to x"
+    table = plain_table(title, *columns, numbers=("B/token",), fold=columns)
     for layers, rows in fold(blocks):
         label = f"{spans(layers)}" + (f" ×{len(layers)}" if len(layers) > 1 else "")
         for row in rows:
@@ -140,7 +133,7 @@ def _communication(found: Mapping[str, Any], recipe: str | None) -> RenderableTy
         return Text.from_markup("[bold]Communication[/]\none device: nothing is communicated. --tp N shows N ranks.")
     sides = [("standard", before), *([(recipe or "after", after)] if after else [])]
     names = [name for name, _ in sides]
-    table = _table("Communication per forward pass", "", *names, right=names)
+    table = plain_table("Communication per forward pass", "", *names, numbers=names, fold=("", *names))
     for key, label in _TOTALS.items():
         table.add_row(label, *(f"{side['total'][key]:,}" for _, side in sides))
     for place in dict.fromkeys(place for _, side in sides for place in side["places"]):
@@ -200,11 +193,8 @@ def _sequence(found: Mapping[str, Any]) -> list[RenderableType]:
     memory = _unit(min(p["memory_saved"] for _, p in shown), BYTES)
     time = _unit(min(min(p["seconds_forward"], p["seconds_backward"]) for _, p in shown), _SECONDS)
     right = ("", f"sent, {traffic[1]}", f"memory, {memory[1]}", f"time, {time[1]}", "waiting", "× bound")
-    table = _table(
-        f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most",
-        *("", "plan", *right[1:]),
-        right=right,
-    )
+    title = f"Attention over {found['ranks']} ranks, {found['tokens']:,} tokens: all layers, the rank that sends most"
+    table = plain_table(title, "", "plan", *right[1:], numbers=right, fold=("plan", *right))
     table.columns[1].no_wrap = True
     for place, plan in shown:
         forward, backward = plan["seconds_forward"], plan["seconds_backward"]
@@ -263,7 +253,8 @@ _HELD = {
 
 
 def _memory(found: Mapping[str, int], mesh: Mapping[str, int]) -> Table:
-    table = _table("Memory per rank" if mesh else "Memory", "", "bytes", right=("bytes",))
+    title = "Memory per rank" if mesh else "Memory"
+    table = plain_table(title, "", "bytes", numbers=("bytes",), fold=("", "bytes"))
     for key, label in _HELD.items():
         if (key != "parameters" or mesh) and (key != "windowed_cache_per_token" or found[key]):
             table.add_row(label, size(found[key]))

@@ -45,8 +45,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """A candidate's phases and what they were made of."""
-
     prefill: Phase
     decode: Phase
     steps: tuple[list[Step], list[Step]]
@@ -113,7 +111,6 @@ class Predictor:
         )
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
-        """The two passes of a program."""
         load, place = self.workload, self._place(program)
         fuse, batch = load.graphed, batch or load.batch
         prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
@@ -220,7 +217,6 @@ class Predictor:
         return self.nodes or self._fewest(math.prod(program.mesh.values()))
 
     def _fewest(self, ranks: int) -> int:
-        """How many nodes hold so many ranks, spread evenly."""
         return next(n for n in range(-(-ranks // self.fabric.node), ranks + 1) if ranks % n == 0)
 
     def _place(self, program: Program) -> Place:

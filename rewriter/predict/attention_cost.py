@@ -141,6 +141,5 @@ def _exchange(message: AttentionMessage, plan: SequencePlan, tp: int) -> Exchang
 
 
 def _ranks(message: AttentionMessage, plan: SequencePlan, tp: int) -> tuple[int, ...]:
-    """The first rank's group."""
     size, distance = axis_ranks(plan, tp)[message.axis]
     return tuple(range(0, size * distance, distance))

@@ -21,7 +21,6 @@ _PRECISION = 1e-8  # seconds
 
 
 def constant(d: float, delays: Delays) -> Delays:
-    """Delays in which every all-reduce takes `d` seconds."""
     known: dict[tuple[Call, Call], Delay] = {}
 
     def of(begin: Begin, call: Call) -> Delay:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,13 +51,10 @@ class Measurement:
 
 
 def sizes(largest: int = LARGEST) -> tuple[int, ...]:
-    """1 KB to `largest` bytes, doubling."""
     return tuple(SMALLEST << step for step in range(64) if SMALLEST << step <= largest)
 
 
-def measure(
-    kinds: Sequence[Kind] = KINDS, wanted: Sequence[int] | None = None, repetitions: int = REPETITIONS
-) -> list[Measurement]:
+def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REPETITIONS) -> list[Measurement]:
     """Times collectives of float32 among all ranks of the default group, which must be initialised; every rank gets the
     same result. `send` is half of a round trip between ranks 0 and 1. Rounds have connections and threads of their own,
     as launches of a program have.
@@ -69,7 +67,7 @@ def measure(
         group = dist.new_group()
         try:
             for kind in kinds:
-                for nbytes in sizes() if wanted is None else wanted:
+                for nbytes in wanted:
                     one = _measured(kind, nbytes, group, -(-repetitions // rounds))
                     if one is None:
                         break
@@ -174,22 +172,15 @@ def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> St
     return calls[kind]
 
 
-class _Done:
-    """The handle of what is over when its call returns."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _round_trip(here: torch.Tensor, there: torch.Tensor, group: Any) -> _Done:
-    """A message from rank 0 to rank 1 and one back; other ranks do nothing."""
+def _round_trip(here: torch.Tensor, there: torch.Tensor, group: Any) -> Any:
+    """A message from rank 0 to rank 1 and one back; other ranks do nothing. It is over when the call returns."""
     if dist.get_rank() == 0:
         dist.send(here, 1, group=group)
         dist.recv(there, 1, group=group)
     elif dist.get_rank() == 1:
         dist.recv(there, 0, group=group)
         dist.send(here, 0, group=group)
-    return _Done()
+    return SimpleNamespace(wait=lambda: None)
 
 
 def _keep_to_own_cores() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,11 +104,10 @@ def model_name(comparison: RecipeComparison) -> str:
     return "/".join(parts[-2:] if parts[-1].endswith(".json") else parts[-1:])
 
 
-def _table(title: str | None, columns: Iterable[str]) -> Table:
-    table = plain_table(title)
-    table.add_column("recipe", overflow="fold", max_width=28)
-    for column in columns:
-        table.add_column(column, justify="left" if column == "pass" else "right", no_wrap=True)
+def _table(title: str | None, columns: Sequence[str]) -> Table:
+    numbers = [column for column in columns if column != "pass"]
+    table = plain_table(title, "recipe", *columns, numbers=numbers, fold=("recipe",), whole=columns)
+    table.columns[0].max_width = 28
     return table
 
 
@@ -120,8 +119,7 @@ def _fitting(
     console: Console,
     options: ConsoleOptions,
 ) -> Table | None:
-    """A table of (name, cells by column, style) with as many columns as there is room for, dropping `dropped` one by
-    one; None where none is enough."""
+    """A table of (name, cells by column, style) without those `dropped` that have no room; None if it still lacks."""
     for count in range(len(dropped) + 1):
         kept = [column for column in columns if column not in dropped[:count]]
         table = _table(title, kept)
@@ -137,7 +135,6 @@ def _name(p: Prediction) -> str:
 
 
 def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, str], str]]:
-    """Two rows per recipe, for PASSES."""
     rows: list[tuple[str, Mapping[str, str], str]] = []
     for p in predictions:
         for which, phase in (("prefill", p.prefill), ("decode", p.decode)):
@@ -148,7 +145,6 @@ def _times(predictions: Sequence[Prediction]) -> list[tuple[str, Mapping[str, st
 
 
 def _card(p: Prediction) -> Table:
-    """One recipe below its name, for narrow terminals."""
     table = plain_table(_name(p), show_header=False)
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")

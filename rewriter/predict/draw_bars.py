@@ -14,7 +14,6 @@ NAME = 28  # letters of a recipe's name that fit before its bar
 
 
 def bars(name: str, predictions: Sequence[Prediction]) -> str:
-    """The drawing: one row per recipe, in the order of the tables."""
     if not predictions:
         return ""
     most = max(1.0, *(p.speedup for p in predictions)) * 1.02

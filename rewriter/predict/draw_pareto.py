@@ -55,8 +55,6 @@ def pareto(name: str, found: Mapping[str, Sequence[PredictedPoint]]) -> str:
 
 @dataclass(frozen=True)
 class _PlotPlace:
-    """From figures to coordinates."""
-
     left: float
     right: float
     low: float

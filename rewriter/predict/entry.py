@@ -25,6 +25,7 @@ from rewriter.tracing import trace, trace_skeleton
 from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import INDEX, SINGLE
 
+_Path = str | os.PathLike[str]
 DEGREES, BATCHES = (1, 2, 4, 8), (1, 4, 16, 64)
 
 
@@ -95,12 +96,7 @@ def _points(predictor: Predictor, candidates: Candidates, recipe: Recipe) -> tup
 
 
 def measure(
-    model: str | os.PathLike[str],
-    recipes: Sequence[str],
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    trust_remote_code: bool = False,
+    model: _Path, recipes: Sequence[str], workload: Workload, cluster: Cluster, *, trust_remote_code: bool = False
 ) -> RecipeComparison:
     """See `rewriter.api.measure`."""
     fewest, nodes = -(-workload.tp // load_fabric(cluster.fabric).node), workload.nodes
@@ -118,22 +114,16 @@ def measure(
 
 
 def validate(
-    model: str | os.PathLike[str],
-    recipes: Sequence[str],
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    trust_remote_code: bool = False,
-    launches: int = 3,
+    model: _Path, recipes: Sequence[str], job: Workload, where: Cluster, *, trust_remote_code: bool, launches: int
 ) -> Validation:
     """See `rewriter.api.validate`."""
     from rewriter.predict.validate import validate as compare_with_real
 
-    programs = _programs(traced(model, trust_remote_code), recipes, workload)
-    return compare_with_real(programs, workload, cluster, launches)
+    programs = _programs(traced(model, trust_remote_code), recipes, job)
+    return compare_with_real(programs, job, where, launches)
 
 
-def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
+def traced(model: _Path, trust_remote_code: bool) -> Program:
     """The model with its checkpoint; of a directory without weights, its config alone."""
     path = Path(model)
     if path.is_dir() and not any((path / name).is_file() for name in (SINGLE, INDEX)):
@@ -142,7 +132,6 @@ def traced(model: str | os.PathLike[str], trust_remote_code: bool) -> Program:
 
 
 def _programs(program: Program, recipes: Sequence[str], workload: Workload) -> list[tuple[str, Program]]:
-    """The programs of those recipes that can be applied."""
     loaded = distinct([load_recipe(recipe) for recipe in recipes])
     found, _ = Candidates(program, workload.sp).of(loaded, workload.tp)
     return [(candidate.recipe, candidate.program) for candidate in found]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype
+from rewriter.analysis.op_semantics import function_of, kind_of
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
@@ -66,7 +67,6 @@ class Runner:
         self.held: list[Any] = []  # keeps keys' ids from being used again
 
     def run(self, program: Program, given: ForwardPass) -> Forward:
-        """What `program` does in this pass, on one rank."""
         return _ForwardRun(self, program, given).forward()
 
 
@@ -126,8 +126,9 @@ class _ForwardRun:
             return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
             return self._remembered(node, sources)
-        if node.target in _IDENTITIES:
-            return sources[0], ()
+        is_sum = kind_of(node) == "collective" and function_of(node) == "sum"
+        if is_sum or node.target in (ops.all_reduce_wait, ops.copy_to_group, ops.dropout):
+            return sources[0], ()  # what the wiring's collectives cost is the timeline's matter
         known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
         if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:
             value, items, _ = self.runner.known[known]
@@ -170,7 +171,6 @@ class _ForwardRun:
         return value, tuple(self._estimated(module, inputs, value)), note
 
     def _estimated(self, module: Module, inputs: Sequence[Any], value: Any) -> list[Item]:
-        """Its matrices, each as a product with all tokens."""
         tokens = self.given.batch * next((x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 2), 1)
         size = self.dtype.itemsize
         items: list[Item] = []
@@ -199,11 +199,6 @@ class _ForwardRun:
         if self.given.is_decode:
             return x  # new tokens are on every rank; only their keys have an owner
         return x[:, :1].expand(x.shape[0], plan.local_tokens(x.shape[1]), *x.shape[2:]).clone()
-
-
-_IDENTITIES = frozenset(
-    {ops.copy_to_group, ops.dropout, ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait}
-)  # of the wiring: what its collectives cost is the timeline's matter
 
 
 def head_entry(graph: fx.Graph) -> fx.Node | None:

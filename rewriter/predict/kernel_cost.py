@@ -69,7 +69,6 @@ class CostedOperation:
     weights: frozenset[Hashable] = field(default_factory=frozenset)
 
     def kernel(self) -> Kernel:
-        """It alone, as a kernel."""
         nbytes = sum(self.reads.values()) + sum(self.writes.values())
         return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
 
@@ -90,14 +89,8 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
     group_of: dict[Hashable, int] = {}
     groups: list[list[CostedOperation]] = []
     levels: list[int] = []
-    merged: list[int] = []  # union-find over groups
     order: list[int | CostedOperation] = []
     readers: dict[Hashable, set[int]] = {}  # ids of operations
-
-    def root(group: int) -> int:
-        while merged[group] != group:
-            group = merged[group]
-        return group
 
     for op in operations:
         level = max((depth.get(s, 0) for s in op.reads), default=0)
@@ -107,19 +100,17 @@ def fused(operations: Sequence[CostedOperation], results: frozenset[Hashable]) -
             order.append(op)
             depth.update(dict.fromkeys(op.writes, level + 1))
             continue
-        joined = sorted({root(group_of[s]) for s in op.reads if s in group_of and levels[group_of[s]] == level})
-        if joined:
-            group = joined[0]
-            for other in joined[1:]:
-                merged[other] = group
-                groups[group] += groups[other]
-                groups[other] = []
-        else:
-            group = len(groups)
+        joined = sorted({group_of[s] for s in op.reads if s in group_of and levels[group_of[s]] == level})
+        if not joined:
+            joined = [len(groups)]
+            order.append(len(groups))
             groups.append([])
             levels.append(level)
-            merged.append(group)
-            order.append(group)
+        group, *others = joined
+        for other in others:
+            groups[group] += groups[other]
+            groups[other] = []
+            group_of |= dict.fromkeys([s for s, found_in in group_of.items() if found_in == other], group)
         groups[group].append(op)
         for storage in op.writes:
             depth[storage], group_of[storage] = level, group

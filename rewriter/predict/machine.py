@@ -56,10 +56,10 @@ def device_section(device: torch.device, source: str) -> dict[str, Any]:
     }
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repetitions: int = 7) -> float:
-    """The median, after two runs."""
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of seven, after two runs."""
     times = []
-    for _ in range(repetitions + 2):
+    for _ in range(2 + 7):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = time.monotonic()

@@ -45,7 +45,7 @@ class PassSeconds:
 
 
 def run(spec: Spec, ranks: Sequence[int]) -> dict[str, PassSeconds]:
-    """Start these ranks of `spec.world`, together, and return what each recipe's passes take.
+    """Start these ranks of `spec.job.tp`, together, and return what each recipe's passes take.
 
     Raises RewriterError with the reason of a rank that failed, and after `TIMEOUT`. No rank outlives this.
     """
@@ -54,9 +54,9 @@ def run(spec: Spec, ranks: Sequence[int]) -> dict[str, PassSeconds]:
 
 
 def calibrate(spec: Spec) -> tuple[str, float]:
-    """The YAML of a fabric that all ranks of `spec.world` measure, and for which share of the time something
+    """The YAML of a fabric that all ranks of `spec.job.tp` measure, and for which share of the time something
     else had their cores (see `calibration.calibrated`). Raises RewriterError as `run` does."""
-    found = _results(spec, range(spec.world))[0]
+    found = _results(spec, range(spec.job.tp))[0]
     return found["fabric"], found["taken"]
 
 
@@ -116,7 +116,6 @@ def variant(program: Program, recipe: str, directory: Path, ranks: Sequence[int]
 
 
 def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluster | None, cores: Sequence[int]) -> Spec:
-    """What ranks are asked; all of them are real without `cluster`."""
     values = None
     if cluster is not None:
         values = {
@@ -125,13 +124,12 @@ def spec(variants: Sequence[Variant], job: Workload, where: str, cluster: Cluste
             **({} if cluster.library is None else {"library": cluster.library}),
         }  # fmt: skip
     return Spec(
-        tuple(variants), job.tp, job.batch, job.prompt, job.past, job.prompt + job.generate, where, store="",
-        emulation=values, silent=False, graphed=job.graphed, cores=tuple(cores), repetitions=REPETITIONS,
+        tuple(variants), job, where, store="", emulation=values, silent=False, cores=tuple(cores),
+        repetitions=REPETITIONS,
     )  # fmt: skip
 
 
 def emulated(found: Spec, rank: int) -> dict[str, PassSeconds]:
-    """One rank for real, in an emulated world."""
     assert found.emulation is not None
     return run(replace(found, emulation={**found.emulation, "real": [rank]}), [rank])
 
@@ -201,7 +199,6 @@ def cores(ranks: int, where: str) -> tuple[int, ...]:
 
 
 def require_memory(p: Prediction, where: str) -> None:
-    """Refuse a shard that this machine cannot hold."""
     needed, free = p.memory_bytes_per_rank, free_memory(where)
     if free is not None and needed > free:
         raise RewriterError(

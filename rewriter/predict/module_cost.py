@@ -81,17 +81,13 @@ class ModuleRun:
         weight = self._weight(leaf.parameters["weight"])
         bias = self._weight(leaf.parameters["bias"]) if "bias" in leaf.parameters else None
         if "Embedding" in leaf.kind:
-            out = torch.empty(*x.shape, weight.shape[1], dtype=self.dtype)
-            self._record(name, (x,), (out,))
-            return out
+            return self._record(name, (x,), (torch.empty(*x.shape, weight.shape[1], dtype=self.dtype),))
         sources = [x, weight] if bias is None else [x, weight, bias]
         if leaf.kind == "LayerNorm":
-            self._record(name, sources, (out := torch.empty_like(x),))
-            return out
+            return self._record(name, sources, (torch.empty_like(x),))
         columns = weight.shape[0] if leaf.kind.endswith("Linear") else weight.shape[1]
         out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype)
-        self._record(name, sources, (out,), product=(x, out))
-        return out
+        return self._record(name, sources, (out,), product=x)
 
     def operation(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         args: Any = _on_meta(fx.map_arg(node.args, env.__getitem__))
@@ -103,21 +99,17 @@ class ModuleRun:
             self.biased = self.biased or kwargs.get("bias") is not None
             out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
             ranks = (self.mesh.get("sp", 1), self.mesh.get("tp", 1))
-            self._record("attention", [q, k, v], (out,), items=attention_items(q, k, v, kwargs, self.given, ranks))
-            return out
+            items = attention_items(q, k, v, kwargs, self.given, ranks)
+            return self._record("attention", [q, k, v], (out,), items=items)
         if target is ops.experts:
-            out = torch.empty_like(args[0])
             items = experts_items(args, kwargs, self.given.fused)
-            self._record("experts", _tensors(args), (out,), items=items)
-            return out
+            return self._record("experts", _tensors(args), (torch.empty_like(args[0]),), items=items)
         if target in (ops.all_reduce, ops.all_reduce_start):
             exchange = Exchange("all_reduce", args[1], args[0].nbytes, axis_group(self.mesh, args[1]), "inside")
-            self._record("all_reduce", (args[0],), (out := args[0].clone(),), items=[exchange])
-            return out
+            return self._record("all_reduce", (args[0],), (args[0].clone(),), items=[exchange])
         if target is ops.vocab_embedding:
             out = torch.empty(*args[0].shape, args[1].shape[1], dtype=self.dtype)
-            self._record(name, (args[0],), (out,))
-            return out
+            return self._record(name, (args[0],), (out,))
         if target in (ops.all_gather, ops.repeat_shard):
             return self._repeated(*args[:3])
         if target is ops.own_shard:
@@ -133,9 +125,9 @@ class ModuleRun:
             return out  # a view, or a size
         row, product = operator_of(node), None
         if row is not None and row.kind == "product":
-            product = (args[row.factors[0]], results[0])
+            product = args[row.factors[0]]
         elif row is not None and row.kind == "convolution":
-            product = (args[1][0].flatten(), results[0])
+            product = args[1][0].flatten()
         if row is not None and row.kind == "lookup":  # it reads as much as it writes, not the full table
             self._record(name, [t for t in sources[1:] if t.dim()], results, also=sum(t.nbytes for t in results))
         else:
@@ -144,16 +136,14 @@ class ModuleRun:
 
     def _gathered(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         """Shards that are gathered inside a module, and put one after the other."""
-        group, arrived = axis_group(self.mesh, axis), x.clone()
+        group = axis_group(self.mesh, axis)
         exchange = Exchange("all_gather", axis, x.nbytes * len(group), group, "inside")
-        self._record("all_gather", (x,), (arrived,), items=[exchange])
-        return self._repeated(arrived, axis, dim)
+        return self._repeated(self._record("all_gather", (x,), (x.clone(),), items=[exchange]), axis, dim)
 
     def _repeated(self, x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
         """As many copies as an axis has ranks, side by side: what a gathered tensor looks like."""
         out = torch.cat([x] * self.mesh.get(axis, 1), dim=dim)
-        self._record("cat", (x, out), (out,))
-        return out
+        return self._record("cat", (x, out), (out,))
 
     def _record(
         self,
@@ -161,11 +151,11 @@ class ModuleRun:
         sources: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
         *,
-        product: tuple[torch.Tensor, torch.Tensor] | None = None,
+        product: torch.Tensor | None = None,
         items: Sequence[Item] = (),
         also: int = 0,
-    ) -> None:
-        """One operator; `product` gives the operand whose last dimension is summed over, and the result."""
+    ) -> torch.Tensor:
+        """One operator; its first result. `product`: the operand of a product whose last dimension is summed over."""
         reads: dict[Hashable, int] = {_storage(t): _extent(t) for t in sources}
         if also:
             reads[object()] = also
@@ -173,13 +163,14 @@ class ModuleRun:
         weights = frozenset(self.weights & set(reads))
         self.alive += [*sources, *results]
         if product is not None:
-            x, out = product
-            depth, columns = x.shape[-1], out.shape[-1]
+            out = results[0]
+            depth, columns = product.shape[-1], out.shape[-1]
             batches = out.shape[0] if out.dim() > 2 and not weights else 1
             rows = max(1, out.numel() // max(1, columns * batches))
             nbytes, read = sum(reads.values()) + sum(writes.values()), sum(reads[s] for s in weights)
             items = [Kernel(name, "product", nbytes, 2.0 * out.numel() * depth, read, batches, rows, columns, depth)]
         self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights))
+        return results[0]
 
 
 def _storage(tensor: torch.Tensor) -> int:

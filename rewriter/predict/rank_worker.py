@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.common.processes import rank_main
 from rewriter.fabric import Call, Delay
+from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context
 from rewriter.runtime.generate import make_cache, positions
 from rewriter.runtime.load import build, fill
+from rewriter.weights.references import RankWeights
 
 STEPS = 8  # decode steps timed together
 
@@ -45,27 +47,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank of `world` measures.
+    """What a rank measures.
 
-    `past`: tokens before the first decode step that is timed, in a cache for `length`. `store`: where real ranks meet,
-    the beginning of a file's path. `emulation`: values of an `EmulationConfig`, None where all ranks are real;
-    `silent`: each module is measured once more with emulated collectives that take no time. `cores`: the CPU core of
-    each rank, none for free choice. `repetitions`: of each pass at least, after two that warm up. `largest`: where it
-    is not 0, collectives of up to so many bytes are measured instead, and with `messages` messages between ranks; the
-    result is a fabric's YAML.
+    `job`: what is generated. `store`: where real ranks meet, the beginning of a file's path. `emulation`: values of an
+    `EmulationConfig`, None where all ranks are real; `silent`: each module is measured once more with emulated
+    collectives that take no time. `cores`: the CPU core of each rank, none for free choice. `repetitions`: of each pass
+    at least, after two that warm up. `largest`: where it is not 0, collectives of up to so many bytes are measured
+    instead, and with `messages` messages between ranks; the result is a fabric's YAML.
     """
 
     variants: tuple[Variant, ...]
-    world: int
-    batch: int
-    prompt: int
-    past: int
-    length: int
+    job: Workload
     device: str
     store: str
     emulation: dict[str, Any] | None
     silent: bool
-    graphed: bool
     cores: tuple[int, ...]
     repetitions: int
     largest: int = 0
@@ -83,7 +79,6 @@ class Silent:
 
 
 def main(values: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What `rank` measures of the `Spec` of `values`."""
     spec = SPEC.validate_python(values)
     if spec.cores:
         os.sched_setaffinity(0, {spec.cores[rank % len(spec.cores)]})  # before any thread: gloo's own inherit it
@@ -128,35 +123,34 @@ def _join(spec: Spec, job: int, rank: int, device: torch.device, silent: bool) -
         from rewriter.emulation import EmulationConfig
 
         options: Any = Silent() if silent else EmulationConfig.of(**spec.emulation)
-        dist.init_process_group("emulated", rank=rank, world_size=spec.world, store=HashStore(), pg_options=options)
+        dist.init_process_group("emulated", rank=rank, world_size=spec.job.tp, store=HashStore(), pg_options=options)
         return
-    store = FileStore(f"{spec.store}-{job}", spec.world)
+    store = FileStore(f"{spec.store}-{job}", spec.job.tp)
     backend, only = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, rank=rank, world_size=spec.world, store=store, device_id=only)
+    dist.init_process_group(backend, rank=rank, world_size=spec.job.tp, store=store, device_id=only)
 
 
 @torch.inference_mode()
 def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each prefill, and of a step in each run of decode steps."""
-    model = _model(spec, variant, rank, device)
+    model, job = _model(spec, variant, rank, device), spec.job
     weight = next(model.parameters())
-    ids = torch.zeros(spec.batch, spec.prompt, dtype=torch.int64, device=device)
-    where = positions(spec.prompt, None, spec.batch, device)
-    cache = make_cache(model, spec.batch, max(spec.length, spec.past + STEPS), weight)
+    ids = torch.zeros(job.batch, job.prompt, dtype=torch.int64, device=device)
+    where = positions(job.prompt, None, job.batch, device)
+    cache = make_cache(model, job.batch, max(job.prompt + job.generate, job.past + STEPS), weight)
 
     def prefill() -> Tensor:
         logits: Tensor = model(ids, where, Context(cache=cache), logits_to_keep=1)
         return logits
 
     token = ids[:, :1]
-    places = torch.arange(spec.past, spec.past + STEPS, device=device)
+    places = torch.arange(job.past, job.past + STEPS, device=device)
     at = places[:1].clone()
 
     def step() -> Tensor:
-        logits: Tensor = model(token, at.expand(spec.batch, 1), Context(cache, at[0]))
+        logits: Tensor = model(token, at.expand(job.batch, 1), Context(cache, at[0]))
         return logits
 
-    graphed = spec.graphed and device.type == "cuda"
+    graphed = job.graphed and device.type == "cuda"
     if graphed:
         compile_segments(model)
     first = _timed(_captured(prefill, device) if graphed else prefill, device)
@@ -185,8 +179,6 @@ def _repetitions(fewest: int, seconds: float, device: torch.device) -> int:
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """`run`, begun by all ranks together; it returns its seconds."""
-
     def timed() -> float:
         dist.barrier()
         if device.type == "cuda":
@@ -216,7 +208,7 @@ def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], 
 
 def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.Module:
     if variant.grid is None:
-        mesh = init_device_mesh(device.type, (spec.world,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(device.type, (spec.job.tp,), mesh_dim_names=("tp",))
     else:
         mesh = sequence_mesh(device.type, variant.grid, tensor_parallel=variant.tp)
     model = build(Path(variant.module), "Model", mesh)

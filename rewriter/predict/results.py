@@ -7,7 +7,7 @@ stream works, waits for communication, or waits for the host to launch its next 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 Lane = Literal["compute", "communication"]
@@ -178,23 +178,17 @@ class RecipeComparison:
     seconds: float = 0.0
 
 
-_KEYS = (
-    "seconds_per_token", "tokens_per_second", "exposed_communication_seconds_per_token", "speedup",
-    "break_even_seconds", "break_even_note", "break_even_prefill_seconds", "break_even_prefill_note",
-    "memory_bytes_per_rank", "fits", "fabric", "modelled", "kind", "tp", "sp", "nodes", "batch", "prompt", "generate",
-    "graphed",
-)  # fmt: skip
-
-
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
     asked for, "pareto" lists the recipe's, as in `PredictedPoint`."""
     found: list[dict[str, Any]] = []
     for p in comparison.predictions:
-        seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
+        known = {field.name: getattr(p, field.name) for field in fields(p)}
+        known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
         asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
+        seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
         phases = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
-        found.append({"recipe": p.recipe, **seconds, **{key: getattr(p, key) for key in _KEYS}, **asked, **phases})
+        found.append(known | asked | seconds | phases)
         if p.recipe in comparison.pareto:
             found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]
     return found

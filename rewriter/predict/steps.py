@@ -21,8 +21,6 @@ from rewriter.predict.kernel_cost import Exchange, Item, Kernel, axis_group
 
 @dataclass(frozen=True, eq=False)
 class TimelineRun:
-    """Kernels on the compute stream."""
-
     name: str
     layer: int | None
     kernels: tuple[Kernel, ...]
@@ -46,8 +44,6 @@ class Begin:
 
 @dataclass(frozen=True, eq=False)
 class Await:
-    """The compute stream waits for what `begin` started."""
-
     begin: Begin
 
 
@@ -63,7 +59,6 @@ class Place:
     graphed: bool
 
     def group(self, axis: str) -> tuple[int, ...]:
-        """The first rank's group along an axis."""
         return tuple(self.ranks[i] for i in axis_group(self.mesh, axis))
 
     def call(self, kind: Any, nbytes: int, ranks: tuple[int, ...], dtype: Any) -> Call:
@@ -147,7 +142,6 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
 
 
 def _begin(work: NodeWork, place: Place) -> Begin:
-    """The collective of a wiring node."""
     node = work.node
     axis = str(args_of(node)[1])
     ranks = place.group(axis)

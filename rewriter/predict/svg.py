@@ -1,7 +1,8 @@
 """What charts share: elements as text, axes with round numbers, colours that follow the reader's light or dark page.
 
 No dependency, no script: the same figures give the same bytes. Colours are CSS classes of the page that a chart stands
-in (`STYLE`), so that one drawing serves both schemes.
+in (`page.html`), so that one drawing serves both schemes. Blue, vermilion and grey-green stay apart for colour-blind
+readers (Okabe and Ito's palette, adapted to each ground).
 """
 
 from __future__ import annotations
@@ -10,19 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# Blue, vermilion and grey-green stay apart for colour-blind readers (Okabe and Ito's palette, adapted to each ground).
-STYLE = """
-:root{--ground:#fff;--panel:#f6f7f9;--ink:#1b2230;--muted:#5a6474;--grid:#dfe3ea;--rule:#c3cad5;
---compute:#3f76bf;--hidden:#8db8a2;--exposed:#d1492a;--base:#98a2b1;--accent:#3f76bf;--note:#8a5a00;--note-ground:#fff4dc;
---s0:#4d5666;--s1:#1f6fb4;--s2:#d1492a;--s3:#2f8a5b;--s4:#8a4fa3;--s5:#a97a00;--s6:#0a8494;--s7:#b52a66}
-@media (prefers-color-scheme:dark){:root{--ground:#14171c;--panel:#1c2027;--ink:#e6e9ee;--muted:#a0a9b8;--grid:#2c323c;
---rule:#454d5a;--compute:#5b93dd;--hidden:#54806b;--exposed:#f0724f;--base:#7d8797;--accent:#5b93dd;--note:#f2c879;
---note-ground:#362b14;--s0:#b4bdcb;--s1:#62a8ec;--s2:#f0724f;--s3:#5cc08c;--s4:#c08bdb;--s5:#dcae3c;--s6:#45bccb;
---s7:#ee77a8}}
-svg{display:block;width:100%;height:auto;font:12px system-ui,sans-serif;fill:var(--ink)}
-svg .m{fill:var(--muted)}svg .g{stroke:var(--grid);fill:none}svg .r{stroke:var(--rule);fill:none}
-svg .e{text-anchor:end}svg .c{text-anchor:middle}svg .b{font-weight:600}
-"""
+_FINEST = 0.3  # units of x
 SERIES = 8  # colours --s0 to --s7
 
 
@@ -36,10 +25,10 @@ def path(data: str, style: str = "") -> str:
     return f'<path d="{data}"{_class(style)}/>'
 
 
-def rectangle(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
+def rectangle(x: float, y: float, width: float, height: float, style: str, title: str) -> str:
     """A filled box; `title` is shown when a pointer rests on it, and read aloud."""
     shape = f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"{_class(style)}'
-    return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
+    return f"{shape}><title>{escape(title)}</title></rect>"
 
 
 def drawing(name: str, width: float, height: float, title: str, description: str, parts: Iterable[str]) -> str:
@@ -51,13 +40,13 @@ def drawing(name: str, width: float, height: float, title: str, description: str
     )
 
 
-def strokes(intervals: Sequence[tuple[float, float]], y: float, finest: float = 0.3) -> str:
-    """Intervals of x as the data of one path, to be stroked as wide as a lane. Those nearer than `finest` are joined,
+def strokes(intervals: Sequence[tuple[float, float]], y: float) -> str:
+    """Intervals of x as the data of one path, to be stroked as wide as a lane. Those nearer than `_FINEST` are joined,
     and none is narrower, so that a thousand of them stay a few kilobytes."""
     joined: list[tuple[float, float]] = []
     for low, high in sorted(intervals):
-        high = max(high, low + finest)
-        if joined and low - joined[-1][1] < finest:
+        high = max(high, low + _FINEST)
+        if joined and low - joined[-1][1] < _FINEST:
             joined[-1] = (joined[-1][0], max(joined[-1][1], high))
         else:
             joined.append((low, high))

@@ -51,8 +51,6 @@ class KernelDurations:
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """A stretch in which a collective's stream works; `beside` is what it takes from the device."""
-
     start: float
     end: float
     beside: Contention
@@ -91,7 +89,6 @@ class Timeline:
         return max([self.now, *(stream[-1].end for stream in self.streams.values())])
 
     def phase(self, steps: Sequence[Step]) -> Phase:
-        """The steps as a phase."""
         seconds = self.run(steps)
         return Phase(
             seconds=seconds,

@@ -81,9 +81,7 @@ def durations(
     return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
 
 
-def beside_computation(
-    run: StartCollective, typical: float, repetitions: int, rooted: bool = False
-) -> tuple[float, float]:
+def beside_computation(run: StartCollective, typical: float, repetitions: int, rooted: bool) -> tuple[float, float]:
     """(CPU seconds, seconds) of a collective whose ranks compute until it is over; `typical` seconds are its duration
     where they wait, with the same `rooted`.
 
@@ -139,7 +137,6 @@ def _affordable(each: float, wanted: int) -> int:
 
 
 def _gathered(mine: torch.Tensor) -> torch.Tensor:
-    """All ranks' tensors, stacked, on the CPU."""
     device = own_device()
     every = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine.to(device))

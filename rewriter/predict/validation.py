@@ -26,8 +26,6 @@ _BUSY = (
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe's pass: seconds of each launch."""
-
     recipe: str
     kind: str
     predicted: tuple[float, ...]
@@ -75,16 +73,13 @@ class Validation:
         return found
 
     def of(self, recipe: str) -> dict[str, Any]:
-        """What is said of one recipe, as JSON values."""
         if self.reason is not None:
             return {"reason": self.reason}
         rows = {
             row.kind: {
                 "predicted_seconds": median(row.predicted),
                 "measured_seconds": median(row.measured),
-                "error": row.error,
-                "spread": row.spread,
-                "holds": row.holds,
+                **{figure: getattr(row, figure) for figure in ("error", "spread", "holds")},
                 "predicted_launches": list(row.predicted),
                 "measured_launches": list(row.measured),
             }
@@ -118,10 +113,7 @@ class Validation:
         words = Text("\n".join(self.said()), style="" if self.reason else "dim")
         if self.reason is not None:
             return Group(words)
-        table = plain_table("Validation")
-        table.add_column("recipe", overflow="fold")
-        for index, column in enumerate(COLUMNS):
-            table.add_column(column, justify="right" if index else "left")
+        table = plain_table("Validation", "recipe", *COLUMNS, numbers=COLUMNS[1:], fold=("recipe",))
         for recipe, row in self.cells():
             table.add_row(escape(recipe), *row)
         return Group(table, words)

@@ -266,7 +266,9 @@ def build(path: Path, name: str, mesh: DeviceMesh | None) -> nn.Module:
     return model
 
 
-def fill(model: nn.Module, weights: RankWeights, *, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+def fill(
+    model: nn.Module, weights: RankWeights, *, device: torch.device | str, dtype: torch.dtype | None = None
+) -> None:
     """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With

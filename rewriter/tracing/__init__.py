@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, LayerSource, Parameter, Program, Source, parameters_of
+from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
-from rewriter.tracing.meta_model import build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
-
-if TYPE_CHECKING:
-    from rewriter.tracing.meta_model import Skeleton
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
@@ -49,19 +46,12 @@ def trace_skeleton(
     """The Program of a model that is already built on meta."""
     expressions = expressions or {}
     require_fixed_rotary(skeleton.model)
-    try:
-        with lifted_interfaces(skeleton.model):
-            tracer = ModelTracer(skeleton)
-            around = tracer.surroundings()
-            graph, modules = wire(tracer, around)
-    except RewriterError:
-        raise
-    except Exception as error:  # whatever a model's own code does on meta tensors is the model's limit, not a crash
-        text = (str(error).strip().splitlines() or [""])[0]
-        raise RewriterError(
-            f"{type(skeleton.model).__name__} cannot be traced: {type(error).__name__}: {text}. Its forward does "
-            "something that needs values or a call form this version does not know."
-        ) from error
+    # an error of a model's own code on meta tensors is the model's limit, not a crash
+    hint = ". Its forward does something that needs values or a call form this version does not know."
+    with refused(f"{type(skeleton.model).__name__} cannot be traced", hint), lifted_interfaces(skeleton.model):
+        tracer = ModelTracer(skeleton)
+        around = tracer.surroundings()
+        graph, modules = wire(tracer, around)
     if around.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
     ties = tied_parameters(skeleton.model)
@@ -74,31 +64,22 @@ def trace_skeleton(
     for alias, canonical in ties.items():
         shape = tuple(skeleton.model.get_parameter(alias).shape)
         parameters.setdefault(canonical, Parameter(shape, expressions.get(canonical)))
-    if path is not None:
-        _require_stored(skeleton, parameters, path)
+    lacking = [n for n, p in parameters.items() if n in skeleton.stored and p.expression is None]
+    if path is not None and lacking:  # transformers would leave it at its initial value
+        raise RewriterError(
+            f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
+            "with. Load and save the model with transformers once, which adds it."
+        )
     return Program(_source(tracer, skeleton, path, remote_code), graph, modules, parameters, ties)
-
-
-def _require_stored(skeleton: Skeleton, parameters: dict[str, Parameter], path: str) -> None:
-    """Refuse a checkpoint without a buffer that the program reads: transformers would leave it at its initial value."""
-    for name, parameter in parameters.items():
-        if name in skeleton.stored and parameter.expression is None:
-            raise RewriterError(
-                f"the checkpoint in {path} lacks {name}, a buffer that {type(skeleton.model).__name__} computes with. "
-                "Load and save the model with transformers once, which adds it."
-            )
 
 
 def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
     model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
-    kinds: dict[type, nn.Module] = {}
-    for layer in skeleton.layers:
-        kinds.setdefault(type(layer), layer)
+    kinds = {type(layer): layer for layer in skeleton.layers}
     classes = tuple(
-        LayerSource(cls.__name__, tuple(names), var_kwargs, layer_source_hash(layer), cls.__module__)
+        LayerSource(cls.__name__, *layer_signature(layer), layer_source_hash(layer), cls.__module__)
         for cls, layer in kinds.items()
-        for names, var_kwargs in [layer_signature(layer)]
     )
     return Source(
         path=path,
@@ -127,13 +108,8 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
     path = Path(model)
     if path.is_file():
         return None
-    if path.is_dir():
-        return Checkpoint.open(path)
-    from huggingface_hub import snapshot_download
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
 
-    return Checkpoint.open(
-        Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
-    )
-
-
-__all__ = ["Body", "trace", "trace_skeleton"]
+        path = Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    return Checkpoint.open(path)

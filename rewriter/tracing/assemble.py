@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +12,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rewriter.analysis.labels import dynamic
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Opaque, args_of, parameters_of
 from rewriter.tracing.example import example_for
-from rewriter.tracing.export import BodyTracer, export_graph
+from rewriter.tracing.export import BodyTracer, FlatSignature, export_graph
 from rewriter.tracing.functionalize import functional
 from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import Recorded, opaque_calls, replaced_forward
 from rewriter.tracing.leaves import as_leaf, is_called
-from rewriter.tracing.masks import Static, StaticGraph
+from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
-from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, reason_of, surviving_failures
+from rewriter.tracing.model_errors import reason_of, refused
+from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, surviving_failures
 from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
-from rewriter.tracing.recorded_calls import base_name, intercepted_modules, record_calls, tensors_of
+from rewriter.tracing.recorded_calls import base_name, intercepted_modules, record_calls, tensor_paths, tensors_of
 from rewriter.tracing.residual_input import residual_input, without_residual
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
@@ -61,6 +64,12 @@ class SurroundingGraph:
     graph: fx.Graph
     modules: dict[str, Module]
     constants: dict[str, torch.Tensor]
+
+
+def layer_number(call: fx.Node) -> int | None:
+    """Which layer a `call_module` of a SurroundingGraph stands for; None for another module."""
+    name, _, number = str(call.target).partition(" ")
+    return int(number) if name == "layer" else None
 
 
 class ModelTracer:
@@ -198,15 +207,11 @@ class ModelTracer:
         lifted = {n: m for n, m in self.model.named_modules() if n and id(m) not in inside and is_called(m)}
         lifted = {n: m for n, m in lifted.items() if not _is_table(m)}
         example, model = self.inputs, self.model
-
-        class Logits(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = model
-
-            def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return (self.inner(**dict(zip(example, tensors, strict=True)), use_cache=False).logits,)
-
+        logits = FlatSignature(
+            model,
+            lambda tensors: ((), {**dict(zip(example, tensors, strict=True)), "use_cache": False}),
+            lambda output: output.logits,
+        )
         with self._opaque_layers(), torch.no_grad():
             calls = record_calls(lambda: model(**example, use_cache=False), lifted)
         # what is given no tensor computes from lengths, which a body of its own would take for constants
@@ -221,16 +226,13 @@ class ModelTracer:
                 raise RewriterError(
                     f"{base_name(name)} is called in different ways and has parameters: not supported yet"
                 )
-        try:
-            with intercepted_modules(lifted, calls), self._opaque_layers(), self._without_layer_tensors():
-                exported = functional(export_graph(Logits(), list(example.values()), self.example))
-        except RewriterError:
-            raise
-        except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise RewriterError(
-                f"{type(model).__name__} cannot be exported around its layers: {type(error).__name__}: {text}"
-            ) from error
+        with (
+            refused(f"{type(model).__name__} cannot be exported around its layers"),
+            intercepted_modules(lifted, calls),
+            self._opaque_layers(),
+            self._without_layer_tensors(),
+        ):
+            exported = functional(export_graph(logits, list(example.values()), self.example))
         self.calls = meta_calls
         graph, used = clean(exported, prefix="inner.")
         for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
@@ -269,16 +271,13 @@ class ModelTracer:
 
     def _find_static(self, graph: fx.Graph, used: Mapping[str, torch.Tensor | None]) -> None:
         """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
-        buffers = {n: self.body_tracer.buffers.get(n) if value is None else value for n, value in used.items()}
-        static = StaticGraph(graph, {n: v for n, v in buffers.items() if v is not None}, {}, self.example.length)
+        static = self.body_tracer.static_graph(graph, used, "", {})
         for node in graph.nodes:
-            if node.op == "call_module" and str(node.target).startswith("layer "):
-                layer = self.layers[int(str(node.target).removeprefix("layer "))]
-                tensors, _ = tensors_of(self.calls[layer])
-                pairs = list(zip(args_of(node)[1:], tensors, strict=True))
+            if node.op == "call_module" and (index := layer_number(node)) is not None:
+                layer = self.layers[index]
+                pairs = list(zip(args_of(node)[1:], tensors_of(self.calls[layer])[0], strict=True))
                 for n, t in pairs:
-                    sizes = enumerate(n.meta["val"].shape)
-                    self.body_tracer.dimensions[id(t)] = [d for d, size in sizes if isinstance(size, torch.SymInt)]
+                    self.body_tracer.dimensions[id(t)] = [d for d, s in enumerate(n.meta["val"].shape) if dynamic(s)]
                 self.static[layer] = {id(t): (n.name, s) for n, t in pairs if (s := static.of(n)) is not None}
 
     def kind(self, index: int) -> LayerKind:
@@ -295,21 +294,13 @@ class ModelTracer:
     def _constants(self, path: str, module: nn.Module) -> tuple[str, ...]:
         """A hash of every buffer of a module that is a constant of its trace: its values may differ by layer."""
         names = [n for n, _ in module.named_buffers() if f"{path}.{n}" not in self.body_tracer.stored]
-        return tuple(
-            hashlib.sha256(
-                self.body_tracer.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-            for n in names
-        )
+        values = (self.body_tracer.buffers[f"{path}.{n}"].reshape(-1).view(torch.uint8).numpy() for n in names)
+        return tuple(hashlib.sha256(value.tobytes()).hexdigest() for value in values)
 
     def _static(self, call: Recorded) -> str:
         """What of a call decides how it traces: constants by value, tensors by shape."""
-        return repr(
-            [
-                (path, self.example.symbolic(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
-                for path, leaf in leaves_with_paths((call.args, call.kwargs))
-            ]
-        )
+        leaves = leaves_with_paths((call.args, call.kwargs))
+        return repr([(p, self.example.symbolic(x.shape) if isinstance(x, torch.Tensor) else x) for p, x in leaves])
 
     def _trace_kind(self, index: int) -> LayerKind:
         layer = self.layers[index]
@@ -344,9 +335,7 @@ class ModelTracer:
                         f"the layer leaves a tensor behind in {others[0]}, which it may read."
                     )
             body = bodies[name] = alike[key]
-            paths = [
-                p for p, x in leaves_with_paths((calls[name].args, calls[name].kwargs)) if isinstance(x, torch.Tensor)
-            ]
+            paths = tensor_paths(calls[name])
             kept = getattr(body, "kept", range(len(paths)))
             outputs = _outputs(calls[name].output, None if isinstance(body, Opaque) else wanted)
             children[node.name] = Child(name, tuple(paths[i] for i in kept), outputs)
@@ -409,20 +398,14 @@ def _wanted(node: fx.Node, output: Any) -> tuple[int, ...] | None:
     if isinstance(output, torch.Tensor):
         return None
     users = list(node.users)
-    if not all(
-        getattr(u.target, "__name__", "") == "getitem" and isinstance(args_of(u)[1], (int, slice)) for u in users
-    ):
+    if not all(u.target is operator.getitem and isinstance(args_of(u)[1], (int, slice)) for u in users):
         return None
-    result = args_of(node.graph.output_node())[0]
+    last = node.graph.output_node()
+    result = args_of(last)[0]
     tensors = [i for i, item in enumerate(output) if isinstance(item, torch.Tensor)]
     used: set[int] = set()
     for user in users:
-        beside = (
-            isinstance(result, (tuple, list))
-            and user is not result[0]
-            and set(user.users) == {node.graph.output_node()}
-        )
-        if not beside:
+        if not isinstance(result, (tuple, list)) or user is result[0] or set(user.users) != {last}:
             picked = range(len(output))[args_of(user)[1]]
             used |= {picked} if isinstance(picked, int) else set(picked)
     return tuple(p for p, i in enumerate(tensors) if i in used)

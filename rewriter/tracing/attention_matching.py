@@ -19,6 +19,7 @@ from rewriter.analysis.labels import Labels, Unsplittable, reduced_shape
 from rewriter.analysis.op_semantics import aten, function_of, kind_of
 from rewriter.ir import args_of, drop_dead_nodes
 from rewriter.tracing.attention_scores import Scores, Term, UnknownScores, folds, is_matmul, is_same, is_view, shape_of
+from rewriter.tracing.functionalize import computed
 from rewriter.tracing.masks import StaticGraph
 
 _END = 1 << 62  # of a slice that has none
@@ -65,8 +66,7 @@ def _separate(node: fx.Node, static: StaticGraph) -> None:
     rule, biases = scores.rule()
     options: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "bias"} | {"mask": rule}
     with node.graph.inserting_before(node):
-        bias = _bias(node.graph, biases, int(node.meta["val"].shape[1]))
-    node.kwargs = options if bias is None else options | {"bias": bias}
+        node.kwargs = options | _bias(node.graph, biases, int(node.meta["val"].shape[1]))
 
 
 # --- attention written out -----------------------------------------------------------------------------------------
@@ -89,8 +89,7 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
         options: dict[str, Any] = {"slot": 0, "mask": rule, "scale": scores.scale}
         if scores.softcap is not None:
             options["softcap"] = scores.softcap
-        if (bias := _bias(graph, biases, heads)) is not None:
-            options["bias"] = bias
+        options |= _bias(graph, biases, heads)
         out = graph.call_function(ops.attention, (q, k, v, _context(graph)), options)
         batch, length = q.meta["val"].shape[0], q.meta["val"].shape[2]
         out.meta["val"] = q.meta["val"].new_empty(batch, heads, length, v.meta["val"].shape[-1])
@@ -103,8 +102,7 @@ def _replace(softmax: fx.Node, static: StaticGraph) -> None:
 
 def _heads_first(graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """q, k and v as [B, H, length, size] from the operands of the two products, key/value heads once each."""
-    q = _heads_apart(q)
-    k, v = _heads_apart(_transposed(graph, k)), _heads_apart(v)
+    q, k, v = map(_heads_apart, (q, _transposed(graph, k), v))
     if any(not isinstance(x.meta["val"].shape[1], int) for x in (q, k, v)):
         raise UnknownScores
     return (q, *_distinct(graph, k, v, int(q.meta["val"].shape[1])))
@@ -130,28 +128,17 @@ def _weighted(softmax: fx.Node) -> tuple[fx.Node, fx.Node]:
 # --- biases --------------------------------------------------------------------------------------------------------
 
 
-def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> fx.Node | None:
-    """The sum of the terms, each [1 or B, 1 or H, 1 or S, T]."""
+def _bias(graph: fx.Graph, terms: Sequence[Term], heads: int) -> dict[str, Any]:
+    """The option `bias`: the sum of the terms, each [1 or B, 1 or H, 1 or S, T]; none without terms."""
     total: fx.Node | None = None
     for term in terms:
         node, value = term.node, term.node.meta["val"]
         if term.folded and value.dim() == 3 and str(value.shape[0]) != "1":
-            source = _unfolded(node, heads)
-            if source is None:
-                source = graph.call_function(aten.unflatten.int, (node, 0, [-1, heads]))
-                source.meta["val"] = value.unflatten(0, [-1, heads])
-            node = source
+            node = _unfolded(node, heads) or computed(graph, aten.unflatten.int, node, 0, [-1, heads])
         if term.factor != 1.0:
-            value = node.meta["val"]
-            node = graph.call_function(aten.mul.Tensor, (node, term.factor))
-            node.meta["val"] = value
-        if total is None:
-            total = node
-        else:
-            value = total.meta["val"] + node.meta["val"]
-            total = graph.call_function(aten.add.Tensor, (total, node))
-            total.meta["val"] = value
-    return total
+            node = computed(graph, aten.mul.Tensor, node, term.factor)
+        total = node if total is None else computed(graph, aten.add.Tensor, total, node)
+    return {} if total is None else {"bias": total}
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------
@@ -170,9 +157,7 @@ def _unfolded(node: fx.Node, heads: int | None = None) -> fx.Node | None:
 
 def _heads_apart(node: fx.Node) -> fx.Node:
     """q, k or v as [B, H, length, size]."""
-    if node.meta["val"].dim() == 4:
-        return node
-    found = _unfolded(node)
+    found = node if node.meta["val"].dim() == 4 else _unfolded(node)
     if found is None:
         raise UnknownScores
     return found
@@ -187,10 +172,7 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
         node = apart
         if node.target is aten.transpose.int and {d % 4 for d in args_of(node)[1:3]} == {2, 3}:
             return args_of(node)[0]
-    value = node.meta["val"].transpose(-1, -2)
-    node = graph.call_function(aten.transpose.int, (node, -1, -2))
-    node.meta["val"] = value
-    return node
+    return computed(graph, aten.transpose.int, node, -1, -2)
 
 
 def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.Node, fx.Node]:
@@ -198,12 +180,8 @@ def _distinct(graph: fx.Graph, k: fx.Node, v: fx.Node, heads: int) -> tuple[fx.N
     times = _repeats(graph, k, heads)
     if times == 1 or _repeats(graph, v, heads) != times:
         return k, v
-    picked = []
-    for node in (k, v):
-        one = graph.call_function(aten.slice.Tensor, (node, 1, 0, _END, times))
-        one.meta["val"] = node.meta["val"][:, ::times]
-        picked.append(one)
-    return picked[0], picked[1]
+    k, v = (computed(graph, aten.slice.Tensor, node, 1, 0, _END, times) for node in (k, v))
+    return k, v
 
 
 def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:

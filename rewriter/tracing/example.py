@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
@@ -45,7 +46,7 @@ def example_for(model: nn.Module, config: PreTrainedConfig) -> Example:
     Raises RewriterError when the model leaves none of them free.
     """
     taken = {int(d) for _, t in (*model.named_parameters(), *model.named_buffers()) for d in t.shape}
-    taken |= set(_numbers(config.to_dict()))
+    taken |= {n for n in tree_leaves(config.to_dict()) if isinstance(n, int)}
     for batch, length in itertools.product(_BATCHES, _LENGTHS):
         example = Example(batch, length)
         if not taken & set(example.symbols):
@@ -54,13 +55,3 @@ def example_for(model: nn.Module, config: PreTrainedConfig) -> Example:
         "the model has dimensions of all the sizes that tracing can give its example: one of "
         f"{', '.join(map(str, _BATCHES))} and one of {', '.join(map(str, _LENGTHS))} has to be free"
     )
-
-
-def _numbers(tree: Any) -> Iterator[int]:
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _numbers(item)
-    elif isinstance(tree, int):
-        yield int(tree)

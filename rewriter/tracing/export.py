@@ -12,7 +12,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree  # the stable subset: tree_flatten, tree_unflatten
 
 from rewriter.analysis.op_semantics import aten
-from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Leaf, Module, args_of, drop_dead_nodes
 from rewriter.tracing.attention_matching import recognise
 from rewriter.tracing.example import Example
@@ -21,23 +20,29 @@ from rewriter.tracing.graph_cleaning import clean
 from rewriter.tracing.interception import Recorded
 from rewriter.tracing.leaves import as_leaf, as_linear, is_called
 from rewriter.tracing.masks import Static, StaticGraph
+from rewriter.tracing.model_errors import refused
 from rewriter.tracing.recorded_calls import base_name, input_names, intercepted_modules, record_calls, tensors_of
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
 Used = Mapping[str, torch.Tensor | None]
 
 
-class _Wrapper(nn.Module):
-    """Gives a module a flat signature: tensors in, tuple of tensors out."""
+class FlatSignature(nn.Module):
+    """Gives a module a flat signature: tensors in, tuple of tensors out; of its output those in what `pick` returns."""
 
-    def __init__(self, module: nn.Module, rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rebuild: Callable[[Sequence[Any]], tuple[Any, Any]],
+        pick: Callable[[Any], Any] = lambda output: output,
+    ) -> None:
         super().__init__()
-        self.inner = module
-        self.rebuild = rebuild
+        self.inner, self.rebuild, self.pick = module, rebuild, pick
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.rebuild(tensors)
-        return tuple(leaf for leaf in pytree.tree_leaves(self.inner(*args, **kwargs)) if isinstance(leaf, torch.Tensor))
+        leaves = pytree.tree_leaves(self.pick(self.inner(*args, **kwargs)))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def export_graph(
@@ -65,10 +70,7 @@ class BodyTracer:
     """
 
     def __init__(
-        self,
-        buffers: Mapping[str, torch.Tensor],
-        stored: Mapping[str, torch.dtype | None],
-        example: Example,
+        self, buffers: Mapping[str, torch.Tensor], stored: Mapping[str, torch.dtype | None], example: Example
     ) -> None:
         self.buffers, self.stored, self.example = buffers, stored, example
         self.dimensions: dict[int, list[int]] = {}
@@ -93,21 +95,16 @@ class BodyTracer:
             name: self.trace(f"{path}.{base_name(name)}", called[base_name(name)], call) for name, call in calls.items()
         }
         tensors, rebuild = tensors_of(recorded)
-        try:
+        with refused(f"{path} ({type(module).__name__}) cannot be exported"):
             with intercepted_modules(called, calls):
-                exported = export_graph(_Wrapper(module, rebuild), tensors, self.example, self.dimensions)
+                exported = export_graph(FlatSignature(module, rebuild), tensors, self.example, self.dimensions)
                 graph, used = clean(functional(exported), prefix="inner.")
             if wanted is not None:
                 graph.output_node().args = (tuple(args_of(graph.output_node())[0][i] for i in sorted(wanted)),)
                 drop_dead_nodes(graph)
-            self._recognise(path, graph, used, tensors, static)
-        except RewriterError:
-            raise
-        except Exception as error:
-            text = str(error).strip().splitlines() or [""]
-            raise RewriterError(
-                f"{path} ({type(module).__name__}) cannot be exported: {type(error).__name__}: {text[0]}"
-            ) from error
+            inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
+            known = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
+            recognise(graph, self.static_graph(graph, used, f"{path}.", known))
         for node in graph.nodes:
             if node.op == "call_module" and isinstance(child := children[str(node.target)], Body):
                 node.args = tuple(args_of(node)[i] for i in child.kept)
@@ -138,19 +135,10 @@ class BodyTracer:
         name = type(module).__name__
         return Body(name, graph, parameters, buffers, dict(children), len(results), kept, dropout, stored=stored)
 
-    def _recognise(
-        self,
-        path: str,
-        graph: fx.Graph,
-        used: Used,
-        tensors: Sequence[torch.Tensor],
-        static: Callable[[torch.Tensor], Static | None],
-    ) -> None:
-        buffers = {n: self.buffers.get(f"{path}.{n}") if value is None else value for n, value in used.items()}
-        known = {n: value for n, value in buffers.items() if value is not None}
-        inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
-        found = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
-        recognise(graph, StaticGraph(graph, known, found, self.example.length))
+    def static_graph(self, graph: fx.Graph, used: Used, prefix: str, inputs: Mapping[fx.Node, Static]) -> StaticGraph:
+        """What of `graph`, which reads `used` of the module at `prefix`, depends on lengths and constants alone."""
+        buffers = {n: self.buffers.get(prefix + n) if value is None else value for n, value in used.items()}
+        return StaticGraph(graph, buffers, inputs, self.example.length)
 
 
 def dropout_probability(module: nn.Module, exported: torch.export.ExportedProgram) -> float:

@@ -34,13 +34,8 @@ def _flattens(node: fx.Node) -> bool:
     """Whether a node is `x.reshape(-1, x.size(-1))`."""
     if node.op != "call_method" or node.target not in _RESHAPES or len(node.args) != 3 or node.args[1] != -1:
         return False
-    size = node.args[2]
-    return (
-        isinstance(size, fx.Node)
-        and size.op == "call_method"
-        and size.target == "size"
-        and size.args == (node.args[0], -1)
-    )
+    size, width = node.args[2], ("call_method", "size", (node.args[0], -1))
+    return isinstance(size, fx.Node) and (size.op, size.target, size.args) == width
 
 
 def _until_restored(flat: fx.Node, source: fx.Node, modules: Mapping[str, Module]) -> list[fx.Node] | None:

@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, layer_number
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.probe import bind
@@ -41,8 +41,7 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
             continue
         if ctx is None:
             ctx = graph.placeholder("ctx")
-        if node.op == "call_module" and str(node.target).startswith("layer "):
-            index = int(str(node.target).removeprefix("layer "))
+        if node.op == "call_module" and (index := layer_number(node)) is not None:
             env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
             continue
         args = fx.map_arg(node.args, env.__getitem__)
@@ -95,9 +94,9 @@ class _Layer:
 
     def _glue(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         values = [env[n] for n in node.all_input_nodes]
-        if _is_getitem(node) and isinstance(values[0], _Outputs):
+        if node.target is operator.getitem and isinstance(values[0], _Outputs):
             return values[0].item(args_of(node)[1])
-        if _is_getitem(node) and isinstance(values[0], _Context):
+        if node.target is operator.getitem and isinstance(values[0], _Context):
             item = values[0].value[args_of(node)[1]]
             return item if isinstance(item, fx.Node) else _Context(f"{values[0].name}[{args_of(node)[1]!r}]", item)
         unwrapped = {n: v.value if isinstance(v, _Context) else v for n, v in env.items()}
@@ -214,7 +213,3 @@ class _Outputs:
         if self.residual is not None and self.outputs[index] == 0:
             value = self.layer._add("call_function", operator.add, (self.residual, value), {})
         return value
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"

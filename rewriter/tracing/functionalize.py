@@ -74,13 +74,17 @@ def _reads_no_values(node: fx.Node) -> bool:
     return kind_of(node) in ("size", "creation_like") or node.target is aten.fill.Tensor
 
 
-def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node in front of another, with the value that it computes."""
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args, kwargs)
-    with before.meta["val"].fake_mode:
+def computed(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node of an exported graph, with the (fake) value that it computes."""
+    node = graph.call_function(target, args, kwargs)
+    with node.all_input_nodes[0].meta["val"].fake_mode:
         node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return node
+
+
+def _insert(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    with before.graph.inserting_before(before):
+        return computed(before.graph, target, *args, **kwargs)
 
 
 def _copied(node: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any, bi
 
 
 @contextlib.contextmanager
-def opaque_calls(functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]) -> Iterator[None]:
+def opaque_calls(functions: Mapping[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]) -> Iterator[None]:
     """Give `rewriter_trace::call` its shapes: `functions[key](inputs)` runs on fake or meta tensors. Blocks nest."""
     token = _calls.set({**_calls.get({}), **functions})
     try:
@@ -92,10 +92,8 @@ def lifted_attention(
 
 
 # keywords that flow through every layer's **kwargs and never change what attention computes
-_INERT_KEYWORDS = frozenset(
-    {
-        "use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position", "logits_to_keep",
-    }
+_INERT_KEYWORDS = (
+    "use_cache", "output_attentions", "output_router_logits", "return_dict", "cache_position", "logits_to_keep",
 )  # fmt: skip
 
 
@@ -157,7 +155,7 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def replaced_forward(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace `forward` on module instances for the duration of the block."""
     for module, forward in forwards.items():
         module.forward = forward

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from rewriter import ops
 from rewriter.analysis.op_semantics import kind_of, operator_of
@@ -54,15 +55,11 @@ def lifted_mask(
     """
     try:
         spec = find_mask_spec(mask_function)
+        kind, size = str(spec.kind), spec.size
     except RewriterError as error:
-        return torch.ops.rewriter_trace.mask(_anchor(batch_size, q_length, kv_length, device), str(error), None, dtype)
-    anchor = _anchor(batch_size, q_length, kv_length, device)
-    return torch.ops.rewriter_trace.mask(anchor, spec.kind, spec.size, dtype)
-
-
-def _anchor(batch: int, queries: int, keys: int, device: Any) -> torch.Tensor:
-    """A tensor that tells the operator its sizes."""
-    return torch.zeros(batch, queries, keys, dtype=torch.bool, device=device)
+        kind, size = str(error), None
+    anchor = torch.zeros(batch_size, q_length, kv_length, dtype=torch.bool, device=device)  # gives the sizes
+    return torch.ops.rewriter_trace.mask(anchor, kind, size, dtype)
 
 
 def refuse_unknown_masks(graph: fx.Graph) -> None:
@@ -88,8 +85,6 @@ class _Index(np.ndarray):
 
 
 _FAR = 1 << 17  # beyond every window and chunk in use; a wider one equals causal up to here
-# tensors that transformers' own mask functions close over, and what they hold without padding
-_WITHOUT_PADDING: Mapping[str, int] = types.MappingProxyType({"left_padding": 0})
 
 
 def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
@@ -133,7 +128,7 @@ def find_mask_spec(mask_function: Callable[..., Any]) -> MaskSpec:
 
 
 def _without_padding(function: Any) -> Any:
-    """`function` with the tensors of `_WITHOUT_PADDING` that it closes over replaced, and so its inner functions."""
+    """`function` with the left padding that transformers' mask functions close over set to 0, and so in inner ones."""
     if isinstance(function, tuple):
         return tuple(map(_without_padding, function))
     if not isinstance(function, types.FunctionType) or not function.__closure__:
@@ -141,8 +136,8 @@ def _without_padding(function: Any) -> Any:
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
         value = cell.cell_contents
-        if name in _WITHOUT_PADDING and isinstance(value, torch.Tensor):
-            value = np.full(1, _WITHOUT_PADDING[name])
+        if name == "left_padding" and isinstance(value, torch.Tensor):
+            value = np.zeros(1, dtype=np.int64)
         cells.append(types.CellType(_without_padding(value)))
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
@@ -173,7 +168,7 @@ class StaticGraph:
     static ones among its placeholders. A model's attention mask is all ones: nothing is padded."""
 
     def __init__(
-        self, graph: fx.Graph, buffers: Mapping[str, torch.Tensor], inputs: Mapping[fx.Node, Static], length: int
+        self, graph: fx.Graph, buffers: Mapping[str, torch.Tensor | None], inputs: Mapping[fx.Node, Static], length: int
     ) -> None:
         self.graph, self.buffers, self.inputs = graph, buffers, inputs
         self._known: dict[fx.Node, Static | None] = {}
@@ -206,10 +201,10 @@ class StaticGraph:
             return None
         found: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
         masks = frozenset().union(*(s.masks for s in found.values()))
-        numbers = [0, *(n for n in _integers((node.args, node.kwargs)) if n < 1 << 60)]
+        numbers = [abs(x) for x in tree_leaves((node.args, node.kwargs)) if type(x) is int and abs(x) < 1 << 60]
         if node.target is ops.additive_mask:
             masks |= {node.kwargs["mask"]}  # type: ignore[arg-type]
-        largest = max(numbers + [s.largest for s in found.values()])
+        largest = max([0, *numbers, *(s.largest for s in found.values())])
 
         def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
             values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in found.items()}
@@ -242,16 +237,6 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     if node.target is ops.additive_mask:
         return []
     return [args_of(node)[0]] if node.target is ops.type_as_model else node.all_input_nodes
-
-
-def _integers(tree: Any) -> Iterator[int]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _integers(item)
-    elif isinstance(tree, Mapping):
-        yield from _integers(list(tree.values()))
-    elif isinstance(tree, int) and not isinstance(tree, bool):
-        yield abs(tree)
 
 
 _STAND_INS = (MaskSpec("causal"), MaskSpec("window", 3), MaskSpec("chunk", 4), MaskSpec("bidirectional"))

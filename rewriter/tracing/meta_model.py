@@ -55,19 +55,17 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     if path.is_dir() and not (path / "config.json").is_file():
         raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
     try:
-        if path.is_file():
-            data = _json_object(path, source)
+        if path.exists():
+            data = _json_object(path if path.is_file() else path / "config.json", source)
             refuse_per_rank(source, data)
             if "auto_map" in data and not trust_remote_code:
-                raise RewriterError(_remote_code(source))
-            if "model_type" not in data:
+                raise RewriterError(
+                    f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
+                )
+            if path.is_file() and "model_type" not in data:
                 raise RewriterError(f"{source} has no model_type: it is not a Hugging Face config.")
-            return AutoConfig.for_model(**data)
-        if path.is_dir():
-            data = _json_object(path / "config.json", source)
-            refuse_per_rank(source, data)
-            if not trust_remote_code and "auto_map" in data:
-                raise RewriterError(_remote_code(source))
+            if path.is_file():
+                return AutoConfig.for_model(**data)
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
         refuse_per_rank(source, config.to_dict())
         return config
@@ -94,10 +92,6 @@ def refuse_per_rank(source: Any, config: Any) -> None:
             f"{source} is bound to tp={ranks}: it was rewritten for {ranks} ranks, and its layers compute all of them. "
             "Rewrite the original model for another number of ranks or another recipe."
         )
-
-
-def _remote_code(source: Any) -> str:
-    return f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
 
 
 def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> Skeleton:
@@ -152,12 +146,9 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
     kept = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
     found: dict[str, torch.dtype | None] = {}
     for name, tensor in model.state_dict().items():
-        if name in parameters:
-            continue
-        if not tensor.is_floating_point():
-            found[name] = tensor.dtype
-        else:
-            found[name] = torch.float32 if any(re.search(pattern, name) for pattern in kept) else None
+        if name not in parameters:
+            follows = not any(re.search(pattern, name) for pattern in kept)
+            found[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
     return found
 
 

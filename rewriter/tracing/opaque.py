@@ -8,10 +8,8 @@ that leaves tensors behind in attributes, is refused.
 from __future__ import annotations
 
 import contextlib
-import linecache
-import traceback
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from rewriter.ops import MaskSpec
 from rewriter.tracing.example import Example
 from rewriter.tracing.interception import Recorded, replaced_forward
 from rewriter.tracing.meta_model import TRACE_DTYPE
-from rewriter.tracing.wiring import leaves_with_paths
+from rewriter.tracing.recorded_calls import tensor_paths, tensors_of
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, MaskSpec)
 
@@ -32,12 +30,11 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, Mask
 def opaque_child(path: str, module: nn.Module, call: Recorded, example: Example, reason: str) -> Opaque:
     """The Opaque of a child that was called as recorded. Raises RewriterError where that could be inexact."""
     _require_constants(path, module, call, reason)
-    places = tuple(p for p, x in leaves_with_paths((call.args, call.kwargs)) if isinstance(x, torch.Tensor))
-    if isinstance(call.output, torch.Tensor):
-        outputs, indices = [call.output], None
-    else:
-        found = [(i, x) for i, x in enumerate(call.output) if isinstance(x, torch.Tensor)]
-        outputs, indices = [x for _, x in found], tuple(i for i, _ in found)
+    places = tensor_paths(call)
+    indices, outputs = None, [call.output]
+    if not isinstance(call.output, torch.Tensor):
+        indices = tuple(i for i, x in enumerate(call.output) if isinstance(x, torch.Tensor))
+        outputs = [call.output[i] for i in indices]
     if not outputs or not places:
         raise RewriterError(f"{path} ({type(module).__name__}) takes or returns no tensor, and {reason}")
     parameters = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -52,23 +49,19 @@ def convolves(module: nn.Module) -> bool:
 
 def _require_constants(path: str, module: nn.Module, call: Recorded, reason: str) -> None:
     def walk(tree: Any, where: str) -> None:
-        if isinstance(tree, (tuple, list, dict)):
-            if not isinstance(tree, tuple) and not tree and where != "kwargs":
-                _refuse(path, module, where, tree, reason)  # an empty container may be there to be filled
-            for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
-                walk(item, f"{where}[{key!r}]")
-        elif not isinstance(tree, (torch.Tensor, *_CONSTANTS)):
-            _refuse(path, module, where, tree, reason)
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
+        known = isinstance(tree, (tuple, list, dict, torch.Tensor, *_CONSTANTS))
+        to_be_filled = isinstance(tree, (list, dict)) and not tree and where != "kwargs"
+        if to_be_filled or not known:
+            raise RewriterError(
+                f"{path} ({type(module).__name__}) cannot be traced: {reason}. It cannot stay the source's own module "
+                f"either: it is given a {type(tree).__name__} ({where}), which may carry values from layer to layer."
+            )
+        for key, item in items:
+            walk(item, f"{where}[{key!r}]")
 
     walk(call.args, "args")
     walk(call.kwargs, "kwargs")
-
-
-def _refuse(path: str, module: nn.Module, where: str, value: Any, reason: str) -> None:
-    raise RewriterError(
-        f"{path} ({type(module).__name__}) cannot be traced: {reason}. It cannot stay the source's own module either: "
-        f"it is given a {type(value).__name__} ({where}), which may carry values from layer to layer."
-    )
 
 
 @contextlib.contextmanager
@@ -77,26 +70,16 @@ def surviving_failures(modules: Mapping[str, nn.Module], wiring: fx.Graph) -> It
     failures: dict[str, Exception] = {}
     lengths = {str(n.target): marks(n).returned for n in wiring.nodes if n.op == "call_module"}
 
-    def forward_for(name: str, module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
+    def forward(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:  # the model's own code, on meta tensors, may raise anything
+            failures[name] = error
+            hidden = next(x for x in tensors_of(Recorded(args, kwargs))[0] if x.dtype == TRACE_DTYPE)
+            stand_in, length = torch.empty_like(hidden), lengths[name]
+            return stand_in if length is None else (stand_in, *[None] * (length - 1))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except Exception as error:  # the model's own code, on meta tensors: it raises whatever it likes
-                failures[name] = error
-                hidden = next(
-                    x
-                    for _, x in leaves_with_paths((args, kwargs))
-                    if isinstance(x, torch.Tensor) and x.dtype == TRACE_DTYPE
-                )
-                stand_in = torch.empty_like(hidden)
-                length = lengths[name]
-                return stand_in if length is None else (stand_in, *[None] * (length - 1))
-
-        return forward
-
-    with replaced_forward({m: forward_for(n, m) for n, m in modules.items()}):
+    with replaced_forward({m: functools.partial(forward, n, m.forward) for n, m in modules.items()}):
         yield failures
 
 
@@ -116,17 +99,3 @@ def attributes_left_behind(model: nn.Module) -> Iterator[list[str]]:
     changed: list[str] = []
     yield changed
     changed += [name for name, identity in tensors().items() if before.get(name) != identity]
-
-
-def reason_of(error: BaseException) -> str:
-    """An exception in words, with the line of the model's code that raised it."""
-    while isinstance(error, RewriterError) and error.__cause__ is not None:
-        error = error.__cause__
-    text = (str(error).strip().splitlines() or [""])[0]
-    said = text if isinstance(error, RewriterError) else f"{type(error).__name__}: {text}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name.startswith("model")]
-    frames = [f for f in frames if Path(f.filename).name.startswith("modeling_")] or frames
-    if not frames:
-        return said
-    code = (frames[-1].line or linecache.getline(frames[-1].filename, frames[-1].lineno or 0)).strip()
-    return f"{said} ({Path(frames[-1].filename).name} line {frames[-1].lineno}: {code})"

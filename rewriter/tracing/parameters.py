@@ -9,6 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+# Transformers' own loading: a checkpoint's names on disk are not the runtime names (Mixtral's experts are stored one by
+# one and run fused).
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Stack, Tensor, Transpose
 from rewriter.weights import Checkpoint
@@ -32,9 +37,10 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ties = tied_parameters(model)
     renamings, converters = _transforms(model)
+    known = dict.fromkeys(wanted, True)
     collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(checkpoint.tensors, key=_natural):
-        target, pattern = _rename(name, renamings, converters, model, wanted)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         collected[target][pattern or name].append(name)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     expressions: dict[str, Expression] = {}
@@ -85,27 +91,10 @@ def _natural(name: str) -> list[Any]:
 
 
 def _transforms(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
-    """(renamings, converters) that transformers applies when it loads this model.
-
-    This and `_rename` are the only users of transformers' loading internals: they are needed because a checkpoint's
-    names on disk are not the runtime names (Mixtral's experts are stored one by one and run fused).
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
+    """(renamings, converters) that transformers applies when it loads this model."""
     transforms = get_model_conversion_mapping(model)
-    return (
-        [t for t in transforms if isinstance(t, WeightRenaming)],
-        [t for t in transforms if isinstance(t, WeightConverter)],
-    )
-
-
-def _rename(
-    name: str, renamings: list[Any], converters: list[Any], model: PreTrainedModel, wanted: Mapping[str, Any]
-) -> tuple[str, str | None]:
-    from transformers.core_model_loading import rename_source_key
-
-    return rename_source_key(name, renamings, converters, model.base_model_prefix, dict.fromkeys(wanted, True))
+    renamings, converters = ([t for t in transforms if isinstance(t, k)] for k in (WeightRenaming, WeightConverter))
+    return renamings, converters
 
 
 def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT
 from rewriter.tracing.example import Example
 from rewriter.tracing.interception import replaced_forward
+from rewriter.tracing.model_errors import first_line
 from rewriter.tracing.wiring import forward_signature, layer_signature
 
 
@@ -62,7 +64,7 @@ class _Comparisons(TorchFunctionMode):
 
 def _compares_ids(model: PreTrainedModel, layers: list[nn.Module], inputs: dict[str, torch.Tensor]) -> bool:
     with _Comparisons(inputs["input_ids"]) as mode:
-        _calls(model, layers, {**inputs, "use_cache": False}, False, [])
+        next(_runs(model, layers, {**inputs, "use_cache": False}))
     return mode.found
 
 
@@ -86,14 +88,13 @@ def absent_arguments(
         {"use_cache": True},
         {"use_cache": True, "past_key_values": DynamicCache(config=model.config)},
     ):
-        for is_tuple in (False, True):
-            found = _calls(model, layers, {**example, **extra}, is_tuple, failures)
+        for found in _runs(model, layers, {**example, **extra}, failures):
             for layer, call in found.items():
                 seen[layer].append(call)
             if len(found) == len(layers):
                 break
     if not any(seen.values()):
-        text = f" ({type(failures[0]).__name__}: {str(failures[0]).splitlines()[0]})" if failures else ""
+        text = f" ({first_line(failures[0])})" if failures else ""
         raise RewriterError(
             f"{type(model).__name__} does not call its decoder layers as modules{text}; nothing to trace."
         )
@@ -111,36 +112,33 @@ def switched_off(
 ) -> dict[str, bool]:
     """The arguments of `layer` that are False with a cache and without: what a program never asks for (weights of
     attention beside the hidden state)."""
-    calls: list[dict[str, Any]] = []
-    for use_cache in (False, True):
-        for is_tuple in (False, True):
-            found = _calls(model, layers, {**example, "use_cache": use_cache}, is_tuple, [])
-            if layer in found:
-                calls.append(found[layer])
+    runs = (run for cache in (False, True) for run in _runs(model, layers, {**example, "use_cache": cache}))
+    calls = [found[layer] for found in runs if layer in found]
     return {n: False for n in layer_signature(layer)[0] if calls and all(call.get(n) is False for call in calls)}
 
 
-def _calls(
-    model: PreTrainedModel,
-    layers: list[nn.Module],
-    inputs: Mapping[str, Any],
-    is_tuple: bool,
-    failures: list[Exception],
-) -> dict[nn.Module, dict[str, Any]]:
-    """The arguments of each layer in one run in which layers return what they are given; it may end early."""
-    found: dict[nn.Module, dict[str, Any]] = {}
+def _runs(
+    model: PreTrainedModel, layers: list[nn.Module], inputs: Mapping[str, Any], failures: list[Exception] | None = None
+) -> Iterator[dict[nn.Module, dict[str, Any]]]:
+    """The arguments of each layer in runs in which layers return what they are given, bare and then as a tuple.
 
-    def forward_for(layer: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            found[layer] = bind(layer, args, kwargs)
-            hidden = found[layer][layer_signature(layer)[0][0]]
-            return (hidden,) if is_tuple else hidden
+    A run may end early, by an exception that is added to `failures`.
+    """
 
-        return forward
+    def forward(is_tuple: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found[layer] = bind(layer, args, kwargs)
+        hidden = found[layer][layer_signature(layer)[0][0]]
+        return (hidden,) if is_tuple else hidden
 
-    with replaced_forward({layer: forward_for(layer) for layer in layers}), torch.no_grad():
-        try:
-            model(**inputs)
-        except Exception as error:  # a model need not run in every setting; what it called until then counts
-            failures.append(error)
-    return found
+    for is_tuple in (False, True):
+        found: dict[nn.Module, dict[str, Any]] = {}
+        with (
+            replaced_forward({layer: functools.partial(forward, is_tuple, layer) for layer in layers}),
+            torch.no_grad(),
+        ):
+            try:
+                model(**inputs)
+            except Exception as error:  # a model need not run in every setting; what it called until then counts
+                if failures is not None:
+                    failures.append(error)
+        yield found

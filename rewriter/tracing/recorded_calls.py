@@ -25,19 +25,15 @@ def record_calls(run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> di
     variants = Variants()
     recorded: dict[str, Recorded] = {}
 
-    def hook_for(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            call = Recorded(args, dict(kwargs), output)
-            recorded.setdefault(variants.name(name, call), call)
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call = Recorded(args, dict(kwargs), output)
+        recorded.setdefault(variants.name(name, call), call)
 
-        return hook
-
-    handles = [m.register_forward_hook(hook_for(n), with_kwargs=True) for n, m in modules.items()]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in modules.items():
+            after = functools.partial(hook, name)
+            stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return recorded
 
 
@@ -71,6 +67,12 @@ def tensors_of(recorded: Recorded) -> tuple[list[torch.Tensor], Callable[[Sequen
     return [leaves[i] for i in slots], rebuild
 
 
+def tensor_paths(call: Recorded) -> tuple[tuple[Any, ...], ...]:
+    """The paths into (args, kwargs) of the tensors of a call."""
+    leaves = leaves_with_paths((call.args, call.kwargs))
+    return tuple(path for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
 def base_name(variant: str) -> str:
     """`rotary_emb#1` is a variant of the module `rotary_emb`."""
     return variant.partition("#")[0]
@@ -79,33 +81,24 @@ def base_name(variant: str) -> str:
 @contextlib.contextmanager
 def intercepted_modules(modules: Mapping[str, nn.Module], calls: Mapping[str, Recorded]) -> Iterator[None]:
     """Calling one of `modules` records one `rewriter_trace::call` with its variant name, as `record_calls` gave it."""
-    functions: dict[str, Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = {}
-    forwards: dict[nn.Module, Callable[..., Any]] = {}
     variants = Variants()
+    rebuilds: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
 
-    def lift(name: str, module: nn.Module) -> None:
-        rebuilds: dict[str, Any] = {}
-        specs: dict[str, Any] = {}
+    def run_variant(key: str, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        module, (args, kwargs) = modules[base_name(key)], rebuilds[key](inputs)
+        leaves, specs[key] = pytree.tree_flatten(type(module).forward(module, *args, **kwargs))
+        return leaves
 
-        def run_variant(key: str, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            args, kwargs = rebuilds[key](inputs)
-            leaves, specs[key] = pytree.tree_flatten(type(module).forward(module, *args, **kwargs))
-            return leaves
+    def forward(name: str, *args: Any, **kwargs: Any) -> Any:
+        call = Recorded(args, kwargs)
+        key = variants.name(name, call)
+        tensors, rebuilds[key] = tensors_of(call)
+        outputs = torch.ops.rewriter_trace.call(tensors, key)
+        return pytree.tree_unflatten(list(outputs), specs[key])
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            call = Recorded(args, kwargs)
-            key = variants.name(name, call)
-            tensors, rebuilds[key] = tensors_of(call)
-            outputs = torch.ops.rewriter_trace.call(tensors, key)
-            return pytree.tree_unflatten(list(outputs), specs[key])
-
-        for key in calls:
-            if base_name(key) == name:
-                functions[key] = functools.partial(run_variant, key)
-        forwards[module] = forward
-
-    for name in dict.fromkeys(map(base_name, calls)):
-        lift(name, modules[name])
+    functions = {key: functools.partial(run_variant, key) for key in calls}
+    forwards = {modules[name]: functools.partial(forward, name) for name in map(base_name, calls)}
     with opaque_calls(functions), replaced_forward(forwards):
         yield
 
@@ -114,9 +107,7 @@ def input_names(module: nn.Module, recorded: Recorded) -> list[str]:
     """What the module's own signature calls each tensor of a call."""
     parameters = list(inspect.signature(type(module).forward).parameters)[1:]
     names: list[str] = []
-    for path, leaf in leaves_with_paths((recorded.args, recorded.kwargs)):
-        if not isinstance(leaf, torch.Tensor):
-            continue
+    for path in tensor_paths(recorded):
         base = str(path[1]) if path[0] == 1 else parameters[path[1]]
         if base == "position_embeddings" and len(path) == 3 and path[2] in (0, 1):
             names.append(("cos", "sin")[path[2]])

@@ -5,12 +5,10 @@ Such a body replays exactly on a full sequence, but token by token it would need
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from rewriter.analysis.labels import dynamic
+from rewriter.analysis.labels import dynamic, value_of
 from rewriter.analysis.op_semantics import dims_of, operator_of
 from rewriter.ir import Body, args_of
 
@@ -34,8 +32,9 @@ def _mixes(node: fx.Node) -> bool:
     if row is None or not node.args:
         return False
     first = args_of(node)[row.factors[0]] if row.kind == "product" else args_of(node)[0]
-    value = _value(first[0] if isinstance(first, (list, tuple)) and first else first)
-    if value is None:
+    first = first[0] if isinstance(first, (list, tuple)) and first else first
+    value = value_of(first) if isinstance(first, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
         return False
     if row.kind == "convolution":
         return any(map(dynamic, value.shape[2:]))
@@ -46,8 +45,3 @@ def _mixes(node: fx.Node) -> bool:
         moved = [before != 0 or after != 0 for before, after in zip(amounts[::2], amounts[1::2], strict=True)]
         return any(dynamic(value.shape[-1 - i]) and moves for i, moves in enumerate(moved))
     return row.kind in _ALONG and any(dynamic(value.shape[dim]) for dim in dims_of(node))
-
-
-def _value(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None

@@ -13,6 +13,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import ACTIVATIONS, gated
+from rewriter.tracing.model_errors import first_line
 
 _library = torch.library.Library("rewriter_trace", "FRAGMENT")
 _library.define(
@@ -66,7 +67,7 @@ def gate_of(module: nn.Module) -> dict[str, Any]:
     except Exception as error:  # a model's own code, on values and dtypes of ours
         raise RewriterError(
             f"{type(module).__name__}: what its experts do between their projections cannot be evaluated "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+            f"({first_line(error)})"
         ) from error
     for options in _candidates(bool(module.has_gate), numbers):
         found = gated(sample, **options)

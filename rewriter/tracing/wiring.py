@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch import fx, nn
 
-from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
+from rewriter.tracing.model_errors import refused
 
 
 class _LayerTracer(fx.Tracer):
@@ -30,12 +30,12 @@ def forward_signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
-def layer_signature(layer: nn.Module) -> tuple[list[str], bool]:
+def layer_signature(layer: nn.Module) -> tuple[tuple[str, ...], bool]:
     """(names of the layer's parameters, whether it takes **kwargs)."""
     kind: Any = type(layer)
     parameters = forward_signature(kind).parameters.values()
-    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"]
-    return names, any(p.kind == p.VAR_KEYWORD for p in parameters)
+    names = (p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self")
+    return tuple(names), any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
 def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collection[str] = ()) -> fx.Graph:
@@ -64,15 +64,10 @@ def trace_wiring(layer: nn.Module, absent: Mapping[str, Any], inlined: Collectio
             return type(module).forward(module, *args, **kwargs)
         return tracer.call_module(module, lambda *a, **k: original(module, *a, **k), args, kwargs)
 
-    try:
+    with refused(f"the wiring of {type(layer).__name__} cannot be traced"):
         with mock.patch.object(nn.Module, "__call__", call):
             result = type(layer).forward(layer, **arguments)
         tracer.create_node("output", "output", (_without_extras(tracer.create_arg(result)),), {})
-    except Exception as error:
-        raise RewriterError(
-            f"the wiring of {type(layer).__name__} cannot be traced: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
     for node in tracer.graph.nodes:
         if node.op == "call_module":  # before unused elements go: what the layer unpacks says how many there are
             mark(node, returned=_unpacked(node))

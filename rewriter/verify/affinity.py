@@ -24,7 +24,7 @@ from rewriter.ir import Module, Program, walk_modules
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.permute import DIGITS, moved_units, order_of
 from rewriter.recipes.apply import apply_recipe
-from rewriter.verify.drift import DriftSums, host_of, other_weights, windows
+from rewriter.verify.drift import DriftSums, other_weights, windows
 from rewriter.verify.simulate import RankValues, Simulator, load_weights
 from rewriter.verify.unit_assignment import assign_units
 
@@ -48,13 +48,11 @@ class Affinity:
     left: Sequence[str] = ()
 
     def __str__(self) -> str:
+        text = f"KL of the tokens held back {self.before:.4f} in the order on disk, {self.after:.4f} in the one found"
         if self.before == self.after:
             text = "no other order was found"
-        else:
-            text = (
-                f"KL of the tokens held back {self.before:.4f} in the order on disk, {self.after:.4f} in the one found"
-            )
-            text += "" if self.ranks else ", which is not taken"
+        elif not self.ranks:
+            text += ", which is not taken"
         more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
         return text + (f"; not measured: {self.left[0]}{more}" if self.left else "")
 
@@ -92,14 +90,14 @@ def affinity(
     if weights is None:
         weights = load_weights(program, torch.float32)
     searched, held_back = tokens.split([len(tokens) - len(tokens) // 4, len(tokens) // 4])
-    pieces, host = windows(program, searched), host_of(program)
+    pieces = windows(program, searched)
     length = len(searched) // len(pieces)  # all windows at once, so of one length
     batch = searched[: len(pieces) * length].reshape(len(pieces), length)
     known = other_weights(rewritten, program, weights)
     exits, left = _exits(program)
-    original = _Recording(program, weights, host, set(exits))
+    original = _Recording(program, weights, set(exits))
     original.run(batch)
-    arranging = _Arranging(rewritten, dict(known), host, original, exits, progress)
+    arranging = _Arranging(rewritten, dict(known), original, exits, progress)
     arranging.run(batch)
     assigned = {path: ranks for path, ranks in arranging.assigned.items() if moved_units(ranks)}
     if not assigned:
@@ -109,9 +107,9 @@ def affinity(
         before, after = DriftSums(), DriftSums()
         for place, piece in enumerate(part):
             progress("measuring what another order of heads and channels changes", place, len(part))
-            logits = Simulator(program, weights, host).run(piece[None])[0][0]
-            before.add(piece, logits, Simulator(rewritten, known, host).run(piece[None])[0][0])
-            after.add(piece, logits, Simulator(rewritten, arranging.arranged, host).run(piece[None])[0][0])
+            logits = Simulator(program, weights).run(piece[None])[0][0]
+            before.add(piece, logits, Simulator(rewritten, known).run(piece[None])[0][0])
+            after.add(piece, logits, Simulator(rewritten, arranging.arranged).run(piece[None])[0][0])
         lower, found = lower and after.kl < before.kl, (before.kl, after.kl)
     return Affinity(assigned if lower else {}, *found, left)
 
@@ -164,8 +162,8 @@ def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
 class _Recording(Simulator):
     """The original model: keeps what the measured blocks read, and what reaches their exits."""
 
-    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], host: Any, paths: set[str]) -> None:
-        super().__init__(program, weights, host)
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], paths: set[str]) -> None:
+        super().__init__(program, weights)
         self.paths, self.exit = paths, ""
         self.read: dict[str, list[Any]] = {}
         self.activations = torch.empty(0)
@@ -196,12 +194,11 @@ class _Arranging(Simulator):
         self,
         program: Program,
         weights: dict[str, torch.Tensor],
-        host: Any,
         original: _Recording,
         exits: Mapping[str, _Exit],
         progress: Callable[..., None],
     ) -> None:
-        super().__init__(program, weights, host)
+        super().__init__(program, weights)
         self.arranged, self.original, self.exits, self.progress = weights, original, exits, progress
         self.assigned: dict[str, str] = {}
 

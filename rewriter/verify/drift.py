@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
-from rewriter.verify.live_model import load_host, opaque_modules
 from rewriter.verify.simulate import load_weights, simulate
 
 CALIBRATION = Path(__file__).with_name("calibration.txt")
@@ -103,13 +101,6 @@ def windows(program: Program, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tokens.split(min(WINDOW, context_length(program.source.config)))
 
 
-def host_of(program: Program) -> nn.Module | None:
-    """The live model that computes what `program` holds as opaque, from its checkpoint; None where nothing is."""
-    if not opaque_modules(program) or program.source.path is None:
-        return None
-    return load_host(program.source.path, program.source.remote_code, torch.float32)
-
-
 def other_weights(
     program: Program, original: Program, weights: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
@@ -133,7 +124,7 @@ def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch
 
     Without a tokenizer the tokens are random, and the description says so. T is bounded by the size of the model.
     """
-    most = _token_budget(program)
+    most = max(_FEWEST, min(_MOST, int(_BUDGET / (2 * max(parameter_count(program), 1)))))
     vocabulary = _vocabulary(program)
     ids: list[int] = []
     described = "a given text" if text is not None else "the packaged calibration text"
@@ -181,13 +172,14 @@ def parameter_count(program: Program) -> int:
 
 def too_large(program: Program, copies: int = 1) -> str | None:
     """Why the real weights cannot be computed with here, in words; None when they fit into half of the free memory."""
-    needed, free = copies * 4 * parameter_count(program), available_memory()
-    if needed <= free / 2:
-        return None
-    return (
-        f"the real weights were not run: in fp32 they take {needed / 1e9:.1f} GB, and half of the free memory is "
-        f"{free / 2e9:.1f} GB"
-    )
+    shortage = memory_shortage(copies * parameter_count(program))
+    return shortage and f"the real weights were not run: in fp32 they take {shortage}"
+
+
+def memory_shortage(elements: int) -> str | None:
+    """What so many fp32 numbers take and what is free, in words; None when they fit into half of the free memory."""
+    needed, free = 4 * elements, available_memory()
+    return None if needed <= free / 2 else f"{needed / 1e9:.1f} GB, and half of the free memory is {free / 2e9:.1f} GB"
 
 
 def available_memory() -> int:
@@ -212,8 +204,3 @@ def _vocabulary(program: Program) -> int:
     if not isinstance(size, int):
         raise RewriterError(f"model type {program.source.model_type!r}: its config names no vocab_size")
     return size
-
-
-def _token_budget(program: Program) -> int:
-    affordable = int(_BUDGET / (2 * max(parameter_count(program), 1)))
-    return max(_FEWEST, min(_MOST, affordable))

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.stream_hooks import Carry, Watch, few_ids, watched
+from rewriter.verify.stream_hooks import Ledger, Watch, few_ids, watch_few
 
 
 @dataclass(frozen=True)
@@ -32,41 +32,20 @@ class Structure:
         return len(self.chain)
 
 
-class Plain:
-    """The ledger of the unmodified model: every read is fresh. Remembers values and writes of one forward pass."""
-
-    def __init__(self) -> None:
-        self.values: list[torch.Tensor] = []
-        self.writes: list[torch.Tensor] = []
-
-    def begin(self, stream: torch.Tensor) -> None:
-        self.values, self.writes = [stream.clone()], []  # some models add in place
-
-    def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
-        self.writes.append(written.clone())
-        self.values.append(carry(self.values[value]) + written)
-
-    def read(self, value: int) -> torch.Tensor:
-        return self.values[value]
-
-
 @torch.no_grad()
 def find_structure(model: PreTrainedModel) -> Structure:
     """The blocks of `model` (eval mode), found by running it on three tokens.
 
     Raises RewriterError when the stream cannot be followed, or when its reads do not explain the model's logits.
     """
-    ids = few_ids(model)
-    expected = model(input_ids=ids, use_cache=False).logits
-    with watched(model, Plain()) as watch:
-        model(input_ids=ids, use_cache=False)
+    expected = model(input_ids=few_ids(model), use_cache=False).logits
+    watch, _ = watch_few(model, Ledger())
     chain: list[int] = []
     value = watch.returned
     while value > 0:
         value, count = watch.made[value]
         chain.insert(0, count)
-    with watched(model, Plain(), tuple(chain)) as watch:
-        actual = model(input_ids=ids, use_cache=False).logits
+    watch, actual = watch_few(model, Ledger(), tuple(chain))
     # The same additions in the same order: a difference means a read that was not seen, or a change of the stream.
     if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
         raise RewriterError(

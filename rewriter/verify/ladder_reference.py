@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-import torch
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.eager_blocks import Plain, Structure, find_structure
-from rewriter.verify.stream_hooks import decoder_layers, watched
+from rewriter.verify.eager_blocks import find_structure
+from rewriter.verify.stream_hooks import Ledger, decoder_layers, watched
 
 
 @contextmanager
@@ -26,7 +25,13 @@ def ladder_reference(model: PreTrainedModel, layers: Collection[int]) -> Iterato
     """
     check_layers("ladder reference", model, layers)
     structure = find_structure(model)
-    with watched(model, _Ladder(structure, layers), structure.chain):
+    starts = structure.starts
+    # what is read where the model reads stream value `start`: the start of the block before
+    source = {structure.last: structure.last} | {
+        start: starts[max(block - 1, 0)] if structure.layers[block] in layers else start
+        for block, start in enumerate(starts)
+    }
+    with watched(model, Ledger(lambda values, value: values[source[value]]), structure.chain):
         yield model
 
 
@@ -35,19 +40,3 @@ def check_layers(name: str, model: PreTrainedModel, layers: Collection[int]) -> 
     depth = len(decoder_layers(model))
     if surplus := sorted(set(layers) - set(range(depth))):
         raise RewriterError(f"{name}: layers {surplus}, the model has 0 to {depth - 1}")
-
-
-class _Ladder(Plain):
-    """The ledger of a ladder."""
-
-    def __init__(self, structure: Structure, layers: Collection[int]) -> None:
-        super().__init__()
-        # what is read where the model reads stream value `value`: the start of the block before
-        starts = structure.starts
-        self.source = {structure.last: structure.last} | {
-            start: starts[max(block - 1, 0)] if structure.layers[block] in layers else start
-            for block, start in enumerate(starts)
-        }
-
-    def read(self, value: int) -> torch.Tensor:
-        return self.values[self.source[value]]

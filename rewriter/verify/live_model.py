@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,9 +31,9 @@ def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
     """The unmodified eager model of a checkpoint directory, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    extra: dict[str, Any] = {"trust_remote_code": True} if remote_code else {}
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype, **extra)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code
+    ).eval()
 
 
 class Host:
@@ -71,20 +71,18 @@ class Host:
     def _capture(self, input_ids: torch.Tensor, given: dict[str, torch.Tensor]) -> dict[str, Call]:
         calls: dict[str, Call] = {}
 
-        def hook_for(path: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if path in calls:
-                    raise RewriterError(f"{path} is called more than once in a forward pass, which is not supported")
-                tree: Any = (args, dict(kwargs))
-                for place in self.opaque[path].places:  # these the wiring computes
-                    tree = _replaced(tree, place, None)
-                calls[path] = tree
-
-            return hook
+        def hook(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if path in calls:
+                raise RewriterError(f"{path} is called more than once in a forward pass, which is not supported")
+            tree: Any = (args, dict(kwargs))
+            for place in self.opaque[path].places:  # these the wiring computes
+                tree = _replaced(tree, place, None)
+            calls[path] = tree
 
         with ExitStack() as stack:
             for path, module in self.modules.items():
-                stack.callback(module.register_forward_pre_hook(hook_for(path), with_kwargs=True).remove)
+                before = functools.partial(hook, path)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self.model(input_ids=input_ids, use_cache=False, **given)
         return calls
 

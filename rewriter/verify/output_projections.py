@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rewriter.common.errors import RewriterError
-from rewriter.verify.eager_blocks import Plain, Structure
-from rewriter.verify.stream_hooks import few_ids, watched
+from rewriter.verify.eager_blocks import Structure
+from rewriter.verify.stream_hooks import Ledger, watch_few
 
 # How paths of projections back into the stream end: of modules, or of weights that hold all experts.
 _EXITS = (
@@ -86,9 +86,8 @@ class Shares:
 
     def __init__(self, model: PreTrainedModel, structure: Structure, ranks: int, whole: Collection[str]) -> None:
         self.model, self.structure, self.ranks = model, structure, ranks
-        self.plain = Plain()
-        with torch.no_grad(), watched(model, self.plain, structure.chain):
-            model(input_ids=few_ids(model), use_cache=False)
+        self.plain = Ledger()
+        watch_few(model, self.plain, structure.chain)
         hidden = self.plain.values[0].shape[-1]
         names = {id(module): name for name, module in model.named_modules()}
         self.of_block: list[list[Share]] = []
@@ -120,10 +119,8 @@ class Shares:
         """Raises RewriterError for a block in which the parts of the ranks, given the same stream, do not add up."""
         parts = []
         for rank in range(self.ranks if split else 0):
-            ledger = _Replay(self.plain.values)
-            twin = self.copy(rank, split)
-            with watched(twin, ledger, self.structure.chain):
-                twin(input_ids=few_ids(self.model), use_cache=False)
+            ledger = Ledger(lambda _, value: self.plain.values[value])  # blocks read what they read in the other run
+            watch_few(self.copy(rank, split), ledger, self.structure.chain)
             parts.append(ledger.writes)
         ends = (*self.structure.starts, self.structure.last)
         for b in split:
@@ -136,17 +133,6 @@ class Shares:
                     f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
                     "than that writes. Leave the layer out, or name what every rank computes in `whole`"
                 )
-
-
-class _Replay(Plain):
-    """Every block reads what it read in another run."""
-
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.given = values
-
-    def read(self, value: int) -> torch.Tensor:
-        return self.given[value]
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ that every rank computes in full writes g(x_r): added as it is, and counted 1/P 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from rewriter.verify.eager_blocks import Structure, find_structure
 from rewriter.verify.ladder_reference import check_layers
 from rewriter.verify.output_projections import Shares, set_tensor
 from rewriter.verify.rank_threads import Group
-from rewriter.verify.stream_hooks import Carry, watched
+from rewriter.verify.stream_hooks import Carry, Ledger, watched
 
 Mode = Literal["standard", "ladder", "own_partial", "desync", "parallel"]
 
@@ -167,12 +168,8 @@ def _kept(b: int, modes: Sequence[LayerMode], structure: Structure, first: Seque
             f"per-rank reference: layer {structure.layers[b]} has {count} blocks, keep={modes[b].keep} is about "
             f"{len(modes[b].keep)}"
         )
-    later = b + 1
-    while later < len(modes) and modes[later].mode == "desync":
-        if later in split:
-            return modes[b].keep[place]
-        later += 1
-    return True
+    run = itertools.takewhile(lambda later: modes[later].mode == "desync", range(b + 1, len(modes)))
+    return modes[b].keep[place] if any(later in split for later in run) else True
 
 
 def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tuple[nn.Module, nn.Module]]:
@@ -191,10 +188,11 @@ def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tupl
     return pairs
 
 
-class _Rank:
+class _Rank(Ledger):
     """The stream as one rank holds it. What a model multiplies the stream by (`carry`) holds for all that is in it."""
 
     def __init__(self, rank: int, group: Group, structure: Structure, steps: Sequence[_Step]) -> None:
+        super().__init__()
         self.rank, self.group, self.structure, self.steps = rank, group, structure, steps
         self.block_of = {start: block for block, start in enumerate((*structure.starts, structure.last))}
         self.seen: list[torch.Tensor] = []  # x at the start of each block

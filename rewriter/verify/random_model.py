@@ -15,11 +15,7 @@ from rewriter.verify.shrink import text_config
 from rewriter.verify.stream_hooks import decoder_layers
 
 # How every model that is compared is built or loaded: plain attention and experts one by one, in fp32.
-EAGER: Mapping[str, Any] = {
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-    "dtype": torch.float32,
-}
+EAGER: Mapping[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
 
 
 def random_ids(config: PreTrainedConfig, length: int, rows: int = 2) -> torch.Tensor:
@@ -50,10 +46,9 @@ def random_model(config: PreTrainedConfig, strength: float = 1.0, trust_remote_c
 
 def build_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The eager fp32 causal LM of `config` in eval mode, as its class initialises it; raises what that raises."""
-    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **EAGER, **kwargs)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **EAGER)
     return model.eval()
 
 
@@ -108,11 +103,8 @@ def _calibrate(model: PreTrainedModel) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         seen.append(float(hidden.pow(2).mean().sqrt()))
 
-    with_hook = decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with decoder_layers(model)[0].register_forward_pre_hook(hook, with_kwargs=True):
         model(input_ids=random_ids(model.config, 21), use_cache=False)
-    finally:
-        with_hook.remove()
     if seen and math.isfinite(seen[0]) and seen[0] > 0:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,25 +36,20 @@ class Group:
 
     def run(self, function: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
         """`function` of every rank. Raises what a rank raised."""
-        results: list[Any] = [None] * self.ranks
-        errors: list[Exception] = []
         enabled = torch.is_grad_enabled()
 
-        def body(rank: int) -> None:
+        def body(rank: int) -> torch.Tensor:
             with self._running, torch.set_grad_enabled(enabled):
                 try:
-                    results[rank] = function(rank)
-                except threading.BrokenBarrierError:
-                    pass  # another rank failed first
-                except Exception as error:
-                    errors.append(error)
+                    return function(rank)
+                except Exception:
                     self._barrier.abort()
+                    raise
 
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        with ThreadPoolExecutor(self.ranks) as threads:
+            results = [threads.submit(body, rank) for rank in range(self.ranks)]
+        errors = [error for result in results if (error := result.exception()) is not None]
+        # the others could not go on
+        if first := next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), None):
+            raise first
+        return [result.result() for result in results]

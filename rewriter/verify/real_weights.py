@@ -12,14 +12,7 @@ from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
-from rewriter.verify.drift import (
-    calibration_tokens,
-    drift,
-    golden_logits,
-    golden_tokens,
-    other_weights,
-    too_large,
-)
+from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import compare_emitted, test_lengths
@@ -29,7 +22,7 @@ SHARDED_DRIFT = (
     "the drift is that of the sharded module where every reduction of a block is quantized, as in a long prefill. The "
     "adapted checkpoint sums exactly"
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RealWeights:
@@ -44,11 +37,8 @@ class RealWeights:
         self.progress = progress
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
-        self.written = self.stored
-        self.target: torch.dtype | None = None
-        if dtype not in (None, "fp32"):
-            self.target = DTYPES[str(dtype)]
-            self.written = {n: self._rounded(t) for n, t in self.stored.items()}
+        self.target = None if dtype in (None, "fp32") else DTYPES[str(dtype)]
+        self.written = {n: self._rounded(t) for n, t in self.stored.items()}
 
     def golden(self) -> bytes:
         """A safetensors file: the golden tokens and the logits after them, of one device.

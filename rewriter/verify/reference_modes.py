@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
-from rewriter.verify.eager_blocks import Plain, Structure, find_structure
-from rewriter.verify.output_projections import exit_shares
+from rewriter.verify.eager_blocks import Structure, find_structure
+from rewriter.verify.output_projections import Shares
 from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import load_weights
-from rewriter.verify.stream_hooks import few_ids, watched
 
 
 @dataclass
@@ -132,14 +131,8 @@ def layer_modes(model: PreTrainedModel, passes: Sequence[Any], whole: Sequence[s
 
 def _reducing(model: PreTrainedModel, structure: Structure, whole: Sequence[str]) -> dict[int, list[bool]]:
     """By layer, for each of its blocks: whether it ends in a reduction."""
-    plain = Plain()
-    with torch.no_grad(), watched(model, plain, structure.chain):
-        model(input_ids=few_ids(model), use_cache=False)
-    hidden = plain.values[0].shape[-1]
-    names = {id(module): name for name, module in model.named_modules()}
+    shares = Shares(model, structure, 1, whole)
     found: dict[int, list[bool]] = {}
-    for layer, modules in zip(structure.layers, structure.modules, strict=True):
-        paths = {names[id(m)]: m for m in modules}
-        mine = {p: m for p, m in paths.items() if not any(p == w or p.startswith(f"{w}.") for w in whole)}
-        found.setdefault(layer, []).append(any(list(exit_shares(p, m, hidden)) for p, m in mine.items()))
+    for block, layer in enumerate(structure.layers):
+        found.setdefault(layer, []).append(shares.splittable(block))
     return found

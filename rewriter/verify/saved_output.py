@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -27,15 +28,18 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     if manifest.golden is None:
         table["golden logits"] = "none were stored when this was written"
         return table
-    if reason := _too_large(root, manifest):
-        table["golden logits"] = f"not computed again: {reason}"
-        return table
     from safetensors.torch import load_file
 
     from rewriter.verify import subprocess_logits
     from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
+    from rewriter.verify.drift import memory_shortage
     from rewriter.verify.shrunken_check import MOST_RANKS
+    from rewriter.weights import Checkpoint
 
+    elements = sum(math.prod(info.shape) for info in Checkpoint.open(root).tensors.values())
+    if shortage := memory_shortage(elements):
+        table["golden logits"] = f"not computed again: in fp32 the weights take {shortage}"
+        return table
     golden = load_file(root / manifest.golden.file)
     result = Verification()
     ranks = ranks_of(manifest.mesh)
@@ -55,10 +59,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
 
 
 def check_files(
-    root: Path,
-    manifest: Manifest,
-    names: Iterable[str] | None = None,
-    progress: Callable[..., None] = lambda *_: None,
+    root: Path, manifest: Manifest, names: Iterable[str] | None = None, progress: Callable[..., None] = lambda *_: None
 ) -> None:
     """Compare the sha256 of files (default: all) with the manifest. Raises VerificationError where one differs."""
     chosen = list(manifest.files if names is None else names)
@@ -83,24 +84,6 @@ def check_files(
                 f"{root / name}: changed since it was written (sha256 {digest[:12]}…, the manifest says "
                 f"{manifest.files[name][:12]}…). Rewrite the model again, or keep what was fine-tuned elsewhere."
             )
-
-
-def _too_large(root: Path, manifest: Manifest) -> str | None:
-    from rewriter.verify.drift import available_memory
-    from rewriter.weights import Checkpoint
-
-    elements = sum(_count(info.shape) for info in Checkpoint.open(root).tensors.values())
-    needed, free = 4 * elements, available_memory()
-    if needed <= free / 2:
-        return None
-    return f"in fp32 the weights take {needed / 1e9:.1f} GB, and half of the free memory is {free / 2e9:.1f} GB"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def config_of(root: Path) -> dict[str, Any]:

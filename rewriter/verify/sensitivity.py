@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import fx
 
 from rewriter.analysis.residual import Block, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.verify.drift import DriftSums, host_of, windows
+from rewriter.verify.drift import DriftSums, windows
 from rewriter.verify.simulate import Simulator, load_weights
 
 STREAM = "stream"
@@ -48,15 +47,14 @@ def sensitivity(
         return (None,) * program.source.num_layers
     if weights is None:
         weights = load_weights(program, torch.float32)
-    host = host_of(program)
     whole = _with_stream(program, [blocks[layer].index for layer in tails])
     found = {layer: DriftSums() for layer in tails}
     done, pieces = 0, windows(program, tokens)
     for window in pieces:
-        logits, *stream = Simulator(whole, weights, host).run(window[None])[0]
+        logits, *stream = Simulator(whole, weights).run(window[None])[0]
         for (layer, tail), value in zip(tails.items(), stream, strict=True):
             progress("measuring what each layer's drop costs", done, len(pieces) * len(tails))
-            changed = Simulator(tail, weights, host).run(window[None], given={STREAM: value})
+            changed = Simulator(tail, weights).run(window[None], given={STREAM: value})
             found[layer].add(window, logits[0], changed[0][0])
             done += 1
     costs = {layer: float(f"{comparison.kl:.{_DIGITS}g}") for layer, comparison in found.items()}
@@ -88,13 +86,10 @@ def _from_stream(program: Program, place: int) -> Program:
     """A program that is given the stream value at `place` instead of computing it."""
     graph, env = program.edit()
     value = env[stream_values(program.graph)[place]]
-    with graph.inserting_before(_first_after_inputs(graph)):
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
         given = graph.placeholder(STREAM)
     given.meta.update(value.meta)
     value.replace_all_uses_with(given)
     drop_dead_nodes(graph)
     return program.with_(graph=graph)
-
-
-def _first_after_inputs(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")

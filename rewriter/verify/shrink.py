@@ -27,30 +27,20 @@ _LISTS_OF_LAYERS = (
 )  # fmt: skip
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")
 _LAST_LAYERS = ("num_kv_shared_layers",)
-# Configs inside others that transformers does not know as the language model's: between byte encoder and decoder.
-_LANGUAGE_MODELS = ("global_config",)
 _KEYED_BY_LAYER = ("per_layer_config",)
 _STEPS = (
     "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq", "no_rope_layer_interval",
     "full_attention_interval", "sliding_window_pattern", "global_attn_every_n_layers", "expert_layer_period",
     "attn_layer_period", "moe_every_n_layers",
 )  # fmt: skip
-# Sizes derived from others by the config itself: to keep the real one would contradict the small ones.
-_DERIVED = ("qk_head_dim",)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of the language model inside `config`, which may be `config` itself."""
-    for name in _LANGUAGE_MODELS:
-        if hasattr(config, name):
-            return getattr(config, name)
+    if hasattr(config, "global_config"):  # the language model between a byte encoder and decoder
+        return config.global_config
     # A text encoder beside it (music generation) is not what is generated from.
     return config.get_text_config(decoder=True) if hasattr(config, "text_encoder") else config.get_text_config()
-
-
-def text_table(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """The settings of the text model inside a config."""
-    return dict(text_config(config).to_dict())
 
 
 def depth(config: PreTrainedConfig) -> int:
@@ -67,7 +57,7 @@ def depth(config: PreTrainedConfig) -> int:
 
 def representatives(config: PreTrainedConfig, selections: Sequence[Collection[int]]) -> list[int]:
     """The layers of the real model that the copy keeps, ascending: see this module's docstring."""
-    table, count = text_table(config), depth(config)
+    table, count = text_config(config).to_dict(), depth(config)
     per_layer = [
         value
         for name, value in table.items()
@@ -121,7 +111,7 @@ def shrink(
     data.pop("quantization_config", None)
     if "auto_map" not in data:
         data["_name_or_path"] = ""
-    data |= {"dtype": "float32"}
+    data["dtype"] = "float32"
     for path, value in (changes or {}).items():
         *outer, name = path.split(".")
         place = data
@@ -150,8 +140,7 @@ def _shrink_table(
 ) -> dict[str, Any]:
     new = {**data, **shrunken_sizes(data, ranks, exchanged)}
     if isinstance(data.get("qk_rope_head_dim"), int):
-        for name in _DERIVED:
-            new.pop(name, None)
+        new.pop("qk_head_dim", None)  # the config derives it from the small sizes
     for name in LAYERS:
         if isinstance(data.get(name), int):
             new[name] = len(layers)

@@ -15,16 +15,9 @@ MAX_POSITIONS = 192
 TAKEN = (3, 37, 111)
 
 HIDDEN = (
-    "hidden_size",
-    "n_embd",
-    "d_model",
-    "dim",
-    "emb_dim",
-    "word_embed_proj_dim",
-    "embedding_size",
-    "lru_width",
+    "hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size", "lru_width",
     "embedding_dim",
-)
+)  # fmt: skip
 INNER = (
     "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
     "shared_intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "dim_ff", "dff",

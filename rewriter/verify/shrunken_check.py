@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,19 +42,6 @@ _STRENGTHS = ((1.0, True), (0.5, True), (0.25, True), (1.0, False), (2.0, False)
 
 Write = Callable[[Program, Path], None]
 """Writes the output directory of a program, unverified: what the shrunken check loads and compares."""
-
-
-@torch.no_grad()
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Its own files are no progress of the user's conversion."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def check_shrunken(
@@ -164,7 +151,8 @@ def test_lengths(config: PreTrainedConfig) -> list[int]:
     return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
-def _apply(program: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Program:
+def apply_passes(program: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Program:
+    """`program` (as traced) after `passes`, on a mesh of ranks by axis."""
     if ranks_of(mesh) > 1:
         axes = {axis: mesh[axis] for axis in ("sp", "tp") if mesh.get(axis, 1) > 1}
         program = program.with_(mesh=axes, origin=program)
@@ -188,11 +176,14 @@ def _telling(
         model = random_model(config, strength, trust_remote_code)
         if steady and amplification(model, config, test_lengths(config)[-1]) > STEADY:
             continue
-        with _no_progress_bar():
+        with contextlib.ExitStack() as after:
+            if hf_logging.is_progress_bar_enabled():  # these files are no progress of the user's conversion
+                hf_logging.disable_progress_bar()
+                after.callback(hf_logging.enable_progress_bar)
             model.save_pretrained(directory)
         progress("shrunken check: tracing")
         traced = trace(directory, trust_remote_code=trust_remote_code)
-        program = _apply(traced, passes, mesh)
+        program = apply_passes(traced, passes, mesh)
         reference = reference_of(program, passes)
         if reference.exact:
             return model, traced, program

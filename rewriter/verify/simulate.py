@@ -62,8 +62,7 @@ def simulate(
     """
     if weights is None:
         weights = load_weights(program, dtype)
-    simulator = Simulator(program, weights, host)
-    out = simulator.run(input_ids, position_ids)
+    out = Simulator(program, weights, host).run(input_ids, position_ids)
     if not out.replicated and not all(torch.equal(v, out[0]) for v in out.values):
         raise RewriterError("the ranks end with different logits: a reduction is missing")
     return out[0]
@@ -133,7 +132,8 @@ class Simulator:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "ctx": None, **(given or {})}
         self.device, self.length = input_ids.device, input_ids.shape[1]
-        given_to_all: list[Shards] = [(RankValues((inputs[p],)),) for p in _inputs(self.program.graph)]
+        placeholders = [str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"]
+        given_to_all: list[Shards] = [(RankValues((inputs[p],)),) for p in placeholders]
         out = self._graph(self.program.graph, given_to_all, "", None)
         return out[0] if len(out) == 1 else RankValues(tuple(value for ranks in out for value in ranks.values))
 
@@ -170,7 +170,7 @@ class Simulator:
             elif node.target is ops.shard_tokens:
                 env[node] = self._shard_tokens(node, env[args_of(node)[0]])
             elif node.target is ops.gather_tokens:
-                env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1),)
+                env[node] = (self._gather_tokens(node, env[args_of(node)[0]], 1, args_of(node)[2]),)
             elif node.target is ops.attention and node.kwargs.get("sequence") is not None:
                 env[node] = self._attention(node, env)
             else:
@@ -208,14 +208,11 @@ class Simulator:
             raise RewriterError(f"{node.name}: the tokens are sharded already")
         return self._split(node, args_of(node)[2], value[0], 1)
 
-    def _gather_tokens(
-        self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan | None = None
-    ) -> RankValues:
+    def _gather_tokens(self, node: fx.Node, value: Shards, dim: int, plan: ops.SequencePlan) -> RankValues:
         if len(value) == 1:
             raise RewriterError(f"{node.name}: every rank has all tokens, and gathering would repeat them")
-        layout = (plan or args_of(node)[2]).layout
         ranks = range(max(len(v.values) for v in value))
-        return RankValues(tuple(join_tokens([v[r] for v in value], dim, layout, self.length) for r in ranks))
+        return RankValues(tuple(join_tokens([v[r] for v in value], dim, plan.layout, self.length) for r in ranks))
 
     def _attention(self, node: fx.Node, env: Mapping[fx.Node, Shards]) -> Shards:
         plan: Any = node.kwargs["sequence"]
@@ -244,7 +241,9 @@ class Simulator:
     def _leaf(self, module: Leaf | Opaque, path: str, inputs: list[RankValues]) -> RankValues:
         parameters = {name: self.parameter(f"{path}.{name}") for name in module.parameters}
         if isinstance(module, Opaque):
-            return self._opaque(module, path, inputs, {name: tensor[0] for name, tensor in parameters.items()})
+            host, own = self.host, {name: tensor[0] for name, tensor in parameters.items()}
+            assert host is not None
+            return self._each(lambda *xs: host.call(path, module, list(xs), own), inputs)
         if module.kind == "VocabParallelEmbedding":
             return self._vocabulary(inputs[0], parameters["weight"])
         names = list(parameters)
@@ -259,13 +258,6 @@ class Simulator:
             else:  # added once, by one rank
                 result = RankValues((result[0] + bias, *result.values[1:]))
         return result
-
-    def _opaque(
-        self, module: Opaque, path: str, inputs: list[RankValues], parameters: Mapping[str, torch.Tensor]
-    ) -> RankValues:
-        host = self.host
-        assert host is not None
-        return self._each(lambda *xs: host.call(path, module, list(xs), parameters), inputs)
 
     def _vocabulary(self, ids: RankValues, weight: RankValues) -> RankValues:
         outs = []
@@ -283,7 +275,8 @@ class Simulator:
             if value.replicated:
                 raise RewriterError(f"{node.name}: all-reduce of a value that every rank already has would multiply it")
             options: dict[str, Any] = dict(node.kwargs)
-            return RankValues((quantized_sum(value.values, **options) if options else _sum(value.values),))
+            parts = value.values
+            return RankValues((quantized_sum(parts, **options) if options else sum(parts[1:], parts[0]),))
         if target is ops.copy_to_group and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
         if target is ops.all_gather:
@@ -306,17 +299,6 @@ class Simulator:
             return target(*args, **kwargs)  # type: ignore[operator]
 
         return self._each(apply, [env[n] for n in nodes])
-
-
-def _sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def _inputs(graph: fx.Graph) -> list[str]:
-    return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
 def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,17 +57,30 @@ Carry = Callable[[torch.Tensor], torch.Tensor]
 """What a model makes of the stream before it adds to it: the same, another type, a multiple. Linear."""
 
 
-class Ledger(Protocol):
-    """Holds the values of the stream while a model runs. Called in the order of execution."""
+class Ledger:
+    """Holds the values and writes of the stream of one forward pass. Called in the order of execution.
+
+    `source(values, value)` is what a reader of stream value number `value` is given; by default, as in the unmodified
+    model, that value.
+    """
+
+    def __init__(self, source: Callable[[list[torch.Tensor], int], torch.Tensor] = list.__getitem__) -> None:
+        self.source = source
+        self.values: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
 
     def begin(self, stream: torch.Tensor) -> None:
         """A forward pass begins: `stream`, [B, S, D], is what the first layer is given."""
+        self.values, self.writes = [stream.clone()], []  # some models add in place
 
     def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
         """`written`, [B, S, D], is added to `carry` of stream value number `value`, which makes value + 1."""
+        self.writes.append(written.clone())
+        self.values.append(carry(self.values[value]) + written)
 
     def read(self, value: int) -> torch.Tensor:
         """What a reader of stream value number `value` is given."""
+        return self.source(self.values, value)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -98,6 +111,13 @@ def _that_run(model: PreTrainedModel, lists: Mapping[str, list[nn.Module]]) -> d
 def few_ids(model: PreTrainedModel) -> torch.Tensor:
     """int64 [2, 3]: enough to see which module does what."""
     return torch.tensor([[2, 3, 5], [7, 3, 2]], device=next(model.parameters()).device)
+
+
+@torch.no_grad()
+def watch_few(model: PreTrainedModel, ledger: Ledger, chain: tuple[int, ...] | None = None) -> tuple[Watch, Any]:
+    """(what was seen when `model` ran on three tokens with its stream in `ledger`, the logits)."""
+    with watched(model, ledger, chain) as watch:
+        return watch, model(input_ids=few_ids(model), use_cache=False).logits
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 # Rounds of exchanges; each costs about as much as the exit projection forward and backward.
@@ -68,12 +70,11 @@ def _balanced(own: torch.Tensor) -> torch.Tensor:
     rank_of = torch.arange(units) // share
     for _ in range(_ROUNDS):
         before = rank_of.clone()
-        for first in range(ranks):
-            for second in range(first + 1, ranks):
-                both = ((rank_of == first) | (rank_of == second)).nonzero()[:, 0]
-                preference = (own[first] - own[second])[both]
-                sorted_ = both[preference.argsort(stable=True)]
-                rank_of[sorted_[:share]], rank_of[sorted_[share:]] = first, second
+        for first, second in itertools.combinations(range(ranks), 2):
+            both = ((rank_of == first) | (rank_of == second)).nonzero()[:, 0]
+            preference = (own[first] - own[second])[both]
+            sorted_ = both[preference.argsort(stable=True)]
+            rank_of[sorted_[:share]], rank_of[sorted_[share:]] = first, second
         if torch.equal(rank_of, before):
             break
     return rank_of
@@ -82,13 +83,12 @@ def _balanced(own: torch.Tensor) -> torch.Tensor:
 def _exchanged(rank_of: torch.Tensor, change: torch.Tensor, most: int) -> torch.Tensor:
     """`rank_of` after the most promising exchanges between every two ranks, at most `most` of each pair."""
     ranks, result = len(change), rank_of.clone()
-    for first in range(ranks):
-        for second in range(first + 1, ranks):
-            there = ((rank_of == first) & (result == first)).nonzero()[:, 0]
-            back = ((rank_of == second) & (result == second)).nonzero()[:, 0]
-            there = there[change[second, there].argsort(stable=True)[:most]]
-            back = back[change[first, back].argsort(stable=True)[:most]]
-            count = min(len(there), len(back))
-            worth = change[second, there[:count]] + change[first, back[:count]] < 0
-            result[there[:count][worth]], result[back[:count][worth]] = second, first
+    for first, second in itertools.combinations(range(ranks), 2):
+        there = ((rank_of == first) & (result == first)).nonzero()[:, 0]
+        back = ((rank_of == second) & (result == second)).nonzero()[:, 0]
+        there = there[change[second, there].argsort(stable=True)[:most]]
+        back = back[change[first, back].argsort(stable=True)[:most]]
+        count = min(len(there), len(back))
+        worth = change[second, there[:count]] + change[first, back[:count]] < 0
+        result[there[:count][worth]], result[back[:count][worth]] = second, first
     return result
