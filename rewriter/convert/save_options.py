@@ -15,8 +15,8 @@ Level = Literal["none", "shrunken", "full"]
 class SaveOptions:
     """`dtype`: the weights' ("bf16", "fp16", "fp32"), None: as they are stored. `verify`: on a shrunken copy, on the
     real weights too ("full"), or not at all. `dry_run`: report what would be done. `resume`: continue an interrupted
-    run. `link`: hard-link unchanged files. `materialize`: write what each rank
-    holds to a file, where ranks would read ranges of the adapted checkpoint. `text`: replaces the packaged calibration text.
+    run. `link`: hard-link unchanged files. `materialize`: write what each rank holds to a file, where ranks would read
+    ranges of the adapted checkpoint. `text`: replaces the packaged calibration text.
 
     Raises RewriterError for values that do not exist or contradict each other.
     """
