@@ -25,7 +25,9 @@ _HEADINGS = {
 
 def table(rows: Sequence[Coverage]) -> RenderableType:
     """One line per type, a mark per check and the blocks of its residual stream; totals; below it the reasons."""
-    shown = plain_table(None, "type", *CHECKS, "blocks", numbers=["blocks"], whole=["type", *CHECKS], header_style="dim")
+    shown = plain_table(
+        None, "type", *CHECKS, "blocks", numbers=["blocks"], whole=["type", *CHECKS], header_style="dim"
+    )
     for row in rows:
         marks = [_mark(row, name, "[bold red]WRONG[/]", "[green]yes[/]", "[dim]–[/]") for name in CHECKS]
         shown.add_row(escape(row.type), *marks, str(row.blocks or "–"))
