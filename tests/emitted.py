@@ -108,6 +108,20 @@ def edited(rewritten: Program, edit: Callable[[Any], None]) -> Program:
     return rewritten.with_(graph=graph)
 
 
+def modeling(program: Program) -> str:
+    """The modeling file of `program`."""
+    text = emit_huggingface(program).modeling
+    assert text is not None
+    return text
+
+
+def assert_clean_modeling(programs: dict[str, Program], directory: Path) -> None:
+    """The modeling files of programs by name, written to `directory`, are clean."""
+    for name, program in programs.items():
+        (directory / f"{name.replace('-', '_')}.py").write_text(modeling(program))
+    assert_clean(directory)
+
+
 def assert_clean(directory: Path) -> None:
     """The Python files of a directory are formatted and pass every check of this project."""
     pyproject = Path(__file__).parent.parent / "pyproject.toml"

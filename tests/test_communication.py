@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from programs import shards, traced, weights
+from programs import runtime_case, shards, traced, weights
 from ranks import run_ranks
 from test_emitted_runtime import build, import_source, load
 
@@ -96,7 +96,7 @@ def at_run_time(family: str, recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     cases = []
     for recipe in recipes:
         program = rewritten(family, recipe)
-        cases.append((emit_runtime_module(program), shards(program, weights(family)), dict(program.ties)))
+        cases.append(runtime_case(program, weights(family)))
     ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
     by_rank = run_ranks(counted, RANKS, cases, ids, timeout=240)
     return [dict(zip(recipes, results, strict=True)) for results in by_rank]
