@@ -77,7 +77,7 @@ def write(files: HuggingFaceFiles, weights: Path, out: Path) -> None:
 
 
 def load(path: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
-    """The model at `path` in eval mode, by its own code; eager attention and experts unless told otherwise."""
+    """The model at `path` in eval mode, by its own code; eager attention and experts by default."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager", **options}
     return auto.from_pretrained(path, trust_remote_code=True, **options).eval()
 

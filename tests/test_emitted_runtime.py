@@ -62,6 +62,20 @@ def on_rank(group, cases, ids, prompts, new_tokens):
     return results
 
 
+@torch.no_grad()
+def prefill_and_step(model, ids):
+    """The events of a prefill of `ids`, and those of a decode step."""
+    from rewriter.runtime import Context, StaticCache, record_events
+
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
+    with record_events() as prefill:
+        model(ids, positions, Context(cache))
+    with record_events() as decode:
+        model(ids[:, :1], positions[:, -1:] + 1, Context(cache, torch.tensor(ids.shape[1])))
+    return prefill, decode
+
+
 def check(name: str, ranks: int, selections: dict[str, set[int]], new_tokens: int) -> None:
     model = zoo.build(name)
     ids = zoo.batch(2, 21, model.config.vocab_size)

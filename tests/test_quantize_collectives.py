@@ -19,7 +19,7 @@ import zoo
 from oracles import ladder_oracle, relative_error
 from programs import MERGE, OVERLAP, Step, applied, runtime_case, shards, tensor_parallel, traced, weights
 from ranks import run_ranks
-from test_emitted_runtime import build, import_source, load
+from test_emitted_runtime import build, import_source, load, prefill_and_step
 
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes
@@ -353,7 +353,7 @@ CASES: dict[str, list[Step]] = {
 
 def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
     """Per case: logits, gradients by name, bytes sent and sums started in a prefill and a decode step."""
-    from rewriter.runtime import Context, StaticCache, record_events
+    from rewriter.runtime import Context
 
     results = []
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -362,12 +362,10 @@ def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
         logits = model(ids, positions, Context())
         logits.square().mean().backward()
         grads = {n: p.grad for n, p in model.named_parameters()}
-        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
-        counts = []
-        for tokens, at, step in ((ids, positions, Context(cache)), (ids[:, :1], positions[:, -1:] + 1, None)):
-            with torch.no_grad(), record_events() as events:
-                model(tokens, at, step or Context(cache, torch.tensor(ids.shape[1])))
-            counts.append((sum(e.sent for e in events if e.kind == "wire"), sum(e.kind == "start" for e in events)))
+        counts = [
+            (sum(e.sent for e in events if e.kind == "wire"), sum(e.kind == "start" for e in events))
+            for events in prefill_and_step(model, ids)
+        ]
         results.append((logits.detach(), grads, counts))
     return results
 
