@@ -60,15 +60,16 @@ class AdaptJob:
             shutil.rmtree(self.place)
         os.close(self._lock)
 
-    def remember(self, **facts: Any) -> dict[str, Any]:
-        """All facts so far, these included; they outlive an interruption."""
-        file = self.place / _FACTS
-        known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        known |= facts
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        os.replace(partial, file)
-        return known
+
+def remember(place: Path, **facts: Any) -> dict[str, Any]:
+    """All facts of the run in `place` so far, these included; they outlive an interruption."""
+    file = place / _FACTS
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known |= facts
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(known), encoding="utf-8")
+    os.replace(partial, file)
+    return known
 
 
 def place_of(out: Path) -> Path:
