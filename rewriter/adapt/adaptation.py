@@ -14,8 +14,7 @@ from transformers import TrainerCallback
 
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
-from rewriter.adapt.anneal_callback import AnnealingCallback
-from rewriter.adapt.anneal_schedule import Annealing, annealed_layers
+from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 
 from rewriter.adapt import checkpoints
 from rewriter.common.errors import RewriterError
+from rewriter.emit.output_directory import sha256_of
 
 _JOB = "job.json"
 _FACTS = "facts.json"
@@ -79,11 +79,7 @@ def place_of(out: Path) -> Path:
 
 def identity(source: str) -> str:
     """What tells data from other data: the hash of a file, or the id of the Hub."""
-    path = Path(source)
-    if not path.is_file():
-        return source
-    with path.open("rb") as file:
-        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    return f"sha256 {sha256_of(Path(source))}" if Path(source).is_file() else source
 
 
 def _compare(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
