@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,11 @@ from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
-from rewriter.convert.conversion import check_free
+from rewriter.convert.conversion import ProgressCall, check_free, silent
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
 from rewriter.runtime.load import rank_device
 from rewriter.weights import Checkpoint
-
-Progress = Callable[..., None]
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ def adapt(
     resume: bool = False,
     verify: Level = "shrunken",
     options: Options | None = None,
-    progress: Progress = _silent,
+    progress: ProgressCall = silent,
 ) -> AdaptReport:
     """Train the checkpoint in `directory`, which `rewrite` wrote, on `data`, and write the result to `out`.
 
@@ -91,7 +84,7 @@ def adapt(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
             f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
         )
-    progress = progress if ranks.first else _silent
+    progress = progress if ranks.first else silent
     recipe = recipe_of(opened)
     settings = {**settings_of.defaults(recipe.adapt), **given}
     rows = read_data(opened, chosen, os.fspath(data), evaluation, int(settings["seed"]), progress)

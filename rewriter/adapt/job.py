@@ -36,23 +36,34 @@ class AdaptJob:
             (self.place / _JOB).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         self._lock = os.open(self.place / _JOB, os.O_RDONLY)
         try:
-            # before any advice to delete what another run writes
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if interrupted and not resume:
-                raise RewriterError(
-                    f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or "
-                    "delete the directory to start over."
-                )
-            if interrupted:
-                _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), description)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise RewriterError(
-                f"{self.place}: another run is at work there. Wait for it, or choose another --out."
-            ) from error
+            self._claim(interrupted, resume, description)
         except RewriterError:
             os.close(self._lock)
             raise
+
+    def _claim(self, interrupted: bool, resume: bool, description: Mapping[str, Any]) -> None:
+        try:
+            # before any advice to delete what another run writes
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RewriterError(
+                f"{self.place}: another run is at work there. Wait for it, or choose another --out."
+            ) from error
+        if not interrupted:
+            return
+        if not resume:
+            raise RewriterError(
+                f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or "
+                "delete the directory to start over."
+            )
+        before = json.loads((self.place / _JOB).read_text(encoding="utf-8"))
+        for name in dict.fromkeys([*before, *description]):
+            if before.get(name) != description.get(name):
+                raise RewriterError(
+                    f"--resume: the run in {self.place} had {name} {before.get(name)!r}, this one has "
+                    f"{description.get(name)!r}. Repeat it with the same options, or delete the directory to start "
+                    "over."
+                )
 
     def close(self, done: bool) -> None:
         """Let others in. A run that is done leaves nothing, nor does one that has no checkpoint to go on from."""
@@ -80,12 +91,3 @@ def place_of(out: Path) -> Path:
 def identity(source: str) -> str:
     """What tells data from other data: the hash of a file, or the id of the Hub."""
     return f"sha256 {sha256_of(Path(source))}" if Path(source).is_file() else source
-
-
-def _compare(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in dict.fromkeys([*before, *now]):
-        if before.get(name) != now.get(name):
-            raise RewriterError(
-                f"--resume: the run in {place} had {name} {before.get(name)!r}, this one has {now.get(name)!r}. Repeat "
-                "it with the same options, or delete the directory to start over."
-            )

@@ -139,23 +139,19 @@ class AdaptTrainer(Trainer):
         return means[list(sums).index("loss")]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm = self.built.clip(self.args.max_grad_norm)
-        self._require_finite(norm)
-        return norm
+        return self._clipped(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        if grad_norm is None:
-            grad_norm = self.built.clip(math.inf)
-            self._require_finite(grad_norm)
-        return grad_norm
+        return self._clipped(math.inf) if grad_norm is None else grad_norm
 
-    def _require_finite(self, norm: Tensor) -> None:
-        """Before weights are touched: what is not finite now would be in all of them after the step."""
+    def _clipped(self, largest: float) -> Tensor:
+        """The norm, before weights are touched: what is not finite now would be in all of them after the step."""
+        norm = self.built.clip(largest)
         self.parts = {name: float(value) for name, value in self._sums.items()}
         found = {**{f"the {name}": value for name, value in self.parts.items()}, "the gradient's norm": float(norm)}
         bad = next((name for name, value in found.items() if not math.isfinite(value)), None)
         if bad is None:
-            return
+            return norm
         kept = checkpoints.last(self.run.place)
         where = "there is no checkpoint yet" if kept is None else f"the last good checkpoint is {kept}"
         raise RewriterError(

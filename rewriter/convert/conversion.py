@@ -34,8 +34,8 @@ GOLDEN = "golden.safetensors"
 CARD = "README.md"
 
 
-def _silent(*_: Any) -> None:
-    pass
+def silent(*_: Any, **__: Any) -> None:
+    """What follows a job that nobody watches."""
 
 
 def convert(
@@ -47,7 +47,7 @@ def convert(
     sp: int = 1,
     trust_remote_code: bool = False,
     set: Mapping[str, Any] | None = None,
-    progress: ProgressCall = _silent,
+    progress: ProgressCall = silent,
     **options: Any,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint by a recipe; `options` are those of `SaveOptions`.
@@ -82,7 +82,7 @@ def save(
     *,
     name: str | None = None,
     skipped: Sequence[tuple[str, str]] = (),
-    progress: ProgressCall = _silent,
+    progress: ProgressCall = silent,
     adaptation: AdaptationEntry | None = None,
     beside: Mapping[str, Path] | None = None,
     **options: Any,
@@ -157,7 +157,8 @@ def _write_checked(
         output.manifest(manifest.table())  # the sharded module is found through it
         real.compare_emitted(found, output.staging)
         manifest.verification = verified(found, options.verify, drift)
-    output.write(CARD, model_card(manifest))
+    assert program.source.path is not None
+    output.write(CARD, model_card(manifest, Path(program.source.path)))
     manifest.files = output.hashes()
     output.manifest(manifest.table())
 

@@ -26,27 +26,23 @@ _INFIX: dict[Any, str] = {
     aten.le.Scalar: "<=", aten.bitwise_and.Tensor: "&", aten.bitwise_or.Tensor: "|",
 }  # fmt: skip
 
-# x.method(*arguments)
-_METHODS = {
-    aten.view.default: "view", aten.reshape.default: "reshape", aten._unsafe_view.default: "view",
-    aten.transpose.int: "transpose", aten.permute.default: "permute", aten.unsqueeze.default: "unsqueeze",
-    aten.squeeze.dim: "squeeze", aten.expand.default: "expand", aten.contiguous.default: "contiguous",
-    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow",
-    aten.type_as.default: "type_as", aten.cos.default: "cos", aten.sin.default: "sin",
-    aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.exp.default: "exp", aten.sqrt.default: "sqrt",
-    aten.rsqrt.default: "rsqrt", aten.abs.default: "abs", aten.flatten.using_ints: "flatten",
-    aten.clamp.default: "clamp",
-    aten.masked_fill.Scalar: "masked_fill", aten.gather.default: "gather", aten.scatter.src: "scatter",
-    aten.index_select.default: "index_select", aten.select.int: "select",
-}  # fmt: skip
+# x.method(*arguments), by the operator's own name
+_METHODS = {target: target.overloadpacket.__name__ for target in (
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.expand.default, aten.contiguous.default, aten.clone.default, aten.pow.Tensor_Scalar,
+    aten.type_as.default, aten.cos.default, aten.sin.default, aten.sigmoid.default, aten.tanh.default,
+    aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.flatten.using_ints,
+    aten.clamp.default, aten.masked_fill.Scalar, aten.gather.default, aten.scatter.src, aten.index_select.default,
+    aten.select.int,
+)} | {aten._unsafe_view.default: "view"}  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
 # torch functions by name
-_FUNCTIONS: dict[Any, str | None] = {
+_FUNCTIONS: dict[Any, str] = {
     aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
     aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
-    aten.softplus.default: "F.softplus", aten.embedding.default: None, aten.layer_norm.default: "F.layer_norm",
+    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm",
 }  # fmt: skip
 
 

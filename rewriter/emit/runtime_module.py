@@ -27,10 +27,10 @@ from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
 
-def emit_runtime_module(program: Program, header: str = "") -> str:
+def emit_runtime_module(program: Program) -> str:
     """The source of module.py for `program`, whose class `Model(mesh)` is a `rewriter.runtime.RuntimeModel`.
 
-    `header` is the file's docstring. Raises RewriterError for what cannot be printed.
+    Raises RewriterError for what cannot be printed.
     """
     if any(node.target is ops.blend for node in program.graph.nodes):
         raise RewriterError(
@@ -48,7 +48,7 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
             f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
             "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
         )
-    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source(header)
+    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source()
 
 
 class _Emitter:
@@ -60,12 +60,12 @@ class _Emitter:
         self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
         self.printer = RuntimeLayerPrinter(program, self.outline, self.table, names)
 
-    def source(self, header: str) -> str:
+    def source(self) -> str:
         layers, classes = self.printer.run()
         model = self._model(layers)
         parts = [p for p in (self.table.source(), classes, model) if p]
         code = broken("\n\n\n".join(parts)) + "\n"
-        return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
+        return f'"""{self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
     def _header(self) -> str:
         axes = {axis: f"{axis}={size}" for axis, size in self.program.mesh.items()}
