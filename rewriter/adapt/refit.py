@@ -217,23 +217,20 @@ def _readers(module: Any) -> list[tuple[Tensor, list[slice]]]:
     ranks = _ranks(module)
     if ranks is None:
         return [(torch.arange(outputs), [slice(0, inputs)])]
-    held: dict[int, list[int]] = {}
-    if rows is not None:
-        for rank, (start, stop) in enumerate(rows):
-            for row in range(start, stop):
-                held.setdefault(row, []).append(rank)
-    else:
-        start = 0
-        for size in segments or (outputs,):
-            for row in range(size):
-                held.setdefault(start + row, []).append(row * ranks // size)
-            start += size
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for row, readers in sorted(held.items()):
-        sets.setdefault(tuple(readers), []).append(row)
+    reads = torch.zeros(outputs, ranks, dtype=torch.bool)  # whether a row reads a rank's input
+    for rank, (start, stop) in enumerate(rows or ()):
+        reads[start:stop, rank] = True
+    start = 0
+    for size in () if rows else segments or (outputs,):
+        reads[start + torch.arange(size), torch.arange(size) * ranks // size] = True
+        start += size
     return [
-        (torch.tensor(some), [slice(rank * inputs, (rank + 1) * inputs) for rank in readers])
-        for readers, some in sets.items()
+        (
+            (reads == readers).all(1).nonzero().flatten(),
+            [slice(r * inputs, (r + 1) * inputs) for r in range(ranks) if readers[r]],
+        )
+        for readers in reads.unique(dim=0)
+        if readers.any()
     ]
 
 
