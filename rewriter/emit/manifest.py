@@ -58,7 +58,6 @@ class Runtime(_Part):
     where every rank holds all tokens.
     """
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
     module: str
     class_name: str = Field(alias="class")
     ranks: list[str]
