@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.process_groups import RankSet
+from rewriter.runtime.with_gradient import identity, with_gradient
 
 
 @dataclass(slots=True, eq=False)
@@ -41,17 +41,6 @@ def _unflatten(values: Any, context: tuple[Any, str, RankSet | None]) -> Pending
 pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
 
 
-class _ArrivedSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
-        return total.view_as(total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
     """The sum that `all_reduce_start` or `quantized_all_reduce_start` began; gradient: identity. Waiting twice is
     allowed; a plain tensor is returned as it is.
@@ -65,6 +54,6 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
             observe("wait", pending.name, pending.value, pending.group)
             arrived = pending.work.wait()
         if isinstance(pending.work, Transfer):  # others sum in the memory of `value`
-            pending.value = _ArrivedSum.apply(pending.value, arrived)
+            pending.value = with_gradient(pending.value, lambda _: identity(arrived))
         pending.work = None
     return pending.value
