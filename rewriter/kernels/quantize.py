@@ -24,7 +24,7 @@ from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format, parse_format
 from rewriter.kernels.merge import has_triton
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that are quantized
 _LARGEST_BLOCK = 4096  # of which a program of a kernel holds one in registers
 _PIECE = 1 << 17  # elements at a time on a CPU: half a MiB of fp32
 

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+
+def made_once(make: Callable[[_Given], _Made]) -> Callable[[_Given], _Made]:
+    """`make`, called once for each object as long as it lives, not for those that it equals: a mesh equals one that was
+    made of other process groups."""
+    found: dict[int, tuple[weakref.ref[_Given], _Made]] = {}
+
+    def get(given: _Given) -> _Made:
+        place = id(given)
+        if place not in found:
+            found[place] = weakref.ref(given, lambda _: found.pop(place, None)), make(given)
+        return found[place][1]
+
+    return get
 
 
 class RankSet(Protocol):

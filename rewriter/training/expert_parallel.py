@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
 from rewriter.runtime.collective_log import observe
-from rewriter.runtime.exchange import all_to_all_rows_start, all_to_all_uneven_start, gather_start
+from rewriter.runtime.exchange import all_to_all_uneven_start, gather_start
 from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
 from rewriter.training.zero.master_weights import clip
 
@@ -86,8 +86,10 @@ class ParallelExperts(nn.Module):
         chosen = top_k_index.reshape(-1)
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= self.all_experts), self.all_experts)
         counts_E = torch.bincount(chosen, minlength=self.all_experts + 1)[: self.all_experts]
-        arriving_PE = self._exchange_counts(counts_E)  # rows by the rank that sends them and by this rank's expert
-        sends = counts_E.view(self.ranks.size(), -1).sum(1).tolist()
+        counts_PE, each = counts_E.view(self.ranks.size(), -1), [1] * self.ranks.size()
+        # rows by the rank that sends them and by this rank's expert
+        arriving_PE = all_to_all_uneven_start(counts_PE, each, each, self.ranks, "experts counts", AXIS).wait()
+        sends = counts_PE.sum(1).tolist()
         receives = arriving_PE.sum(1).tolist()
         order = chosen.argsort(stable=True)[: sum(sends)]  # by expert, so by rank
         token = order // per_token
@@ -105,15 +107,6 @@ class ParallelExperts(nn.Module):
 
         weighted = back * top_k_weights.reshape(-1)[order][:, None]
         return torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
-
-    def _exchange_counts(self, counts_E: Tensor) -> Tensor:
-        """int64 [E] of rows for each expert → int64 [ranks, E / ranks] of rows that come from each rank for each."""
-        own_PE = counts_E.view(self.ranks.size(), -1)
-        sent = own_PE.contiguous().view(torch.uint8).view(self.ranks.size(), -1)
-        found = all_to_all_rows_start(sent, self.ranks, "experts counts", AXIS).wait()
-        arriving_PE: Tensor = found.view(torch.int64).view_as(own_PE).clone()
-        arriving_PE[self.ranks.rank()] = own_PE[self.ranks.rank()]
-        return arriving_PE
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

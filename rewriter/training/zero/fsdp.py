@@ -17,14 +17,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rewriter.common.errors import RewriterError
 
-__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ParameterGroup", "ReduceScatter", "groups_of"]
+__all__ = ["AllGather", "DefaultAllGather", "DefaultAllocMixin", "ParameterGroup", "ReduceScatter", "groups_of"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class ParameterGroup:
 
     def __init__(self, module: FSDPModule, group: Any, outermost: bool) -> None:
         self.module, self._group, self._outermost = module, group, outermost
-        self._reduced: list[ShardedParameter] = []
+        self.reduced: list[ShardedParameter] = []  # by the reduction under way, in its order; see `watch_reductions`
 
     @property
     def name(self) -> str:
@@ -85,7 +89,7 @@ class ParameterGroup:
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            self._reduced = [
+            self.reduced = [
                 p for p, held in zip(self.parameters, self._group.fsdp_params, strict=True) if self._takes_part(held)
             ]
             reduce(*unused)
@@ -100,11 +104,6 @@ class ParameterGroup:
             return True
         unused = getattr(self._group, "reduce_scatter_unused_params", False)  # torch 2.13
         return bool(unused and p.unsharded_param.requires_grad)
-
-    @property
-    def reduced(self) -> list[ShardedParameter]:
-        """Those whose gradients the reduction under way holds, in its order; after `watch_reductions`."""
-        return self._reduced
 
     @property
     def replicas(self) -> tuple[int, int]:

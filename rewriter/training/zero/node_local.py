@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format
+from rewriter.runtime.known_format import known_format
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.fsdp import groups_of
 from rewriter.training.zero.master_weights import (
@@ -73,16 +74,11 @@ def node_local_optimizer(
             f"node_local_optimizer: a mesh of {mesh.ndim} dimensions named {mesh.mesh_dim_names}, expected two with "
             "names, nodes and the ranks of a node, as rewriter.training.node_mesh makes"
         )
-    return NodeLocalOptimizer(
-        model, mesh, optimizer, params, _format("gradients", gradients), _format("weights", weights)
-    )
-
-
-def _format(what: str, name: str) -> Format:
-    try:
-        return parse_format(name)
-    except ValueError as error:
-        raise RewriterError(f"node_local_optimizer: {what}: {error}") from None
+    formats = {
+        what: known_format(name, f"node_local_optimizer: {what}", parse_format)
+        for what, name in (("gradients", gradients), ("weights", weights))
+    }
+    return NodeLocalOptimizer(model, mesh, optimizer, params, **formats)
 
 
 class NodeLocalOptimizer(MasterWeightOptimizer):

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import parse_format, parse_formats
+from rewriter.kernels import DTYPES, parse_format, parse_formats
+from rewriter.runtime.known_format import known_format
 from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, SeedCounter
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of
 from rewriter.training.zero.nodes import LOCAL, divides, node_groups, ranks_per_node
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels quantize
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,9 @@ def zero_plus_plus(
     if weights is None and gradients is None and secondary is None:
         raise RewriterError("zero_plus_plus: nothing to do. Pass weights=, gradients= or secondary=")
     if weights is not None:
-        _require_known("weights", weights, parse_format)
+        known_format(weights, "zero_plus_plus: weights", parse_format)
     if gradients is not None:
-        _require_known("gradients", gradients, parse_formats)
+        known_format(gradients, "zero_plus_plus: gradients", parse_formats)
     groups = [group for group in groups_of(model, "zero_plus_plus") if group.process_group.size() > 1]
     ranks = _ranks(model, groups)
     if secondary is not None:
@@ -122,13 +119,6 @@ def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
             "number. Call it on each part that is sharded alike"
         )
     return found.pop() if found else 1
-
-
-def _require_known(what: str, name: str, parse: Callable[[str], object]) -> None:
-    try:
-        parse(name)
-    except ValueError as error:
-        raise RewriterError(f"zero_plus_plus: {what}: {error}") from None
 
 
 def _one_dtype(group: ParameterGroup) -> None:
