@@ -34,14 +34,7 @@ from rewriter.runtime import (
     record_events,
 )
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.quantized import (
-    all_gather_start,
-    all_to_all_start,
-    reduce_scatter_start,
-    schedule_worker,
-    schedules,
-    topology,
-)
+from rewriter.runtime.quantized import schedule_worker, schedules, topology
 from rewriter.runtime.quantized.autograd import (
     quantized_all_gather,
     quantized_all_reduce,
@@ -49,6 +42,7 @@ from rewriter.runtime.quantized.autograd import (
     quantized_all_to_all,
     quantized_reduce_scatter,
 )
+from rewriter.runtime.quantized.launch import all_gather_start, all_to_all_start, reduce_scatter_start
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 from rewriter.runtime.quantized.topology import Topology
 from rewriter.training.zero.nodes import node_groups

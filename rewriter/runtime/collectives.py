@@ -75,10 +75,7 @@ def all_reduce_start(
 def all_reduce(
     x: Tensor, group: ProcessGroup | None, name: str = "", *, format: str | None = None, min_bytes: int = 0
 ) -> Tensor:
-    """Sum of the partial `x` over `group`, in place on `x`'s memory (see `all_reduce_start`); gradient: identity.
-
-    With a `format`, an `x` of `min_bytes` bytes or more travels quantized.
-    """
+    """Sum of the partial `x` over `group`, with arguments, gradient and effects of `all_reduce_start`."""
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce(x, group, format=format, name=name)
     return all_reduce_wait(all_reduce_start(x, group, name))

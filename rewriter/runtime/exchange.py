@@ -160,6 +160,7 @@ def all_to_all_start(
     group: ProcessGroup | None,
     name: str,
     dtypes: Sequence[torch.dtype] | None = None,
+    axis: str = "",
 ) -> Transfer:
     """`parts[r]` goes to rank r of `group`; `wait` gives what each rank sent here, in rank order.
 
@@ -175,7 +176,7 @@ def all_to_all_start(
     received = torch.empty_like(sent)
     splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
     leaving, arriving = sent.split(splits), received.split(splits)
-    observe("wire", name, sent, group, sent.nbytes, sent.nbytes)
+    observe("wire", name, sent, group, sent.nbytes, sent.nbytes, axis)
     works = _all_to_all(leaving, arriving, group)
     like = shapes(given, dtypes)
 

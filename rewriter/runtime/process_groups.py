@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,19 @@ _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
 
 
-def made_once(make: Callable[[_Given], _Made]) -> Callable[[_Given], _Made]:
+class MadeOnce(Generic[_Given, _Made]):
     """`make`, called once for each object as long as it lives, not for those that it equals: a mesh equals one that was
     made of other process groups."""
-    found: dict[int, tuple[weakref.ref[_Given], _Made]] = {}
 
-    def get(given: _Given) -> _Made:
+    def __init__(self, make: Callable[[_Given], _Made]) -> None:
+        self.make = make
+        self.found: dict[int, tuple[weakref.ref[_Given], _Made]] = {}
+
+    def __call__(self, given: _Given) -> _Made:
         place = id(given)
-        if place not in found:
-            found[place] = weakref.ref(given, lambda _: found.pop(place, None)), make(given)
-        return found[place][1]
-
-    return get
+        if place not in self.found:
+            self.found[place] = weakref.ref(given, lambda _: self.found.pop(place, None)), self.make(given)
+        return self.found[place][1]
 
 
 class RankSet(Protocol):

@@ -86,10 +86,8 @@ class ParallelExperts(nn.Module):
         chosen = top_k_index.reshape(-1)
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= self.all_experts), self.all_experts)
         counts_E = torch.bincount(chosen, minlength=self.all_experts + 1)[: self.all_experts]
-        counts_PE, each = counts_E.view(self.ranks.size(), -1), [1] * self.ranks.size()
-        # rows by the rank that sends them and by this rank's expert
-        arriving_PE = all_to_all_uneven_start(counts_PE, each, each, self.ranks, "experts counts", AXIS).wait()
-        sends = counts_PE.sum(1).tolist()
+        arriving_PE = self._exchange_counts(counts_E)  # rows by the rank that sends them and by this rank's expert
+        sends = counts_E.view(self.ranks.size(), -1).sum(1).tolist()
         receives = arriving_PE.sum(1).tolist()
         order = chosen.argsort(stable=True)[: sum(sends)]  # by expert, so by rank
         token = order // per_token
@@ -107,6 +105,12 @@ class ParallelExperts(nn.Module):
 
         weighted = back * top_k_weights.reshape(-1)[order][:, None]
         return torch.zeros_like(x_ND).index_add(0, token, weighted.to(x_ND.dtype))
+
+    def _exchange_counts(self, counts_E: Tensor) -> Tensor:
+        """int64 [E] of rows for each expert → int64 [ranks, E / ranks] of rows that come from each rank for each."""
+        own_PE, each = counts_E.view(self.ranks.size(), -1), [1] * self.ranks.size()
+        arriving_PE: Tensor = all_to_all_uneven_start(own_PE, each, each, self.ranks, "experts counts", AXIS).wait()
+        return arriving_PE
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

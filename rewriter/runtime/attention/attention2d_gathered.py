@@ -78,6 +78,11 @@ def runs(mesh: AttentionMesh, tokens: int) -> tuple[TokenRun, TokenRun]:
     return TokenRun(mesh.row, mesh.rows, tokens * mesh.columns), TokenRun(mesh.column, mesh.columns, tokens * mesh.rows)
 
 
+def moves(mesh: AttentionMesh) -> bool:
+    """Whether this rank's keys and values are another's: class i + r·j is not c·i + j."""
+    return mesh.row + mesh.rows * mesh.column != mesh.columns * mesh.row + mesh.column
+
+
 def to_rows(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, ...]:
     """Those of class c·i + j from those of class i + r·j: keys and values in row-major order (Alg. 1, line 1)."""
     return _exchanged(tensors, mesh, False, "attention2d.to_rows")
@@ -89,9 +94,9 @@ def to_columns(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, 
 
 
 def _exchanged(tensors: Sequence[Tensor], mesh: AttentionMesh, back: bool, name: str) -> tuple[Tensor, ...]:
-    by_columns, by_rows = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
-    if by_columns == by_rows:  # the class that is held is the class that is wanted
+    if not moves(mesh):
         return tuple(tensors)
+    by_columns, by_rows = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
     wanted_by = by_columns // mesh.columns + mesh.rows * (by_columns % mesh.columns)
     to, source = (by_rows, wanted_by) if back else (wanted_by, by_rows)
     arrived = exchange_start(tensors, mesh.members[to], mesh.members[source], name, mesh.in_grid).wait()

@@ -13,7 +13,7 @@ from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
 from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import sequence_attention
-from rewriter.runtime.process_groups import made_once
+from rewriter.runtime.process_groups import MadeOnce
 from rewriter.sequence.sequence_plan import KINDS
 
 
@@ -130,7 +130,10 @@ def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool, quantized: str | N
     return register(plan, found)
 
 
-_attention_mesh = made_once(AttentionMesh.of)  # it takes a millisecond, and eager code asks for it in every layer
+@MadeOnce
+def _attention_mesh(mesh: DeviceMesh) -> AttentionMesh:
+    """Kept, as it takes a millisecond, and eager code asks for it in every layer."""
+    return AttentionMesh.of(mesh)
 
 
 def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime import exchange
-from rewriter.runtime.process_groups import group_rank, group_size, made_once, new_groups
+from rewriter.runtime.process_groups import MadeOnce, group_rank, group_size, new_groups
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> T
     return _registered(mesh_or_group)
 
 
-@made_once
+@MadeOnce
 def _registered(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
     made = _made(mesh_or_group)
     if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
@@ -180,7 +180,7 @@ def by_key(key: str) -> Topology:
     return _by_key[key]
 
 
-@made_once
+@MadeOnce
 def background(topology: Topology) -> Topology:
     """The same ranks with process groups that only the worker thread uses, made at the first call.
 

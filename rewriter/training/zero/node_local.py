@@ -54,11 +54,8 @@ def node_local_optimizer(
             fully_shard(layer, mesh=mesh["local"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         optimizer = node_local_optimizer(model, mesh, lambda groups: torch.optim.AdamW(groups, lr=1e-4))
 
-    mesh: two dimensions, between nodes and inside the node. optimizer: called with groups of parameters, as
-    torch.optim's classes take them; it gets fp32 master weights, one-dimensional pieces that together hold each element
-    on one rank, so its update must be elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params:
-    parameters of the model, or groups of them with their options; default all that require a gradient.
-    gradients, weights: formats of what nodes exchange; gradients are dithered.
+    mesh: two dimensions, between nodes and inside the node. optimizer, params: as of `zero_optimizer`, with elementwise
+    updates only. gradients, weights: formats of what nodes exchange; gradients are dithered.
 
     Keep the model in the 16-bit dtype that it computes in: master weights are kept here. Call it on all ranks, with the
     same weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks,
