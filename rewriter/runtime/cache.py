@@ -81,11 +81,8 @@ class _SlotMemory:
 
 
 class StaticCache(_SlotMemory):
-    """K [B, kv_heads, length, head_dim_k] and V likewise for every slot. Positions count left padding.
-
-    The length is max_length, and position t is at index t; a slot with a window w keeps min(w, max_length) positions
-    as a ring, t at index t modulo the length.
-    """
+    """Position t, left padding counted, is at index t of max_length; a slot with a window w keeps min(w, max_length)
+    positions as a ring, t at index t modulo the length."""
 
     def __init__(
         self,
@@ -138,7 +135,7 @@ class StaticCache(_SlotMemory):
 
 
 class SequenceCache(_SlotMemory):
-    """K [B, kv_heads, room + 1, head_dim_k] and V likewise for every slot, for about max_length / ranks tokens.
+    """All slots have the length room + 1, for about max_length / ranks tokens.
 
     A prompt's tokens stay where prefill had them: in a rank's order, padding included. The j-th token after the prompt
     goes to rank j modulo the ranks, behind those, so that ranks stay within one token of each other in any layout.

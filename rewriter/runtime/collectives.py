@@ -85,10 +85,8 @@ def all_reduce(
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") -> Tensor:
-    """Equal shards concatenated along `dim` in rank order; the gradient of a shard is its own slice.
-
-    That gradient is right when what follows is replicated: every rank then holds the full gradient already.
-    """
+    """Equal shards concatenated along `dim` in rank order. The gradient, a shard's own slice, is right when what
+    follows is replicated: every rank then holds the full gradient already."""
     if group is None or group.size() == 1:
         return x
 
@@ -114,10 +112,8 @@ def own_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 
 def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
-    """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None.
-
-    The gradient is the identity on every rank: after the sum each holds the full gradient, so replicas stay equal.
-    """
+    """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None. After
+    the sum each rank holds the full gradient, so replicas stay equal."""
     if x is None or group is None or group.size() == 1:
         return x
     return with_gradient(x, identity if group.rank() == 0 else torch.zeros_like)
@@ -163,10 +159,8 @@ class Shared:
 
 
 def shared_gradient(x: Tensor, shared: Shared) -> Tensor:
-    """`x` [local rows, ...] itself; its gradient sums those of every copy of a row, on all ranks of the group.
-
-    Without it each copy would learn from its own query heads only, and the copies would drift apart.
-    """
+    """`x` [local rows, ...] itself; its gradient sums those of every copy of a row, on all ranks of the group. Else
+    each copy would learn from its own query heads only, and the copies would drift apart."""
 
     def of_every_copy(gradient: Tensor) -> Tensor:
         total = gradient.new_zeros((shared.size, *gradient.shape[1:]))

@@ -21,14 +21,9 @@ from rewriter.runtime.collective_log import observe
 from rewriter.runtime.with_gradient import with_gradient
 
 
-class _WaitCount(threading.local):
-    """How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on
-    the thread of a device's backward."""
-
-    count = 0
-
-
-_waits = _WaitCount()
+# How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on the
+# thread of a device's backward.
+_waits = threading.local()
 
 
 def _last_of_all(x: Tensor) -> None:
@@ -38,8 +33,9 @@ def _last_of_all(x: Tensor) -> None:
     """
     node: Any = x.grad_fn
     # fewer than any function's number: each of these was counted there too
-    node._set_sequence_nr(_waits.count)
-    _waits.count += 1
+    count = getattr(_waits, "count", 0)
+    node._set_sequence_nr(count)
+    _waits.count = count + 1
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:

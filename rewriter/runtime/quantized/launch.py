@@ -3,8 +3,8 @@
 Each gives a Transfer, whose `wait` gives the result. With `wait=True` nothing is to be done meanwhile: this thread runs
 all of it, on the current stream. Otherwise all messages go out while the caller computes; see `worker`.
 
-P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node), made once for each;
-an axis of one rank sends nothing, and where there is one rank all is exact. Formats are names
+P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node); an axis of one rank
+sends nothing, and where there is one rank all is exact. Formats are names
 (`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two steps. bf16, fp16 and fp32; sums are fp32.
 
 With `seed`, an int that all ranks give alike and that no two calls share, messages are dithered, so that the error has

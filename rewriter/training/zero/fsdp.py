@@ -37,7 +37,6 @@ class ShardedParameter:
     first `local` are the rank's own shard, in its order."""
 
     parameter: nn.Parameter
-    name: str
     padded: int
     local: int
     whole: int
@@ -52,7 +51,7 @@ class ParameterGroup:
 
     @property
     def name(self) -> str:
-        """The name of its first parameter's module, or of its class."""
+        """Of its module's class."""
         return type(self.module).__name__.removeprefix("FSDP")
 
     @property
@@ -70,7 +69,6 @@ class ParameterGroup:
         return [
             ShardedParameter(
                 p.sharded_param,
-                p._module_info.param_name,
                 p.padded_sharded_param_size.numel(),
                 p.sharded_size.numel(),
                 p._orig_size.numel(),
@@ -137,18 +135,14 @@ class ParameterGroup:
 
     @property
     def reshards(self) -> bool:
-        """Whether parameters are freed after forward and gathered again in backward.
-
-        An outermost module whose `reshard_after_forward` was left to FSDP2 keeps them.
-        """
+        """Whether parameters are freed after forward and gathered again in backward. An outermost module whose
+        `reshard_after_forward` was left to FSDP2 keeps them."""
         left = self._outermost and self.module._get_fsdp_state()._auto_reshard_after_forward
         return self._group.post_forward_mesh_info is not None and not left
 
     def set_comms(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Put ours in the place of FSDP2's own; None leaves what is there.
-
-        Raises RewriterError where there is something else than FSDP2's default already.
-        """
+        """Put ours in the place of FSDP2's own; None leaves what is there. Raises RewriterError where that is not
+        FSDP2's default."""
         for comm, present, default in (
             (all_gather, self._group._all_gather_comm, DefaultAllGather),
             (reduce_scatter, self._group._reduce_scatter_comm, DefaultReduceScatter),
@@ -228,11 +222,8 @@ def _optimizer_steps() -> list[int]:
 
 
 def groups_of(model: nn.Module, caller: str) -> list[ParameterGroup]:
-    """FSDP2's parameter groups of `model`, in the order of its modules; at least one.
-
-    Raises RewriterError for FSDP1, a model that is not sharded, and groups of
-    several meshes in one module.
-    """
+    """FSDP2's parameter groups of `model`, in the order of its modules; at least one. Raises RewriterError for FSDP1, a
+    model that is not sharded, and groups of several meshes in one module."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise RewriterError(
             f"{caller}: {type(model).__name__} is wrapped in FullyShardedDataParallel (FSDP1). Use "
