@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.with_gradient import with_gradient
 
-
 # How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on the
 # thread of a device's backward.
 _waits = threading.local()
