@@ -26,7 +26,8 @@ class MadeOnce(Generic[_Given, _Made]):
     def __call__(self, given: _Given) -> _Made:
         place = id(given)
         if place not in self.found:
-            self.found[place] = weakref.ref(given, lambda _: self.found.pop(place, None)), self.make(given)
+            made = self.make(given)  # first: it may refuse what nothing can refer to
+            self.found[place] = weakref.ref(given, lambda _: self.found.pop(place, None)), made
         return self.found[place][1]
 
 

@@ -41,10 +41,12 @@ def reduce_scatter_start(
     seed: int | None = None,
     stages: int = 1,
     factor: float = 1.0,
+    dtype: torch.dtype | None = None,
     name: str = "",
     wait: bool = False,
 ) -> Transfer:
-    """y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in x's dtype.
+    """y_N [N]: slice r of the sum of all ranks' x [P, N] (or flat) at rank r, times `factor`, in `dtype`
+    (x's by default).
 
     Quantized once per step; one's own part of each sum is exact. Any N: blocks are padded inside. stages: parts of each
     slice that follow each other, the second step of one while the first of the next is on its way (ZeRO++, Alg. 2).
@@ -53,7 +55,7 @@ def reduce_scatter_start(
     """
     call = _call("reduce_scatter", x_PN, topology, formats, name, seed)
     x_PN = _rows(x_PN, "reduce_scatter", call)
-    y_N = x_PN.new_empty(x_PN.shape[1])
+    y_N = x_PN.new_empty(x_PN.shape[1], dtype=dtype)
     if call.topology.ranks == 1:
         return _there(y_N.copy_(x_PN[0].to(torch.float32) * factor))
 
