@@ -26,7 +26,7 @@ from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, ring_exchange
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.visibility import Visibility
 from rewriter.sequence.token_layout import runs
@@ -242,7 +242,7 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
             with record_events() as forward:
                 o, lse, k, v = module.forward(q, k, v, call)
             with record_events() as backward:
-                module.backward(do, q, k, v, o, lse, call)
+                module.backward(OwnTensors(do, q, o, lse), (k, v), call)
             found.append(tuple(counted([e.name for e in events if e.kind == "mark"]) for events in (forward, backward)))
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rewriter.kernels import slice_length
 from rewriter.runtime import mark, record_events
-from rewriter.runtime.quantized import all_gather_start, all_to_all_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather_start, all_to_all_start, reduce_scatter_start
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 

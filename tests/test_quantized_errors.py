@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rewriter.runtime import all_reduce_wait, interruption
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start, schedule_worker, schedules
+from rewriter.runtime.quantized import schedule_worker, schedules
+from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.runtime.quantized.autograd import (
     quantized_all_gather,
     quantized_all_reduce,

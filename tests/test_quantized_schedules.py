@@ -59,10 +59,8 @@ def scattered(xs: list[Tensor], nodes: int, local: int, formats: str, seed: int 
     programs = []
     for rank, x in enumerate(xs):
         where = grid_place(nodes, local, rank, box)
-        seeds = schedules.MessageSeeds(seed, 0, where)
-        programs.append(
-            schedules.reduce_scatter(x, out[rank], 1.0, where, schedules.step_formats(formats, where, ""), seeds, "")
-        )
+        chunk = schedules.Chunk(where, schedules.step_formats(formats, where, ""), seed=seed)
+        programs.append(schedules.reduce_scatter(x, out[rank], 1.0, chunk))
     running = [(program, next(program)) for program in programs]
     while running:
         for _, transfer in running:
@@ -109,9 +107,9 @@ def test_no_two_messages_share_a_seed():
     for seed in range(20):
         for rank in range(4):
             where = grid_place(2, 2, rank, {})
-            for chunk in range(1 + seed % 4):
-                seeds = schedules.MessageSeeds(seed, chunk, where)
-                inside, between = seeds.intra + where.intra.rank, seeds.inter + where.inter.rank
-                gathered = seeds.gather + where.intra.rank * 2 + where.inter.rank
+            for index in range(1 + seed % 4):
+                chunk = schedules.Chunk(where, schedules.step_formats("int8", where, ""), seed=seed, index=index)
+                inside, between = chunk.intra_seed + where.intra.rank, chunk.inter_seed + where.inter.rank
+                gathered = chunk.gather_seed + where.intra.rank * 2 + where.inter.rank
                 used += [inside, between, gathered]
     assert len({seed % 2**32 for seed in used}) == len(used) == 20 * 4 * 3 * 2.5
