@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of
+from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
@@ -97,8 +97,7 @@ def broadcast(shapes: Sequence[Value]) -> Value:
 
 def _body_shapes(body: Body, inputs: Sequence[Value]) -> Value:
     names: dict[str, str] = {}
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    for node, shape in zip(placeholders, inputs, strict=False):
+    for node, shape in zip(placeholders(body.graph), inputs, strict=False):
         if is_tensor(node.meta.get("val")) and is_shape(shape):
             for size, symbol in zip(node.meta["val"].shape, shape or (), strict=False):
                 if isinstance(size, torch.SymInt) and isinstance(symbol, str):

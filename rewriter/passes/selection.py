@@ -74,10 +74,10 @@ def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
     return _in_range(text, tuple(range(first, last + 1)) if last < num_layers else (first, last), num_layers)
 
 
-def runs_of(layers: Sequence[int]) -> Iterator[list[int]]:
-    """Layers that follow each other without a gap, of layers in ascending order."""
-    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
-        yield [layer for _, layer in run]
+def runs_of(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers that follow each other without a gap, of numbers in ascending order."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        yield [number for _, number in run]
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -117,8 +117,7 @@ def _check_numbers(layers: Sequence[int]) -> None:
             raise RewriterError(
                 f"layers: {layer} is negative. Layers count from 0; for the last ones use last:{-layer}."
             )
-    ascending = sorted(layers)
-    for layer, following in itertools.pairwise(ascending):
+    for layer, following in itertools.pairwise(sorted(layers)):
         if layer == following:
             raise RewriterError(f"layers: {layer} is listed twice.")
 
