@@ -10,7 +10,7 @@ from torch import fx
 from rewriter.analysis.labels import is_tensor
 from rewriter.analysis.op_semantics import function_of, is_pointwise, kind_of
 from rewriter.analysis.projections import is_projection
-from rewriter.ir import Body, Module, called_module
+from rewriter.ir import Body, Module, called_module, reachable
 from rewriter.ir.marks import marks
 
 
@@ -36,19 +36,10 @@ def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
 
 def _behind(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
     """(pointwise nodes, projections) that make the input of `exit`; no projections where something else does, too."""
-    inside: list[fx.Node] = []
-    entries: list[fx.Node] = []
-    todo = list(exit.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if is_projection(called_module(node, modules)):
-            entries.append(node)
-        elif _keeps_channels(node, modules):
-            inside.append(node)
-            todo += node.all_input_nodes
-        else:
-            return [], []
-    return inside, list(dict.fromkeys(entries))
+    found = reachable(exit.all_input_nodes, lambda n: n.all_input_nodes if _keeps_channels(n, modules) else ())
+    inside = [n for n in found if _keeps_channels(n, modules)]
+    entries = [n for n in found if is_projection(called_module(n, modules))]
+    return (inside, entries) if len(inside) + len(entries) == len(found) else ([], [])
 
 
 def _keeps_channels(node: fx.Node, modules: Mapping[str, Module]) -> bool:

@@ -15,16 +15,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
-from rewriter.analysis.op_semantics import (
-    argument,
-    aten,
-    function_of,
-    is_movement,
-    is_pointwise,
-    is_sum,
-    kind_of,
-    operator_of,
-)
+from rewriter.analysis.op_semantics import argument, aten, function_of, is_movement, is_pointwise, is_sum, operator_of
 from rewriter.analysis.placement_state import PlacementState, Split, name_of, reads_values
 from rewriter.analysis.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
 from rewriter.analysis.units import AXIS, Ranges, equal_runs
@@ -34,7 +25,8 @@ from rewriter.ir.marks import mark
 
 def is_linear(node: fx.Node) -> bool:
     """Whether a sum over ranks may be taken behind a node as well as in front of it: linear in its first tensor."""
-    return function_of(node) in ("mul", "div", "neg") or kind_of(node) == "cast" or is_sum(node)
+    row = operator_of(node)
+    return is_sum(node) or (row is not None and (row.kind == "cast" or row.function in ("mul", "div", "neg")))
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------
@@ -87,7 +79,7 @@ def _lend_dtype(state: PlacementState, node: fx.Node, module: Body) -> None:
     """A rotary embedding reads a value's dtype alone: give it the body's own input instead of a split value."""
     source, given = args_of(node)[0], placeholders(state.graph)[0]
     asked = placeholders(module.graph)[0].users
-    if value_of(given).dtype != value_of(source).dtype or any(kind_of(u) == "size" for u in asked):
+    if value_of(given).dtype != value_of(source).dtype or any(u.target is aten.sym_size.int for u in asked):
         raise Unsplittable(f"{node.target} asks for the sizes of split heads or channels")
     node.args = (given, *args_of(node)[1:])
 

@@ -197,10 +197,8 @@ class _PerRankStream:
             return
         with self.graph.inserting_before(block.add):
             current = self._carried(current)
-            if self.synchronised is not None:
-                self.synchronised = self._carried(self.synchronised)
-            if self.added is not None:
-                self.added = self._carried(self.added)
+            self.synchronised = self.synchronised and self._carried(self.synchronised)
+            self.added = self.added and self._carried(self.added)
             parts = [partial_of(w, block) for w in reduced]
             if not self.varying:  # ranks part ways here; what they share enters
                 self.synchronised = current

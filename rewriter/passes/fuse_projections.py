@@ -15,7 +15,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Module, Parameter, Program, called_module
 from rewriter.ir.marks import mark, marks, set_marks
 from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
-from rewriter.passes.fused_entries import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
+from rewriter.passes.fused_entries import Fused, below, concatenated, entries, fuse_entries, merge_bodies, why_apart
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Fuser:
             if any(name.startswith(f"{path}.") for name in tied):
                 continue
             if id(body) not in done:
-                done[id(body)] = fuse_entries(body, self.parameters, f"{path}.")
+                done[id(body)] = fuse_entries(body, below(self.parameters, path))
             fused = done[id(body)]
             self.modules[path] = fused.body
             for note in fused.notes:

@@ -38,10 +38,10 @@ class Fused:
     notes: tuple[str, ...] = ()
 
 
-def fuse_entries(body: Body, parameters: Mapping[str, Parameter], prefix: str) -> Fused:
+def fuse_entries(body: Body, parameters: Mapping[str, Parameter]) -> Fused:
     """`body` where the projections of one value are one projection and a split; also inside of its children.
 
-    `parameters` has those of the body, each name behind `prefix`.
+    `parameters` are those of the body by their names in it.
     """
     graph, _ = copy_graph(body.graph)
     modules: dict[str, Module] = dict(body.modules)
@@ -52,16 +52,21 @@ def fuse_entries(body: Body, parameters: Mapping[str, Parameter], prefix: str) -
             names = ", ".join(str(c.target) for c in calls)
             notes.append(f"{names} stay apart: {reason}")
             continue
-        fusions.append(_fuse(graph, modules, calls, parameters, prefix))
+        fusions.append(_fuse(graph, modules, calls, parameters))
     for path, child in body.modules.items():
         if isinstance(child, Body):
-            inner = fuse_entries(child, parameters, f"{prefix}{path}.")
+            inner = fuse_entries(child, below(parameters, path))
             modules[path] = inner.body
             fusions += [Fusion(f"{path}.{f.name}", tuple(f"{path}.{p}" for p in f.parts), f.dim) for f in inner.fusions]
             notes += [f"{path}: {note}" for note in inner.notes]
     if not fusions:
         return Fused(body, (), tuple(notes))
     return Fused(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
+
+
+def below(parameters: Mapping[str, Parameter], path: str) -> dict[str, Parameter]:
+    """The parameters under `path`, by their names there."""
+    return {name.removeprefix(f"{path}."): p for name, p in parameters.items() if name.startswith(f"{path}.")}
 
 
 def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[list[fx.Node]]:
@@ -95,18 +100,14 @@ def _leaf(modules: Mapping[str, Module], call: fx.Node) -> Leaf:
 
 
 def _fuse(
-    graph: fx.Graph,
-    modules: dict[str, Module],
-    calls: Sequence[fx.Node],
-    parameters: Mapping[str, Parameter],
-    prefix: str,
+    graph: fx.Graph, modules: dict[str, Module], calls: Sequence[fx.Node], parameters: Mapping[str, Parameter]
 ) -> Fusion:
     """Replace `calls` by one call and a split; the modules likewise."""
     paths = [str(c.target) for c in calls]
     leaves = [_leaf(modules, c) for c in calls]
     key, dim = outputs_layout(leaves[0])
     sizes = [leaf.options[key] for leaf in leaves]
-    weight = concatenated({p: parameters[f"{prefix}{p}.weight"] for p in paths}, dim)
+    weight = concatenated({p: parameters[f"{p}.weight"] for p in paths}, dim)
     options = {k: v for k, v in leaves[0].options.items() if k != "shared"} | {key: sum(sizes)}
     if weight.shared:
         assert weight.full_shape is not None
