@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from rewriter import passes
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
@@ -130,6 +129,8 @@ class Recipe(Strict):
 
         Raises RewriterError with every unknown pass, unknown option and value of the wrong type, each with its line.
         """
+        from rewriter import passes
+
         built, problems = instances(self.passes, {**passes.available(), **self._own_passes}, self._where)
         if problems:
             raise RewriterError(report(self._source or self.name, problems))
@@ -191,6 +192,7 @@ def _problems_of_readable_passes(document: Document) -> list[Problem]:
             places.append(index)
     if not specs:
         return []
+    from rewriter import passes
 
     def where(index: int, option: str | None) -> Problem:
         name = specs[index].pass_name
