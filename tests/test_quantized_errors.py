@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from rewriter.runtime import all_reduce_wait, interruption
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.quantized import schedule_worker, schedules
-from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.runtime.quantized.autograd import (
     quantized_all_gather,
     quantized_all_reduce,
@@ -27,6 +26,7 @@ from rewriter.runtime.quantized.autograd import (
     quantized_all_to_all,
     quantized_reduce_scatter,
 )
+from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.runtime.quantized.launch import all_reduce_start as flat_all_reduce_start
 
 

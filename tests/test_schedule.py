@@ -7,7 +7,8 @@ from programs import PASSES, tensor_parallel, traced
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.schedule import IN_PLACE, earlier_readers, with_readers_first
+from rewriter.analysis.op_semantics import starts_sum
+from rewriter.analysis.schedule import earlier_readers, with_readers_first
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 
@@ -20,7 +21,7 @@ def own_partial(layers: object = "all") -> Program:
 def read_too_late(graph: fx.Graph) -> list[str]:
     """Reductions after which something still reads the partial."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    reductions = [n for n in graph.nodes if n.target in IN_PLACE]
+    reductions = [n for n in graph.nodes if starts_sum(n)]
     return [r.name for r in reductions if any(order[u] > order[r] for u in r.all_input_nodes[0].users)]
 
 

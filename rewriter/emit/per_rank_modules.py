@@ -21,16 +21,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import is_tensor, reduced_shape, value_of
-from rewriter.analysis.op_semantics import (
-    REDUCTIONS,
-    argument,
-    aten,
-    data_of,
-    dims_of,
-    function_of,
-    is_pointwise,
-    kind_of,
-)
+from rewriter.analysis.op_semantics import argument, aten, data_of, dims_of, function_of, is_pointwise, is_sum, kind_of
 from rewriter.analysis.units import Ranges
 from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of
 
@@ -114,7 +105,7 @@ def token_by_token(module: Module) -> bool:
             is_pointwise(node)
             or node.target is aten.linear.default
             or (node.target is aten.layer_norm.default and len(args_of(node)[1]) == 1)
-            or (node.target in REDUCTIONS and _dims(node) == {-1} and args_of(node)[2:] == (True,))
+            or (is_sum(node) and _dims(node) == {-1} and args_of(node)[2:] == (True,))
         ):
             return False
     return True
@@ -314,7 +305,7 @@ class _ProjectionWalk:
         elif node.target is aten.flatten.using_ints:
             if argument(node, "start_dim") % rank > state.dim:
                 return state
-        elif node.target in REDUCTIONS:
+        elif is_sum(node):
             if args[2:] == (True,) and state.dim not in dims:
                 return state
         elif is_pointwise(node) and all(_fits(n, env[n], state, rank) for n in node.all_input_nodes if is_tensor(n)):
