@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.runtime import record_events
 from rewriter.runtime.exchange import Transfer
-from rewriter.runtime.quantized import all_gather_start, all_reduce_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather_start, all_reduce_start, reduce_scatter_start
 
 EXACT = "exact"
 AXES = ("node", "local")

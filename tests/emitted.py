@@ -77,7 +77,7 @@ def write(files: HuggingFaceFiles, weights: Path, out: Path) -> None:
 
 
 def load(path: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
-    """The model at `path` in eval mode, by its own code; eager attention and experts unless told otherwise."""
+    """The model at `path` in eval mode, by its own code; eager attention and experts by default."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager", **options}
     return auto.from_pretrained(path, trust_remote_code=True, **options).eval()
 
@@ -106,6 +106,20 @@ def edited(rewritten: Program, edit: Callable[[Any], None]) -> Program:
     graph, _ = rewritten.edit()
     edit(graph)
     return rewritten.with_(graph=graph)
+
+
+def modeling(program: Program) -> str:
+    """The modeling file of `program`."""
+    text = emit_huggingface(program).modeling
+    assert text is not None
+    return text
+
+
+def assert_clean_modeling(programs: dict[str, Program], directory: Path) -> None:
+    """The modeling files of programs by name, written to `directory`, are clean."""
+    for name, program in programs.items():
+        (directory / f"{name.replace('-', '_')}.py").write_text(modeling(program))
+    assert_clean(directory)
 
 
 def assert_clean(directory: Path) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import zoo
 
+from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.verify.simulate import Simulator
 
-_passes = available()
+Step = tuple[str, dict[str, Any]]
+"""A pass and its options."""
+
+PASSES = available()
+MERGE: Step = ("merge_reductions", {})
+OVERLAP: Step = ("overlap", {})
 
 
 @functools.cache
@@ -22,13 +29,27 @@ def traced(name: str) -> Program:
     return trace(zoo.config(name))
 
 
+def applied(program: Program, *steps: Step) -> Program:
+    """`program` after these passes, each with its options."""
+    for name, options in steps:
+        program = PASSES[name](**options).apply(program)
+    return program
+
+
+def tensor_parallel(program: Program, ranks: int, *steps: Step) -> Program:
+    """`program` over `ranks` ranks, after further passes."""
+    return applied(program.with_(mesh={"tp": ranks} if ranks > 1 else {}), ("tensor_parallel", {}), *steps)
+
+
 def program(name: str, layers: Collection[int] = (), tp: int = 1, overlap: bool = True) -> Program:
     """Family `name` with `layers` made a ladder, over `tp` ranks."""
-    result = traced(name).with_(mesh={"tp": tp} if tp > 1 else {})
-    result = _passes["merge_reductions"]().apply(_passes["tensor_parallel"]().apply(result))
-    if layers:
-        result = _passes["ladder"](sorted(layers)).apply(result)
-    return _passes["overlap"]().apply(result) if overlap else result
+    ladder = [("ladder", {"layers": sorted(layers)})] if layers else []
+    return tensor_parallel(traced(name), tp, MERGE, *ladder, *[OVERLAP] * overlap)
+
+
+def runtime_case(sharded: Program, full: dict[str, torch.Tensor]) -> tuple[str, list[dict[str, torch.Tensor]], Any]:
+    """Source, tensors of each rank, and ties of its runtime module."""
+    return emit_runtime_module(sharded), shards(sharded, full), dict(sharded.ties)
 
 
 def weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rewriter import RewriterError
+
 _context = multiprocessing.get_context("forkserver")
 # What functions of tests import. A rank is forked with it, and would otherwise spend most of its time on imports.
 _context.set_forkserver_preload(
@@ -69,6 +71,15 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The message of the RewriterError that `call()` raises: exceptions themselves do not leave a rank."""
+    try:
+        call()
+    except RewriterError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def _collect(receivers: list[Any], processes: list[Any], deadline: float, timeout: float) -> list[Any]:

@@ -51,12 +51,12 @@ def test_the_command_tells_what_it_did_and_refuses_with_file_and_line(
         ),
         (command(tmp_path, tmp_path / "b"), [f"{tmp_path}: no rewrite.json in it"]),
     ]
-    for words, told in refused:
+    for words, parts in refused:
         assert main(words) == 2, words
         printed = capsys.readouterr()
         assert not printed.out
         assert printed.err.startswith("error: ")
-        assert all(part in printed.err for part in told), printed.err
+        assert all(part in printed.err for part in parts), printed.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "out"]
 
 

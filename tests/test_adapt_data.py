@@ -1,4 +1,4 @@
-"""Training data: which tokens of a file become which rows, what is a target, and what a bad line is told."""
+"""Training data: which tokens of a file become which rows, what is a target, and what is said of a bad line."""
 
 from __future__ import annotations
 

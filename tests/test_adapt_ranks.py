@@ -11,11 +11,10 @@ from typing import Any
 import adapted
 import pytest
 import torch
+from adapt_runs import adapt
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from rewriter.adapt import rewritten_source
-from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
 
@@ -27,18 +26,22 @@ Case = tuple[str, dict[str, Any]]
 
 def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> None:
     """Each case in turn, into directories `out`/0, 1, …; every rank calls it."""
-    rewritten_source.trace = adapted.trace_once
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")  # for node-local weights
     world = 1 if group is None else group.size()
     for index, (name, options) in enumerate(cases):
         replicas = world // (options.get("tp", 1) * options.get("sp", 1))
-        # two backward passes a step, whose rows have different numbers of targets
-        settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
-        chosen = Options(length=adapted.LENGTH, settings=settings, **options)
-        adapt(
-            files[name], data=files["text"], evaluation=files["evaluation"], out=out / str(index), verify="none",
-            options=chosen,
-        )  # fmt: skip
+        train_one(files, name, out / str(index), replicas, **options)
+
+
+def train_one(
+    files: dict[str, Path], name: str, out: Path, replicas: int = 1, resume: bool = False, **options: Any
+) -> None:
+    """Two backward passes a step, whose rows have different numbers of targets."""
+    settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
+    adapt(
+        files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none", resume=resume,
+        options=Options(length=adapted.LENGTH, settings=settings, **options),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -178,7 +181,6 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     """A run that stops after its first checkpoint, by an error on all ranks, and is resumed."""
     from rewriter.adapt.trainer import AdaptTrainer
 
-    rewritten_source.trace = adapted.trace_once
     before, calls, name = AdaptTrainer.training_step, [], "mixtral" if "ep" in options else "ladder"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
 
@@ -189,13 +191,10 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
         return before(self, *args, **kwargs)
 
     AdaptTrainer.training_step = step  # type: ignore[method-assign]
-    settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // options.pop("dp", 1)}
+    replicas = options.pop("dp", 1)
     for resume in (False, True):
         try:
-            adapt(
-                files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none",
-                resume=resume, options=Options(length=adapted.LENGTH, settings=settings, **options),
-            )  # fmt: skip
+            train_one(files, name, out, replicas, resume, **options)
         except KeyboardInterrupt:
             assert not resume
 

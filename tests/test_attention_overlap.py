@@ -4,13 +4,10 @@ block on its way while one is computed, and no more memory than blocks need."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +17,7 @@ import torch
 from attention_cases import CAUSAL, FULL, HEADS, PADDED, Case, Outcome, attention2d, reference, ring, run_cases
 from attention_cases import single_device as one_device
 from ranks import run_ranks
+from subprocesses import ROOT, load_module
 from torch import Tensor
 
 from rewriter.analysis.attention_shape import AttentionShape
@@ -28,7 +26,7 @@ from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime import mark, record_events, sequence_mesh
 from rewriter.runtime.attention import attention2d_overlap, ring_exchange
 from rewriter.runtime.attention import ring as ring_module
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.visibility import Visibility
 from rewriter.sequence.token_layout import runs
@@ -40,7 +38,7 @@ PLANS = {
     8: [attention2d(2, 2, 2, overlap=True)],
     16: [ring(16), attention2d(1, 4, 4, overlap=True)],
 }
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "attention_memory.py"
+BENCHMARK = ROOT / "benchmarks" / "attention_memory.py"
 
 
 # --- exact, under delays ---
@@ -244,7 +242,7 @@ def in_flight(group: Any, plans: list[SequencePlan], at_once: bool) -> list[tupl
             with record_events() as forward:
                 o, lse, k, v = module.forward(q, k, v, call)
             with record_events() as backward:
-                module.backward(do, q, k, v, o, lse, call)
+                module.backward(OwnTensors(do, q, o, lse), (k, v), call)
             found.append(tuple(counted([e.name for e in events if e.kind == "mark"]) for events in (forward, backward)))
     return found
 
@@ -279,13 +277,7 @@ def test_waiting_at_once_would_be_seen() -> None:
 
 @functools.cache
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("attention_memory", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module("attention_memory", BENCHMARK)
 
 
 def memory(group: Any, plans: list[SequencePlan], heads: tuple[int, int], gather: bool = False) -> list[Any]:

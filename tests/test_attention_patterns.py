@@ -12,6 +12,7 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
+from programs import tensor_parallel
 from torch import fx, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Body, walk_modules
 from rewriter.ops import MaskSpec
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.tracing.example import Example
 from rewriter.tracing.export import BodyTracer
@@ -321,7 +321,7 @@ def test_models_with_attention_of_their_own_are_exact_on_one_device_and_on_sever
     ]
     assert {n.kwargs["mask"] for n in nodes} == MASKS[name]
     assert any("bias" in n.kwargs for n in nodes) == (name in ("mpt", "falcon-alibi"))
-    split = available()["tensor_parallel"]().apply(program.with_(mesh={"tp": 4}))
+    split = tensor_parallel(program, 4)
     assert f"{config.num_hidden_layers} attention blocks" in split.history[-1].summary
     for length in (1, 21, 100):
         ids = zoo.batch(2, length)

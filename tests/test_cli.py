@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_api import installed
+from subprocesses import run_code
 
 import rewriter
 from rewriter.cli import main
@@ -399,8 +400,7 @@ def test_what_needs_no_torch_imports_none(words: str) -> None:
         f"import sys; from rewriter.cli import main; main({words});"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+    assert run_code(program).stderr.strip() == "[]"
 
 
 def test_the_exit_code_reaches_the_shell() -> None:
@@ -421,14 +421,13 @@ def test_a_reader_that_leaves_is_no_fault() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     program = "import sys; import rewriter as rw; dir(rw); print(sorted({'torch', 'pydantic'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_code(program).stdout.strip() == "[]"
 
 
 def test_the_public_functions_are_functions() -> None:
     # `rewriter.tracing` is also a room of the package, and importing it must not hide the function.
     program = "import rewriter.tracing, rewriter as rw; print(rw.trace, rw.rewrite, rw.simulate, rw.load)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_code(program)
     assert re.fullmatch(r"(<function \w+ at 0x\w+>\s){4}", done.stdout)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from programs import shards, traced, weights
+from programs import runtime_case, shards, traced, weights
 from ranks import run_ranks
-from test_emitted_runtime import build, import_source, load
+from test_emitted_runtime import build, import_source, load, prefill_and_step
 
 from rewriter.analysis.communication import by_place, collectives, summary
 from rewriter.analysis.distributed_attention import wire_bytes
@@ -73,20 +73,10 @@ def rewritten(family: str, recipe: str) -> Program:
 
 def counted(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
     """Per case, the events of a prefill and of a decode step: (kind, bytes)."""
-    from rewriter.runtime import Context, StaticCache, record_events
-
     results = []
-    positions = torch.arange(ids.shape[1]).expand(ids.shape)
     for source, tensors, ties in cases:
-        model = build(source, tensors[group.rank()], ties, group)
-        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
-        with torch.no_grad():
-            with record_events() as prefill:
-                model(ids, positions, Context(cache))
-            step = Context(cache, torch.tensor(ids.shape[1]))
-            with record_events() as decode:
-                model(ids[:, :1], positions[:, -1:] + 1, step)
-        results.append([[(e.kind, e.bytes) for e in events] for events in (prefill, decode)])
+        found = prefill_and_step(build(source, tensors[group.rank()], ties, group), ids)
+        results.append([[(e.kind, e.bytes) for e in events] for events in found])
     return results
 
 
@@ -96,7 +86,7 @@ def at_run_time(family: str, recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     cases = []
     for recipe in recipes:
         program = rewritten(family, recipe)
-        cases.append((emit_runtime_module(program), shards(program, weights(family)), dict(program.ties)))
+        cases.append(runtime_case(program, weights(family)))
     ids = zoo.batch(BATCH, LENGTH, zoo.shared(family).config.vocab_size)
     by_rank = run_ranks(counted, RANKS, cases, ids, timeout=240)
     return [dict(zip(recipes, results, strict=True)) for results in by_rank]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from subprocesses import ROOT, load_module
 
 from rewriter.recipes.catalogue import library
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "DRIFT.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("drift_benchmark", ROOT / "benchmarks" / "drift.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_module("drift_benchmark", ROOT / "benchmarks" / "drift.py")
 
 
 def test_the_text_around_the_figures_is_the_templates(benchmark: ModuleType) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,8 +10,9 @@ import pytest
 import torch
 import zoo
 from oracles import greedy_oracle, ladder_logits, ladder_oracle, relative_error
-from programs import program, shards, weights
+from programs import program, runtime_case, shards, weights
 from ranks import run_ranks
+from subprocesses import load_module
 
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.passes import available
@@ -27,11 +26,7 @@ def import_source(source: str):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "module.py"
         path.write_text(source)
-        spec = importlib.util.spec_from_file_location("emitted_runtime_module", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["emitted_runtime_module"] = module
-        spec.loader.exec_module(module)
-        return module
+        return load_module("emitted_runtime_module", path)
 
 
 def build(source, tensors, ties, group):
@@ -67,12 +62,26 @@ def on_rank(group, cases, ids, prompts, new_tokens):
     return results
 
 
+@torch.no_grad()
+def prefill_and_step(model, ids):
+    """The events of a prefill of `ids`, and those of a decode step."""
+    from rewriter.runtime import Context, StaticCache, record_events
+
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
+    with record_events() as prefill:
+        model(ids, positions, Context(cache))
+    with record_events() as decode:
+        model(ids[:, :1], positions[:, -1:] + 1, Context(cache, torch.tensor(ids.shape[1])))
+    return prefill, decode
+
+
 def check(name: str, ranks: int, selections: dict[str, set[int]], new_tokens: int) -> None:
     model = zoo.build(name)
     ids = zoo.batch(2, 21, model.config.vocab_size)
     prompts = zoo.prompts(8, model.config.vocab_size)
     programs = {label: program(name, layers, ranks) for label, layers in selections.items()}
-    cases = [(emit_runtime_module(p), shards(p, weights(name)), dict(p.ties)) for p in programs.values()]
+    cases = [runtime_case(p, weights(name)) for p in programs.values()]
     if ranks == 1:
         by_rank = [on_rank(None, cases, ids, prompts, new_tokens)]
     else:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+import subprocesses
+from subprocesses import ROOT
 
-ROOT = Path(__file__).parents[1]
 SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes of a multiprocessor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
@@ -19,11 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists f
 
 @cache
 def interpreted():
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "tests" / "hold_interpreted.py")
-    ran = subprocess.run([sys.executable, script], env=settings, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return subprocesses.interpreted("hold_interpreted.py", timeout=300)
 
 
 LOOK = 300  # nanoseconds: a few looks at the interpreter's clock

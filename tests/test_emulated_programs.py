@@ -8,7 +8,8 @@ import pytest
 import test_expert_parallel
 import test_sequence_attention
 import test_sequence_decode
-import test_zero
+import test_zero_comm_hooks
+import test_zero_node_local
 import test_zero_stages
 import torch
 import torch.distributed as dist
@@ -197,8 +198,8 @@ def test_experts_are_dispatched():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [test_zero.plug_cases, test_zero.resident_cases])
-def test_zero_plugs_and_resident_weights(cases):
-    with job(test_zero.RANKS, rank=1) as model:
+@pytest.mark.parametrize("cases", [test_zero_comm_hooks.comm_hook_cases, test_zero_node_local.node_local_cases])
+def test_zero_comm_hooks_and_node_local_weights(cases):
+    with job(test_zero_comm_hooks.RANKS, rank=1) as model:
         assert_finite(cases(dist.group.WORLD, False))
     assert {"all_gather", "reduce_scatter", "send"} <= set(model.kinds)

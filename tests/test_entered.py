@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
+from programs import PASSES, tensor_parallel
 from random_models import Models
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.passes import available
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
@@ -40,7 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Both blocks end in a child that is given the stream; its first token is at position 2.
     "roberta-prelayernorm": _BERT | {"model_type": "roberta-prelayernorm"},
 }
-_passes = available()
 _models = Models(CONFIGS)
 model_of, traced, weights = _models.model, _models.traced, _models.weights
 
@@ -57,9 +56,9 @@ def test_the_add_inside_a_child_is_found(name: str, length: int, tmp_path: Path)
     with ladder_reference(model, {1}):
         rewired = model(input_ids=ids, use_cache=False).logits
     assert relative_error(rewired, expected) >= 1e-2
-    ladder = _passes["ladder"]([1]).apply(program)
+    ladder = PASSES["ladder"]([1]).apply(program)
     assert relative_error(simulate(ladder, ids, weights=weights(name)), rewired) <= 1e-5
-    sharded = _passes["tensor_parallel"]().apply(ladder.with_(mesh={"tp": 2}))
+    sharded = tensor_parallel(ladder, 2)
     assert relative_error(simulate(sharded, ids, weights=weights(name)), rewired) <= 1e-4
 
 
@@ -68,7 +67,7 @@ def test_the_add_inside_a_child_is_found(name: str, length: int, tmp_path: Path)
 def test_an_emitted_layer_calls_what_the_child_called(name: str, tmp_path: Path) -> None:
     model, program = model_of(name), traced(name)
     model.save_pretrained(tmp_path)
-    files = emit_huggingface(_passes["ladder"]([1]).apply(program))
+    files = emit_huggingface(PASSES["ladder"]([1]).apply(program))
     assert files.modeling_name is not None
     assert files.modeling is not None
     printed = {

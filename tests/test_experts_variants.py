@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
-from programs import shards
+from programs import applied, runtime_case, tensor_parallel
 from ranks import run_ranks
 from test_emitted_runtime import compare_gradients, on_rank
 from torch import nn
@@ -21,7 +21,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
-from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Body, Program
 from rewriter.passes import available
 from rewriter.runtime.experts import experts
@@ -77,7 +76,7 @@ def model_of(model_type: str) -> Any:
 @pytest.mark.parametrize("model_type", list(CONFIGS))
 def test_traces_and_their_splits_equal_the_eager_model(model_type: str, ranks: int) -> None:
     model = model_of(model_type)
-    program = available()["tensor_parallel"]().apply(traced(model_type).with_(mesh={"tp": ranks}))
+    program = applied(traced(model_type).with_(mesh={"tp": ranks}), ("tensor_parallel", {}))
     assert not program.history[-1].notes
     weights = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
     for length in (1, 21, 100):
@@ -91,10 +90,10 @@ def test_traces_and_their_splits_equal_the_eager_model(model_type: str, ranks: i
 @pytest.mark.parametrize("model_type", ["gpt_oss", "aria_text", "llama4_text"])
 def test_emitted_modules_equal_the_eager_model_with_gradients(model_type: str, ranks: int) -> None:
     model = model_of(model_type)
-    program = available()["tensor_parallel"]().apply(traced(model_type).with_(mesh={"tp": ranks} if ranks > 1 else {}))
+    program = tensor_parallel(traced(model_type), ranks)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     ids = zoo.batch()
-    cases = [(emit_runtime_module(program), shards(program, weights), dict(program.ties))]
+    cases = [runtime_case(program, weights)]
     results = [on_rank(None, cases, ids, [], 0)] if ranks == 1 else run_ranks(on_rank, ranks, cases, ids, [], 0)
     model.zero_grad()
     logits = model(ids, use_cache=False).logits

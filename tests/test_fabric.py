@@ -9,13 +9,12 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from subprocesses import run_code
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
@@ -447,5 +446,4 @@ def test_no_torch_is_imported() -> None:
     program = (
         "import sys, rewriter.fabric as f; f.load_fabric('h100-nvlink').delay_model(); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_code(program).stdout.strip() == "False"

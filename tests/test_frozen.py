@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import refusal, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -245,12 +245,8 @@ def sharded(group: Any, format: str | None, policy: MixedPrecisionPolicy) -> dic
     found = gradients(model, x[rows], labels[rows])
     setattr(dist, name, gather)
     held = sum(p.to_local().nbytes for p in model.parameters())
-    refusal = ""
-    try:
-        quantize_frozen(model, "int8", min_elements=SMALL)
-    except RewriterError as error:
-        refusal = str(error)
-    return {"gradients": found, "gathered": sum(gathered), "held": held, "refusal": refusal}
+    refused = refusal(lambda: quantize_frozen(model, "int8", min_elements=SMALL))
+    return {"gradients": found, "gathered": sum(gathered), "held": held, "refusal": refused}
 
 
 def beside_zero_plus_plus(group: Any) -> dict[str, Any]:
@@ -261,15 +257,11 @@ def beside_zero_plus_plus(group: Any) -> dict[str, Any]:
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
-    refusal = ""
-    try:
-        zero_plus_plus(models[0], weights="int8", node=2)
-    except RewriterError as error:
-        refusal = str(error)
+    refused = refusal(lambda: zero_plus_plus(models[0], weights="int8", node=2))
     zero_plus_plus(models[1], gradients="int8", node=2)
     x, labels = batch()
     rows = slice(group.rank() * 3, group.rank() * 3 + 3)
-    return {"gradients": gradients(models[1], x[rows], labels[rows]), "refusal": refusal}
+    return {"gradients": gradients(models[1], x[rows], labels[rows]), "refusal": refused}
 
 
 def on_ranks(group: Any) -> dict[str, Any]:

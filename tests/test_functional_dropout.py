@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from programs import PASSES, tensor_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
-
-PASSES = available()
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def test_it_is_the_identity_in_evaluation_and_tensor_parallel(config):
     zoo.randomize(model, 0)
     ids, weights = zoo.batch(2, 21, 256), {n: p.detach() for n, p in model.named_parameters()}
     program = trace(config)
-    sharded = PASSES["tensor_parallel"]().apply(program.with_(mesh={"tp": 2}))
+    sharded = tensor_parallel(program, 2)
     with torch.no_grad():
         expected = model(ids).logits
         for each in (program, sharded):

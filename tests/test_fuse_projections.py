@@ -9,22 +9,16 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
-from programs import traced, weights
+from programs import PASSES, tensor_parallel, traced, weights
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body, Program
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.verify.simulate import load_weights, simulate, whole_parameter
 
-PASSES = available()
-
 
 def sharded(name: str, tp: int, *passes: tuple[str, dict[str, Any]]) -> Program:
-    program = traced(name).with_(mesh={"tp": tp} if tp > 1 else {})
-    for pass_name, options in (("tensor_parallel", {}), *passes):
-        program = PASSES[pass_name](**options).apply(program)
-    return program
+    return tensor_parallel(traced(name), tp, *passes)
 
 
 PARALLEL = (("parallel_block", {}), ("merge_reductions", {}))
@@ -92,9 +86,7 @@ def test_a_ranks_part_of_a_fused_weight_is_its_parts_of_the_sources(tp: int) -> 
 
 def test_a_fused_weight_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     zoo.save("llama", tmp_path)
-    program = PASSES["fuse_projections"]().apply(
-        PASSES["tensor_parallel"]().apply(trace(tmp_path).with_(mesh={"tp": 2}))
-    )
+    program = tensor_parallel(trace(tmp_path), 2, ("fuse_projections", {}))
     loaded = load_weights(program)
     name = "model.layers.0.mlp.gate_up_proj.weight"
     assert torch.equal(loaded[name], whole_parameter(name, program.parameters[name], weights("llama")))

@@ -66,19 +66,13 @@ class LadderLlamaDecoderLayer(LlamaDecoderLayer):
 '''
 
 
-def modeling(family: str, selection: str) -> str:
-    text = emit_huggingface(emitted.ladder(family, selection)).modeling
-    assert text is not None
-    return text
-
-
 def test_a_ladder_layer_reads_like_the_source() -> None:
-    assert LADDER_FORWARD in modeling("llama", "all")
+    assert LADDER_FORWARD in emitted.modeling(emitted.ladder("llama", "all"))
 
 
 def test_the_header_says_what_made_the_file_from_what() -> None:
     program = emitted.ladder("llama", "upper-half").with_(recipe={"name": "ladder-upper-half"})
-    text = str(emit_huggingface(program).modeling)
+    text = emitted.modeling(program)
     assert "(recipe ladder-upper-half) from a llama checkpoint" in text
     assert "ladder(layers=[2, 3], variant='paper'): 4 of 8 blocks read the stream one block earlier" in text
 
@@ -91,10 +85,8 @@ def test_the_header_says_what_made_the_file_from_what() -> None:
 def test_the_files_are_formatted_and_clean(
     families: tuple[str, ...], selections: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for family in families:
-        for selection in selections:
-            (tmp_path / f"{family}_{selection.replace('-', '_')}.py").write_text(modeling(family, selection))
-    emitted.assert_clean(tmp_path)
+    programs = {f"{family}_{name}": emitted.ladder(family, name) for family in families for name in selections}
+    emitted.assert_clean_modeling(programs, tmp_path)
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

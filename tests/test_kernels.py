@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import subprocesses
 import torch
+from subprocesses import ROOT
 
 from rewriter.kernels import merge
-
-ROOT = Path(__file__).parents[1]
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
 
@@ -22,11 +20,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for
 @cache
 def interpreted() -> dict[str, float]:
     """Errors of the kernel by case; see tests/merge_interpreted.py."""
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "tests" / "merge_interpreted.py")
-    ran = subprocess.run([sys.executable, script], env=settings, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    found: dict[str, float] = json.loads(ran.stdout)
+    found: dict[str, float] = subprocesses.interpreted("merge_interpreted.py", timeout=300)
     return found
 
 

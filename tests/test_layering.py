@@ -103,6 +103,12 @@ def circles(files: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def test_no_file_is_longer_than_500_lines():
+    files = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    lengths = {str(path): len(path.read_text().splitlines()) for path in files}
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
+
+
 def test_every_room_has_a_floor():
     rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert rooms == set(allowed())

@@ -7,17 +7,15 @@ import functools
 import pytest
 import torch
 from oracles import relative_error
+from programs import PASSES, tensor_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter import ops
 from rewriter.analysis.residual import is_add, residual_blocks
 from rewriter.ir import Program
 from rewriter.ir.marks import mark, marks
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
-
-PASSES = available()
 
 
 @functools.cache
@@ -54,7 +52,7 @@ def test_scaled_reductions_with_the_stream_between_them_become_one_per_layer(tp:
     """x + s·AR(a) + s·AR(m) → x + AR(s·a + s·m)."""
     program, weights = granite()
     changed = parallel(program)
-    sharded = PASSES["tensor_parallel"]().apply(changed.with_(mesh={"tp": tp}))
+    sharded = tensor_parallel(changed, tp)
     merged = PASSES["merge_reductions"]().apply(sharded)
     assert len(block_reductions(sharded)) == 4
     assert len(block_reductions(merged)) == 2
@@ -69,7 +67,7 @@ def test_scaled_reductions_with_the_stream_between_them_become_one_per_layer(tp:
 def test_gradients_of_merged_scaled_reductions_are_those_of_one_device() -> None:
     program, weights = granite()
     changed = parallel(program)
-    merged = PASSES["merge_reductions"]().apply(PASSES["tensor_parallel"]().apply(changed.with_(mesh={"tp": 2})))
+    merged = PASSES["merge_reductions"]().apply(tensor_parallel(changed, 2))
     ids = torch.arange(42).view(2, 21) % 64
     gradients = []
     for form in (changed, merged):
@@ -81,14 +79,14 @@ def test_gradients_of_merged_scaled_reductions_are_those_of_one_device() -> None
 
 
 def test_reductions_of_sequential_blocks_stay_apart() -> None:
-    sharded = PASSES["tensor_parallel"]().apply(granite()[0].with_(mesh={"tp": 2}))
+    sharded = tensor_parallel(granite()[0], 2)
     merged = PASSES["merge_reductions"]().apply(sharded)
     assert not merged.history[-1].fired
     assert len(block_reductions(merged)) == 4
 
 
 def test_a_sum_that_something_else_reads_is_not_taken_apart() -> None:
-    sharded = PASSES["tensor_parallel"]().apply(parallel(granite()[0]).with_(mesh={"tp": 2}))
+    sharded = tensor_parallel(parallel(granite()[0]), 2)
     graph, _ = sharded.edit()
     first = next(n for n in graph.nodes if n.target is ops.all_reduce and marks(n).layer == 0)
     last = next(n for n in reversed(graph.nodes) if is_add(n))

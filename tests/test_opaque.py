@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import relative_error
+from programs import PASSES
 from random_models import Models
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +19,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Opaque, Program
-from rewriter.passes import available
 from rewriter.tracing import trace_skeleton
 from rewriter.tracing.example import Example
 from rewriter.tracing.interception import Recorded
@@ -65,7 +65,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
     },
 }
-_passes = available()
 _models = Models(CONFIGS)
 model_of, traced, weights = _models.model, _models.traced, _models.weights
 
@@ -90,7 +89,7 @@ def test_a_hybrid_replays_and_its_ladder_is_the_reference(name: str, length: int
     with ladder_reference(model, layers):
         rewired = model(input_ids=ids, use_cache=False).logits
     assert relative_error(rewired, expected) >= 1e-2
-    ladder = _passes["ladder"](sorted(layers)).apply(program)
+    ladder = PASSES["ladder"](sorted(layers)).apply(program)
     assert relative_error(replayed(ladder, name, ids), rewired) <= 1e-5
 
 
@@ -107,7 +106,7 @@ def test_what_stays_is_named_with_its_reason() -> None:
 @torch.no_grad()
 def test_it_is_replicated_under_tensor_parallelism_and_refused_by_the_runtime() -> None:
     program = traced("jamba")
-    sharded = _passes["tensor_parallel"]().apply(program.with_(mesh={"tp": 2}, origin=program))
+    sharded = PASSES["tensor_parallel"]().apply(program.with_(mesh={"tp": 2}, origin=program))
     assert any("model.layers.0.mamba" in note and "replicated" in note for note in sharded.history[-1].notes)
     expected = model_of("jamba")(input_ids=tokens(21), use_cache=False).logits
     assert relative_error(replayed(sharded, "jamba", tokens(21)), expected) <= 1e-4
@@ -131,7 +130,7 @@ def test_an_emitted_hybrid_generates_as_its_reference(
     model, program = model_of(name), traced(name)
     layers = set(range(1, program.source.num_layers))
     model.save_pretrained(tmp_path)
-    files = emit_huggingface(_passes["ladder"](sorted(layers)).apply(program))
+    files = emit_huggingface(PASSES["ladder"](sorted(layers)).apply(program))
     assert files.modeling_name is not None
     assert files.modeling is not None
     config = files.config | {"dtype": "float32"}
@@ -152,7 +151,7 @@ def test_an_emitted_hybrid_generates_as_its_reference(
 
 
 def test_two_classes_of_layers_have_classes_of_their_own() -> None:
-    files = emit_huggingface(_passes["ladder"]([3]).apply(traced("jamba")))
+    files = emit_huggingface(PASSES["ladder"]([3]).apply(traced("jamba")))
     kinds = files.config["rewriter_layers"]
     assert kinds == ["standard", "standard_2", "standard_to_ladder", "ladder_last"]
     assert files.modeling is not None

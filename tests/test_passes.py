@@ -11,19 +11,16 @@ import pytest
 import torch
 import zoo
 from oracles import ladder_logits, ladder_oracle, relative_error
-from programs import program, traced, weights
+from programs import PASSES, program, tensor_parallel, traced, weights
 
 import rewriter
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir.marks import marks
-from rewriter.passes import available
 from rewriter.passes.base import single_device
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
-
-PASSES = available()
 
 
 def logits(some_program, name, ids=None):
@@ -201,7 +198,7 @@ def test_a_second_ladder_over_the_same_layers_is_refused():
 def test_a_position_table_as_long_as_the_vocabulary_is_not_split():
     config = zoo.config("gpt2")
     config.vocab_size = config.n_positions
-    sharded = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    sharded = tensor_parallel(trace(config), 2)
     assert sharded.parameters["transformer.wte.weight"].ranges is not None
     assert sharded.parameters["transformer.wpe.weight"].ranges is None
 

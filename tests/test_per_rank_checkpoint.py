@@ -332,12 +332,8 @@ def test_rewriting_it_again_is_refused() -> None:
 
 
 def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:
-    for family in FAMILIES:
-        for mix in MIXES:
-            (tmp_path / f"{family}_{mix.replace('-', '_')}.py").write_text(
-                str(emit_huggingface(program(family, mix, 4)).modeling)
-            )
-    emitted.assert_clean(tmp_path)
+    programs = {f"{family}_{mix}": program(family, mix, 4) for family in FAMILIES for mix in MIXES}
+    emitted.assert_clean_modeling(programs, tmp_path)
 
 
 # What a reader of the generated Llama file sees of a layer of desync-2x.
@@ -360,7 +356,7 @@ DROP_KEEP = """
 
 
 def test_a_layer_reads_like_the_source() -> None:
-    text = str(emit_huggingface(program("llama", "2x", 4)).modeling)
+    text = emitted.modeling(program("llama", "2x", 4))
     assert DROP_KEEP in text
     assert "whose function is bound to 4 ranks (tp=4)" in text
 
@@ -452,7 +448,7 @@ def test_dropout_that_is_not_computed_per_rank_is_refused_in_training(dropout: f
         hidden_dropout=dropout,
     )  # fmt: skip
     sharded = TensorParallel().apply(trace(config).with_(mesh={"tp": 2}))
-    text = str(emit_huggingface(Desync(n=4).apply(sharded)).modeling)
+    text = emitted.modeling(Desync(n=4).apply(sharded))
     assert ("register_forward_pre_hook(refuse_dropout)" in text) == (dropout > 0)
     assert ("if model.training:" in text) == (dropout > 0)
 

@@ -11,22 +11,16 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
-from programs import traced, weights
+from programs import tensor_parallel, traced, weights
+from test_per_rank_oracle import LADDER, OWN, PARALLEL, desync
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.passes import available
 from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
 FAMILY = "llama_mha_bias"
 RANKS = 2
-PASSES = available()
-LADDER, OWN, PARALLEL = LayerMode("ladder"), LayerMode("own_partial"), LayerMode("parallel")
-
-
-def desync(*keep: bool, resync: Any = "mean") -> LayerMode:
-    return LayerMode("desync", keep, resync)
 
 
 # name → (passes, what they mean)
@@ -63,10 +57,7 @@ REWRITES: Mapping[str, tuple[list[tuple[str, dict[str, Any]]], list[LayerMode]]]
 
 @functools.cache
 def program(name: str) -> Program:
-    result = PASSES["tensor_parallel"]().apply(traced(FAMILY).with_(mesh={"tp": RANKS}))
-    for rewrite, options in REWRITES[name][0]:
-        result = PASSES[rewrite](**options).apply(result)
-    return result
+    return tensor_parallel(traced(FAMILY), RANKS, *REWRITES[name][0])
 
 
 @functools.cache

@@ -11,16 +11,13 @@ import pytest
 import torch
 import zoo
 from oracles import greedy_oracle, relative_error
-from programs import shards, traced, weights
+from programs import MERGE, OVERLAP, runtime_case, tensor_parallel, traced, weights
 from ranks import run_ranks
 from test_emitted_runtime import on_rank
 
-from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
-from rewriter.passes import available
 from rewriter.verify.simulate import simulate, whole_parameter
 
-PASSES = available()
 TOLERANCE = 1e-4
 
 Passes = list[tuple[str, dict[str, Any]]]
@@ -53,12 +50,8 @@ FAMILIES = ["llama", "qwen2", "gpt2", "gpt_neox", "mixtral"]
 
 def rewritten(name: str, ranks: int, passes: Passes, overlap: bool = True) -> Program:
     """Family `name` over `ranks` ranks after `passes`."""
-    program = PASSES["tensor_parallel"]().apply(traced(name).with_(mesh={"tp": ranks}))
-    if not any(p == "merge_reductions" for p, _ in passes):
-        program = PASSES["merge_reductions"]().apply(program)
-    for pass_name, options in passes:
-        program = PASSES[pass_name](**options).apply(program)
-    return PASSES["overlap"]().apply(program) if overlap else program
+    first = [] if MERGE in passes else [MERGE]
+    return tensor_parallel(traced(name), ranks, *first, *passes, *[OVERLAP] * overlap)
 
 
 def full_weights(program: Program, name: str) -> dict[str, torch.Tensor]:
@@ -77,7 +70,7 @@ def check(name: str, ranks: int, cases: dict[str, Passes], new_tokens: int = 16,
     ids, prompts = zoo.batch(2, 13, vocabulary), zoo.prompts(3, vocabulary)
     programs = {label: rewritten(name, ranks, passes, overlap) for label, passes in cases.items()}
     full = {label: full_weights(p, name) for label, p in programs.items()}
-    emitted = [(emit_runtime_module(p), shards(p, full[label]), dict(p.ties)) for label, p in programs.items()]
+    emitted = [runtime_case(p, full[label]) for label, p in programs.items()]
     by_rank = run_ranks(on_rank, ranks, emitted, ids, prompts, new_tokens, timeout=240)
     original = simulate(traced(name), ids, weights=weights(name))
     for index, (label, program) in enumerate(programs.items()):

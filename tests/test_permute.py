@@ -37,7 +37,7 @@ from rewriter.verify.shrunken_check import check_shrunken
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.verify.unit_assignment import assign_units
 from rewriter.weights import Checkpoint
-from rewriter.weights.regions import blocks, fill, tiles
+from rewriter.weights.regions import fill, regions, tiles
 
 FAST = ["llama", "gpt2", "mixtral"]
 SLOW = ["llama_mha_bias", "gpt_neox", "qwen2", "gemma3_text", "olmo2", "qwen3_moe", "gpt_oss", "deepseek_v3"]
@@ -280,7 +280,7 @@ def test_places_are_streamed_in_tiles(expression: Expression, limit: int, tmp_pa
     checkpoint = Checkpoint.open(tmp_path)
     wanted = checkpoint.evaluate(expression).contiguous()
     data = b""
-    for parts, shape in tiles(blocks(checkpoint, expression), expression.shape(checkpoint.shapes), 4, limit):
+    for parts, shape in tiles(regions(checkpoint, expression), expression.shape(checkpoint.shapes), 4, limit):
         piece = bytearray(4 * int(np.prod(shape)))
         fill(parts, shape, "F32", memoryview(piece))
         assert all(0 < part.span <= 6 * 7 * 4 for part in parts)

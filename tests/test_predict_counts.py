@@ -23,6 +23,8 @@ from rewriter.predict.module_cost import active_experts
 from rewriter.predict.workload import ForwardPass
 from rewriter.tracing import trace
 
+LARGE = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, vocab_size=128256)
+
 
 @pytest.fixture(scope="module")
 def small() -> Program:
@@ -32,11 +34,7 @@ def small() -> Program:
 @pytest.fixture(scope="module")
 def seventy() -> Program:
     """The sizes of Llama 3 70B."""
-    return trace(
-        small_config(
-            hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, vocab_size=128256
-        )
-    )
+    return trace(small_config(**LARGE))
 
 
 # --- what others count ---
@@ -170,9 +168,7 @@ def test_gains_come_in_the_order_of_the_paper(seventy: Program) -> None:
 
 @pytest.mark.slow
 def test_a_70b_model_with_all_recipes_takes_seconds() -> None:
-    config = small_config(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, vocab_size=128256
-    )
+    config = small_config(**LARGE)
     api.predict(small_config(num_hidden_layers=1), ["tensor-parallel"], tp=2)  # imports
     began = time.process_time()
     found = api.predict(config, all_recipes(), tp=8)

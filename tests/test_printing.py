@@ -15,12 +15,10 @@ import pytest
 import transformers
 
 from rewriter.ir import Program
-from rewriter.passes import available
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 
 GOLDEN = Path(__file__).parent / "golden"
-PASSES = available()
 
 
 WHOLE = [
@@ -69,10 +67,7 @@ ALONE = {
 
 def rewritten(*passes: tuple[str, dict[str, Any]]) -> Program:
     """A small Llama after `passes`, on two ranks."""
-    program = programs.traced("llama").with_(mesh={"tp": 2})
-    for name, options in passes:
-        program = PASSES[name](**options).apply(program)
-    return program
+    return programs.applied(programs.traced("llama").with_(mesh={"tp": 2}), *passes)
 
 
 def transition(case: str) -> Program:
@@ -134,7 +129,7 @@ def test_printed_ir_is_the_golden_one(case: str) -> None:
 def test_every_pass_has_a_golden_file() -> None:
     """By the last section of the files, the history of passes."""
     histories = [file.read_text(encoding="utf-8").rpartition("\nhistory\n")[2] for file in GOLDEN.glob("*.txt")]
-    assert set(re.findall(r"^  (\w+)\(", "".join(histories), re.MULTILINE)) == set(PASSES)
+    assert set(re.findall(r"^  (\w+)\(", "".join(histories), re.MULTILINE)) == set(programs.PASSES)
     assert {file.stem for file in GOLDEN.glob("*.txt")} == {*WHOLE, *TRANSITIONS, *ALONE, "permute"}
 
 

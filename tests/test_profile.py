@@ -10,12 +10,11 @@ import pytest
 import torch
 import zoo
 from emitted import edited
-from programs import program, shards, weights
+from programs import program, runtime_case, weights
 from ranks import run_ranks
 from test_emitted_runtime import build
 
 from rewriter import ops
-from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.marks import in_stream, mark, marks
 
@@ -168,7 +167,7 @@ def runs():
     good = {label: program(FAMILY, layers, tp=2) for label, layers in SELECTIONS.items()}
     faulty = {label: edited(good["all"], fault) for label, fault in FAULTS.items()}
     programs = good | faulty
-    cases = [(emit_runtime_module(p), shards(p, weights(FAMILY)), dict(p.ties), modules(p)) for p in programs.values()]
+    cases = [(*runtime_case(p, weights(FAMILY)), modules(p)) for p in programs.values()]
     ids = zoo.batch(1, 21, zoo.shared(FAMILY).config.vocab_size)
     by_rank = run_ranks(profiled, 2, cases, ids)
     return {label: (p, [rank[i] for rank in by_rank]) for i, (label, p) in enumerate(programs.items())}

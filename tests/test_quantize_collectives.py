@@ -17,9 +17,9 @@ import pytest
 import torch
 import zoo
 from oracles import ladder_oracle, relative_error
-from programs import shards, traced, weights
+from programs import MERGE, OVERLAP, Step, applied, runtime_case, shards, tensor_parallel, traced, weights
 from ranks import run_ranks
-from test_emitted_runtime import build, import_source, load
+from test_emitted_runtime import build, import_source, load, prefill_and_step
 
 from rewriter import ops
 from rewriter.analysis.communication import collectives, quantized, sent_bytes
@@ -28,7 +28,6 @@ from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.kernels import dequantize, parse_format, quantize, slice_length
-from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import QuantizeCollectives, always_quantized, exact
 from rewriter.recipes import Recipe
@@ -110,14 +109,9 @@ def oracle(family: str, ranks: int, reduce: Combine, layers: Sequence[int] = (),
 
 # --- programs --------------------------------------------------------------------------------------------------------
 
-Step = tuple[str, dict[str, Any]]
-
 
 def wired(family: str, ranks: int, *steps: Step) -> Program:
-    program = available()["tensor_parallel"]().apply(traced(family).with_(mesh={"tp": ranks}))
-    for name, options in steps:
-        program = available()[name](**options).apply(program)
-    return program
+    return tensor_parallel(traced(family), ranks, *steps)
 
 
 def quantizing(format: str = "int8", min_bytes: int = 0) -> Step:
@@ -128,9 +122,6 @@ def quantizing(format: str = "int8", min_bytes: int = 0) -> Step:
 def simulated(program: Program, family: str, length: int = 21) -> torch.Tensor:
     full = {name: tensor.double() for name, tensor in weights(family).items()}
     return simulate(program, batch(family, length), weights=full)
-
-
-OVERLAP, MERGE = ("overlap", {}), ("merge_reductions", {})
 
 
 # --- what ranks compute ----------------------------------------------------------------------------------------------
@@ -235,7 +226,7 @@ def test_reductions_that_travel_otherwise_are_not_merged() -> None:
     graph, _ = program.edit()
     mixed = [n for n in graph.nodes if n.kwargs.get("format") and marks(n).layer == 1]
     mixed[0].kwargs = {}
-    merged = available()["merge_reductions"]().apply(program.with_(graph=graph))
+    merged = applied(program.with_(graph=graph), MERGE)
     counts = [sum(c.layer == layer for c in collectives(merged)) for layer in range(4)]
     assert counts == [1, 2, 1, 1]
 
@@ -362,7 +353,7 @@ CASES: dict[str, list[Step]] = {
 
 def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
     """Per case: logits, gradients by name, bytes sent and sums started in a prefill and a decode step."""
-    from rewriter.runtime import Context, StaticCache, record_events
+    from rewriter.runtime import Context
 
     results = []
     positions = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -371,12 +362,10 @@ def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
         logits = model(ids, positions, Context())
         logits.square().mean().backward()
         grads = {n: p.grad for n, p in model.named_parameters()}
-        cache = StaticCache(model.slots, ids.shape[0], ids.shape[1] + 1, torch.float32)
-        counts = []
-        for tokens, at, step in ((ids, positions, Context(cache)), (ids[:, :1], positions[:, -1:] + 1, None)):
-            with torch.no_grad(), record_events() as events:
-                model(tokens, at, step or Context(cache, torch.tensor(ids.shape[1])))
-            counts.append((sum(e.sent for e in events if e.kind == "wire"), sum(e.kind == "start" for e in events)))
+        counts = [
+            (sum(e.sent for e in events if e.kind == "wire"), sum(e.kind == "start" for e in events))
+            for events in prefill_and_step(model, ids)
+        ]
         results.append((logits.detach(), grads, counts))
     return results
 
@@ -385,7 +374,7 @@ def on_rank(group: Any, cases: list[Any], ids: torch.Tensor) -> list[Any]:
 def real() -> tuple[dict[str, Program], list[dict[str, Any]]]:
     """The programs of CASES, and by rank what their modules computed and sent."""
     programs = {name: wired("llama", RANKS, *steps) for name, steps in CASES.items()}
-    cases = [(emit_runtime_module(p), shards(p, weights("llama")), dict(p.ties)) for p in programs.values()]
+    cases = [runtime_case(p, weights("llama")) for p in programs.values()]
     by_rank = run_ranks(on_rank, RANKS, cases, batch("llama"), timeout=240)
     return programs, [dict(zip(CASES, results, strict=True)) for results in by_rank]
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import subprocesses
 import torch
+from subprocesses import ROOT
 
-ROOT = Path(__file__).parents[1]
 Found = dict[str, dict[str, float]]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux only")
@@ -23,11 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists f
 @cache
 def interpreted(group: str) -> Found:
     """What differs, by case; see tests/quantize_interpreted.py."""
-    settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    script = str(ROOT / "tests" / "quantize_interpreted.py")
-    ran = subprocess.run([sys.executable, script, group], env=settings, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr
-    found: Found = json.loads(ran.stdout)
+    found: Found = subprocesses.interpreted("quantize_interpreted.py", group)
     return found
 
 

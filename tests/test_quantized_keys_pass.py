@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from oracles import relative_error
 from programs import traced, weights
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -39,10 +40,6 @@ def wired(ranks: int, *steps: dict[str, Any], family: str = "llama", **sharding:
     for options in steps:
         program = QuantizeCollectives(**{"axis": "sp", "min_bytes": 0, **options}).apply(program)
     return program
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @contextmanager
@@ -89,13 +86,13 @@ def simulated(program: Program, length: int) -> Tensor:
 @pytest.mark.parametrize("format", ["int8@16", "int4@16"])
 def test_simulated_ranks_equal_the_model_with_dequantized_keys_on_any_grid(format: str) -> None:
     expected = original(21, format)
-    assert relative(expected, original(21)) > 1e-4
+    assert relative_error(expected, original(21)) > 1e-4
     for ranks, options in (
         (2, {"kind": "ring"}),
         (4, {"kind": "attention2d", "grid": (1, 2, 2)}),
         (2, {"kind": "ulysses"}),
     ):
-        assert relative(simulated(wired(ranks, {"format": format}, **options), 21), expected) <= SAME, options
+        assert relative_error(simulated(wired(ranks, {"format": format}, **options), 21), expected) <= SAME, options
 
 
 def test_min_bytes_counts_what_a_rank_holds() -> None:
@@ -103,8 +100,8 @@ def test_min_bytes_counts_what_a_rank_holds() -> None:
     held = 2 * 6 * shape.num_key_value_heads * 2 * (shape.hidden_size // shape.num_attention_heads) * 8
     at, above = (wired(4, {"format": "int8@16", "min_bytes": held + more}, kind="ring") for more in (0, 1))
     # 21 tokens on a ring of 4 are 6 on each rank
-    assert relative(simulated(at, 21), original(21, "int8@16")) <= SAME
-    assert relative(simulated(above, 21), original(21)) <= SAME
+    assert relative_error(simulated(at, 21), original(21, "int8@16")) <= SAME
+    assert relative_error(simulated(above, 21), original(21)) <= SAME
 
 
 def test_the_plan_says_it_and_prices_it() -> None:

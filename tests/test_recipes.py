@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from subprocesses import run_code
 
 import rewriter
 from rewriter.common.errors import RewriterError
@@ -151,14 +151,12 @@ def test_listing_imports_neither_torch_nor_pydantic() -> None:
         "import sys; from rewriter.recipes.catalogue import entries; entries();"
         "print(sorted({'torch', 'transformers', 'pydantic'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_code(program).stdout.strip() == "[]"
 
 
 def test_loading_imports_no_torch() -> None:
     program = "import sys; import rewriter as rw; rw.Recipe.load('ladder'); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_code(program).stdout.strip() == "False"
 
 
 # Loading and overriding

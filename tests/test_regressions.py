@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
+from programs import applied
 from torch import fx, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from rewriter.analysis.units import Units
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Body
 from rewriter.ops import MaskSpec
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.example import Example
@@ -116,7 +116,7 @@ def test_a_write_that_is_no_value_is_refused(kind: type[nn.Module], what: str) -
 def test_latent_attention_that_assembles_its_keys_in_place(ranks: int) -> None:
     """Its keys were uninitialised memory once. Heads are split over ranks, what they share is not."""
     config = AutoConfig.for_model(**_LATENT, first_k_dense_replace=2)
-    program = available()["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": ranks}))
+    program = applied(trace(config).with_(mesh={"tp": ranks}), ("tensor_parallel", {}))
     assert not program.history[-1].notes
     if ranks > 1:
         split = {name.removeprefix("model.layers.0.self_attn.") for name, p in program.parameters.items() if p.ranges}

@@ -5,24 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from programs import traced, weights
+from programs import PASSES, tensor_parallel, traced, weights
 from transformers import AutoConfig
 
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir.marks import marks
-from rewriter.passes import available
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.recipes.apply import lint
 from rewriter.tracing import trace
 from rewriter.verify.simulate import simulate
 
-PASSES = available()
-
 
 def sharded(name="llama", tp=2):
-    return PASSES["tensor_parallel"]().apply(traced(name).with_(mesh={"tp": tp} if tp > 1 else {}))
+    return tensor_parallel(traced(name), tp)
 
 
 def apply(program, *rewrites):
@@ -164,7 +161,7 @@ def test_per_rank_rewrites_need_ranks(rewrite):
 
 def test_a_norm_over_all_heads_cannot_read_a_residual_of_each_ranks_own():
     config = AutoConfig.for_model("olmoe", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256)
-    program = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    program = tensor_parallel(trace(config), 2)
     with pytest.raises(RewriterError, match="reduces over the ranks inside"):
         apply(program, ("ladder", {"variant": "own_partial"}))
 
@@ -173,7 +170,7 @@ def test_a_block_that_every_rank_computes_cannot_read_a_ranks_own_partial():
     """113 channels divide by nothing: the MLP is replicated, and from own partials the ranks would drift apart."""
     config = zoo.config("llama")
     config.intermediate_size = 113
-    program = PASSES["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    program = tensor_parallel(trace(config), 2)
     with pytest.raises(RewriterError, match=r"layers\.0\.mlp could not be split"):
         apply(program, ("ladder", {"variant": "own_partial"}))
     apply(program, ("desync", {"pattern": (("drop",), ("keep",))}))

@@ -9,15 +9,14 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
-from programs import traced, weights
+from programs import PASSES, tensor_parallel, traced, weights
 
 from rewriter.analysis.residual import annotate, residual_blocks
 from rewriter.ir.marks import Marks, mark, marks, set_marks
-from rewriter.passes import available
 from rewriter.verify.per_rank_reference import LayerMode, PerRankReference
 from rewriter.verify.simulate import simulate
 
-PASSES, SCALE, RANKS = available(), 0.5, 2
+SCALE, RANKS = 0.5, 2
 
 
 def scaled():
@@ -99,7 +98,7 @@ REWRITES = {
 def test_rewrites_scale_what_they_carry(name):
     (rewrite, options), reference = REWRITES[name]
     model, ids = zoo.shared("llama"), zoo.batch(2, 21, 256)
-    program = PASSES["tensor_parallel"]().apply(scaled().with_(mesh={"tp": RANKS}))
+    program = tensor_parallel(scaled(), RANKS)
     assert len(residual_blocks(program)) == 8
     rewired = PASSES[rewrite](**options).apply(program)
     with torch.no_grad():

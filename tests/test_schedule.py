@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from programs import traced
+from programs import PASSES, tensor_parallel, traced
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.schedule import IN_PLACE, earlier_readers, with_readers_first
+from rewriter.analysis.op_semantics import starts_sum
+from rewriter.analysis.schedule import earlier_readers, with_readers_first
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.passes import available
-
-PASSES = available()
 
 
 def own_partial(layers: object = "all") -> Program:
-    split = PASSES["tensor_parallel"]().apply(traced("llama").with_(mesh={"tp": 2}))
+    split = tensor_parallel(traced("llama"), 2)
     return PASSES["ladder"](layers=layers, variant="own_partial").apply(split)
 
 
 def read_too_late(graph: fx.Graph) -> list[str]:
     """Reductions after which something still reads the partial."""
     order = {n: i for i, n in enumerate(graph.nodes)}
-    reductions = [n for n in graph.nodes if n.target in IN_PLACE]
+    reductions = [n for n in graph.nodes if starts_sum(n)]
     return [r.name for r in reductions if any(order[u] > order[r] for u in r.all_input_nodes[0].users)]
 
 
@@ -44,7 +42,7 @@ def test_without_overlap_the_readers_are_moved() -> None:
 
 
 def test_an_order_that_is_right_is_left_alone() -> None:
-    graph = PASSES["tensor_parallel"]().apply(traced("llama").with_(mesh={"tp": 2})).graph
+    graph = tensor_parallel(traced("llama"), 2).graph
     assert with_readers_first(graph) is graph
 
 

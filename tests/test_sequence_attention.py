@@ -371,7 +371,7 @@ def looked_up(group):
     once_each = made == [id(mesh) for mesh in meshes]
     del mesh, meshes
     gc.collect()
-    return once_each, len(mesh_functions._meshes)
+    return once_each, len(mesh_functions._attention_mesh.found)
 
 
 def test_a_mesh_is_looked_up_once_and_by_what_it_is():

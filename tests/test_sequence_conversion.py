@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from emitted import assert_clean
+from oracles import relative_error
 from ranks import RankError, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -58,10 +59,6 @@ def original() -> PreTrainedModel:
 
 def batch(length: int, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(length))
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 # What is written

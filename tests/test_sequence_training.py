@@ -10,10 +10,9 @@ import runtime_qwen
 import runtime_reference as reference
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import refusal, run_ranks
 from zero_gradients import gradient_of
 
-from rewriter import RewriterError
 from rewriter.ops import SequencePlan
 
 LADDER_FROM = runtime_qwen.LADDER_FROM
@@ -344,14 +343,6 @@ def on_a_pair(group):
     messages = [refusal(lambda: model(batch()[0], logits_to_keep=5).square().mean().backward())]
     fully_shard(model, mesh=model.replicas.mesh)
     return results, [*messages, refusal(lambda: model(batch()[0]))]
-
-
-def refusal(call):
-    try:
-        call()
-    except RewriterError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 @functools.cache

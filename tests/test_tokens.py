@@ -6,17 +6,15 @@ import pytest
 import torch
 import zoo
 from oracles import relative_error
+from programs import PASSES
 from torch import fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.ir import Leaf
-from rewriter.passes import available
 from rewriter.tracing import trace
 from rewriter.tracing.flat_tokens import keep_tokens
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
-
-PASSES = available()
 
 
 @pytest.mark.parametrize("tp", [1, 2])

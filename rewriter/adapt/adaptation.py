@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import TrainerCallback
 
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
-from rewriter.adapt import teacher as teachers
-from rewriter.adapt.anneal_callback import AnnealingCallback
-from rewriter.adapt.anneal_schedule import Annealing, annealed_layers
-from rewriter.adapt.batches import Order
-from rewriter.adapt.evaluate import evaluate
-from rewriter.adapt.isolation import isolates_segments
-from rewriter.adapt.job import AdaptJob, identity
+from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
+from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
-from rewriter.adapt.refit import refit_to_original
-from rewriter.adapt.rewritten_source import Opened, open_output, recipe_of
+from rewriter.adapt.rewritten_source import open_output, recipe_of
+from rewriter.adapt.run import Run
 from rewriter.adapt.run_data import read_data
-from rewriter.adapt.run_log import Metrics, tensorboard
-from rewriter.adapt.run_ranks import RunRanks, join
+from rewriter.adapt.run_log import tensorboard
+from rewriter.adapt.run_ranks import join
 from rewriter.adapt.students import Model
-from rewriter.adapt.trainer import AdaptTrainer, training_arguments
+from rewriter.adapt.teacher import original_directory
+from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
-from rewriter.convert.conversion import check_free
+from rewriter.convert.conversion import ProgressCall, check_free, silent
 from rewriter.convert.save_options import Level
+from rewriter.emit.manifest import AdaptationEntry
 from rewriter.runtime.load import rank_device
 from rewriter.weights import Checkpoint
-
-Progress = Callable[..., None]
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ def adapt(
     resume: bool = False,
     verify: Level = "shrunken",
     options: Options | None = None,
-    progress: Progress = _silent,
+    progress: ProgressCall = silent,
 ) -> AdaptReport:
     """Train the checkpoint in `directory`, which `rewrite` wrote, on `data`, and write the result to `out`.
 
@@ -80,171 +70,95 @@ def adapt(
     not finite; VerificationError where what was written does not compute what the recipe says.
     """
     chosen = options or Options()
-    settings = settings_of.check_settings(chosen.settings)
+    given = settings_of.check_settings(chosen.settings)
     opened = open_output(directory)
     student_setup.require_serves(opened, chosen)
-    teachers.require_teacher(opened, chosen, teacher)
-    place = Path(os.path.abspath(out))
-    device = rank_device("cpu" if settings.get("use_cpu") else None)
+    final = Path(os.path.abspath(out))
+    place = place_of(final)
+    original = original_directory(opened, chosen, place / "source", teacher)
+    device = rank_device("cpu" if given.get("use_cpu") else None)
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
-    ranks.on_first(lambda: check_free(place))
-    if ranks.world > 1 and (optim := settings.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
+    ranks.on_first(lambda: check_free(final))
+    if ranks.world > 1 and (optim := given.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
         raise RewriterError(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
             f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
         )
-    run = _Adaptation(opened, place, chosen, settings, ranks, device, progress)
-    return run.run(os.fspath(data), evaluation, teacher, resume, verify)
+    progress = progress if ranks.first else silent
+    recipe = recipe_of(opened)
+    settings = {**settings_of.defaults(recipe.adapt), **given}
+    rows = read_data(opened, chosen, os.fspath(data), evaluation, int(settings["seed"]), progress)
+    sizes = settings_of.schedule(settings, recipe.adapt, len(rows.rows), ranks.replicas)  # type: ignore[arg-type]
+    # a warm-up longer than the run would end below the learning rate that was asked for
+    settings["warmup_steps"] = min(settings["warmup_steps"], max(0, sizes.steps - 1))
+    run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
+    described = {
+        "checkpoint": Checkpoint.open(opened.root).fingerprint(),
+        "data": identity(os.fspath(data)),
+        "evaluation": None if evaluation is None else identity(os.fspath(evaluation)),
+        "teacher": None if teacher is None else os.path.abspath(teacher),
+        "options": {k: v for k, v in asdict(chosen).items() if k != "settings"},
+        "settings": {k: v for k, v in settings.items() if k not in settings_of.FREE},
+        "rows per step": sizes.batch,
+        "steps": sizes.steps,
+    }
+    jobs: list[AdaptJob] = []  # of rank 0
+    ranks.on_first(lambda: jobs.append(AdaptJob(final, described, resume)))
+    done = False
+    try:
+        entry = _train(run, final, verify)
+        done = True
+    finally:
+        for job in jobs:
+            job.close(done)
+    return AdaptReport(str(final), entry.losses, entry.model_dump())
 
 
-class _Adaptation:
-    """One call of `adapt`: data, a student, its training, the result."""
+def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
+    """Train, and write the result to `out`."""
+    ranks, seed = run.ranks, int(run.settings["seed"])
+    ranks.on_first(lambda: student_setup.prepare_source(run))
+    torch.manual_seed(seed)  # adapters start at random, alike on all ranks
+    run.progress("loading the model")
+    kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
+    built = student_setup.student(run, resumed=kept is not None)
+    theirs, facts = _measured_before(run, built)
+    step = 0 if kept is None else checkpoints.step_of(kept)
+    trainer = AdaptTrainer(run, built, loss_of(run, theirs), _callbacks(run, built, step))
+    torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
+    trainer.train(resume_from_checkpoint=kept)
+    del theirs, trainer
+    run.progress("writing the result")
+    adapted_output.merge(built)
+    adapted_output.round_to(built.model.module, getattr(torch, run.opened.dtype))
+    losses: dict[str, float] = {name: facts[name] for name in ("original", "before", "refitted") if name in facts}
+    losses["after"] = run.measured(built.model)
+    adapted_output.collect(run, built)
+    entry: AdaptationEntry = ranks.on_first(lambda: adapted_output.entry(run, losses))
+    ranks.on_first(lambda: adapted_output.write(run, out, entry, verify))
+    return entry
 
-    def __init__(
-        self,
-        opened: Opened,
-        out: Path,
-        options: Options,
-        settings: Mapping[str, Any],
-        ranks: RunRanks,
-        device: torch.device,
-        progress: Progress,
-    ) -> None:
-        self.opened, self.out, self.options, self.ranks, self.device = opened, out, options, ranks, device
-        self.recipe = recipe_of(opened)
-        self.settings = {**settings_of.defaults(self.recipe.adapt), **settings}
-        self.seed = int(self.settings["seed"])
-        self.data_seed = int(self.settings.get("data_seed", self.seed))  # of the order of rows
-        self.bf16 = bool(self.settings.get("bf16"))
-        self.progress: Progress = progress if ranks.first else _silent
 
-    def run(self, data: str, evaluation: Any, teacher: Any, resume: bool, verify: Level) -> AdaptReport:
-        self.data = read_data(self.opened, self.options, data, evaluation, self.seed, self.progress)
-        rows = len(self.data.rows)  # type: ignore[arg-type]
-        self.sizes = settings_of.schedule(self.settings, self.recipe.adapt, rows, self.ranks.replicas)
-        # a warm-up longer than the run would end below the learning rate that was asked for
-        self.settings["warmup_steps"] = min(self.settings["warmup_steps"], max(0, self.sizes.steps - 1))
-        self.place = Path(self.ranks.on_first(lambda: self._open_job(data, evaluation, teacher, resume)))
-        done = False
-        try:
-            report = self._train(teacher, verify)
-            done = True
-        finally:
-            if self.ranks.first:
-                self.job.close(done)
-        return report
+def _measured_before(run: Run, built: student_setup.Student) -> tuple[Model | None, dict[str, Any]]:
+    """The teacher, where training needs one, and the losses before training, which a resumed run remembers."""
+    distills = run.options.method == "distill"
+    facts = run.ranks.on_first(lambda: remember(run.place))
+    theirs: Model | None = None
+    if run.original is not None and (distills or "original" not in facts):
+        theirs = student_setup.teacher(built, run, run.original)
+    if "before" not in facts:
+        run.progress("measuring the loss before training")
+        found = {} if theirs is None else {"original": run.measured(theirs)}
+        found["before"] = run.measured(built.model)
+        facts = run.ranks.on_first(lambda: remember(run.place, **found))
+    return theirs if distills else None, facts
 
-    def _open_job(self, data: str, evaluation: Any, teacher: Any, resume: bool) -> str:
-        described = {
-            "checkpoint": Checkpoint.open(self.opened.root).fingerprint(),
-            "data": identity(data),
-            "evaluation": None if evaluation is None else identity(os.fspath(evaluation)),
-            "teacher": None if teacher is None else os.path.abspath(teacher),
-            "options": {k: v for k, v in asdict(self.options).items() if k != "settings"},
-            "settings": {k: v for k, v in self.settings.items() if k not in settings_of.FREE},
-            "rows per step": self.sizes.batch,
-            "steps": self.sizes.steps,
-        }
-        self.job = AdaptJob(self.out, described, resume)
-        return str(self.job.place)
 
-    def _measured(self, model: Model) -> float:
-        """The loss on the rows that are not trained on."""
-        batch = int(self.settings.get("per_device_eval_batch_size", self.sizes.micro_batch))
-        return evaluate(model, self.data.held_out, batch, self.ranks, self.device, self.bf16)
-
-    def _train(self, teacher: Any, verify: Level) -> AdaptReport:
-        ranks, source = self.ranks, self.place / "source"
-        ranks.on_first(lambda: student_setup.prepare_source(self.opened, source, self.options, self.seed))
-        original = teachers.original_directory(self.opened, self.options, source, teacher)
-        torch.manual_seed(self.seed)  # adapters start at random, alike on all ranks
-        self.progress("loading the model")
-        kept = ranks.same(None if (last := checkpoints.last(self.place)) is None else str(last))
-        built = self._student(source, original, resumed=kept is not None)
-        theirs, facts = self._measured_before(built, original)
-        trainer = self._trainer(built, theirs, 0 if kept is None else checkpoints.step_of(kept))
-        torch.manual_seed(self.seed + 1 + ranks.replica)  # dropout differs from row to row
-        trainer.train(resume_from_checkpoint=kept)
-        del theirs, trainer
-        self.progress("writing the result")
-        return self._write(built, source, facts, verify)
-
-    def _student(self, source: Path, original: Path | None, resumed: bool) -> student_setup.Student:
-        """The model to train: refitted, unless the run has gone on to training before."""
-        options, ranks = self.options, self.ranks
-
-        def refitted(module: nn.Module) -> None:
-            if not options.refit or resumed:
-                return
-            found = refit_to_original(
-                module, original, self.data.rows, options, self.sizes.micro_batch, self.data_seed,
-                ranks, self.device, self._measured, self.progress,
-            )  # fmt: skip
-            ranks.on_first(lambda: self.job.remember(**found))
-
-        built = student_setup.student(self.opened, source, self.place, options, ranks, self.device, self.bf16, refitted)
-        if options.packing and not options.sharded and not isolates_segments(built.model.module):
-            raise RewriterError(
-                f"{self.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
-                "examples. Train with --no-packing, which pads every example to a row of its own"
-            )
-        return built
-
-    def _measured_before(
-        self, built: student_setup.Student, original: Path | None
-    ) -> tuple[Model | None, dict[str, Any]]:
-        """The teacher, where training needs one, and the losses before training, which a resumed run remembers."""
-        ranks, distills = self.ranks, self.options.method == "distill"
-        facts = ranks.on_first(lambda: self.job.remember())
-        theirs: Model | None = None
-        if original is not None and (distills or "original" not in facts):
-            theirs = student_setup.teacher(built, original, self.place, self.options, ranks, self.device)
-        if "before" not in facts:
-            self.progress("measuring the loss before training")
-            found = {} if theirs is None else {"original": self._measured(theirs)}
-            found["before"] = self._measured(built.model)
-            facts = ranks.on_first(lambda: self.job.remember(**found))
-        return theirs if distills else None, facts
-
-    def _trainer(self, built: student_setup.Student, theirs: Model | None, step: int) -> AdaptTrainer:
-        ranks, options, data = self.ranks, self.options, self.data
-        order = Order(len(data.rows), self.sizes, ranks, self.data_seed)  # type: ignore[arg-type]
-        metrics = Metrics(self.place, self.sizes.batch * data.length, self.progress) if ranks.first else None
-        callbacks: list[Any] = [] if metrics is None else [metrics, *tensorboard(self.place, step)]
-        if built.annealed:
-            layers = tuple(annealed_layers(built.model.module))
-            callbacks.append(
-                AnnealingCallback(built.model.module, Annealing(options.anneal, layers, options.anneal_order))
-            )
-        trainer = AdaptTrainer(
-            built.model,
-            loss_of(options, theirs, self.device, self.bf16),
-            training_arguments(self.settings, self.sizes, self.place, self.device),
-            data.rows,
-            order,
-            ranks,
-            own=built.own,
-            clip=built.clip,
-            optimizer=built.make_optimizer,
-            evaluation=lambda: {"eval_loss": self._measured(built.model)},
-            callbacks=callbacks,
-        )
-        if metrics is not None:
-            metrics.trainer = trainer
-        return trainer
-
-    def _write(
-        self, built: student_setup.Student, source: Path, facts: Mapping[str, Any], verify: Level
-    ) -> AdaptReport:
-        """Merge, round and measure what was trained, and write the output directory."""
-        ranks, place = self.ranks, self.place
-        adapted_output.merge(built)
-        adapted_output.round_to(built.model.module, getattr(torch, self.opened.dtype))
-        losses = {name: facts[name] for name in ("original", "before", "refitted") if name in facts}
-        losses["after"] = self._measured(built.model)
-        adapted_output.collect(self.opened, built, source, place, ranks, self.options.tp)
-        entry = ranks.on_first(
-            lambda: adapted_output.entry(self.options, self.settings, self.data, self.sizes, losses, place, ranks)
-        )
-        ranks.on_first(lambda: adapted_output.write(self.opened, self.out, place, entry, verify, self.progress))
-        return AdaptReport(str(self.out), entry.losses, entry.model_dump())
+def _callbacks(run: Run, built: student_setup.Student, step: int) -> list[TrainerCallback]:
+    """What watches a training that begins at `step`, besides its `Metrics`."""
+    callbacks = tensorboard(run.place, step) if run.ranks.first else []
+    if built.annealed:
+        module, options = built.model.module, run.options
+        annealing = Annealing(options.anneal, tuple(annealed_layers(module)), options.anneal_order)
+        callbacks.append(AnnealingCallback(module, annealing))
+    return callbacks

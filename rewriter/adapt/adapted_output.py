@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rewriter.adapt.options import FREE, Options, Schedule
-from rewriter.adapt.rewritten_source import Opened, rewritten, write_source
-from rewriter.adapt.run_data import RunData
+from rewriter.adapt.options import FREE, Options
+from rewriter.adapt.rewritten_source import rewritten, write_source
+from rewriter.adapt.run import Run
 from rewriter.adapt.run_log import METRICS, read_metrics
-from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.student_setup import Student
 from rewriter.adapt.students import HuggingFaceModel, base_of
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
@@ -58,9 +56,10 @@ def round_to(module: nn.Module, dtype: torch.dtype) -> None:
             local.copy_(local.to(dtype))
 
 
-def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: RunRanks, tp: int) -> None:
+def collect(run: Run, built: Student) -> None:
     """Write the trained weights under the source's names, beside the source's config. Every rank calls it."""
-    like, trained, module = Checkpoint.open(source), run / "trained", built.model.module
+    like, trained, module = Checkpoint.open(run.source), run.place / "trained", built.model.module
+    ranks, tp = run.ranks, run.options.tp
     free_gathered(module)
     program = built.program
     if program is None:
@@ -69,9 +68,9 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: RunR
             state = built.experts.full_state_dict()
         else:
             state = {name: _whole(tensor) for name, tensor in base.state_dict().items()}
-        ranks.on_first(lambda: write_model(base, state, like, run / "made", trained))
+        ranks.on_first(lambda: write_model(base, state, like, run.place / "made", trained))
     else:
-        shards = run / "shards"
+        shards = run.place / "shards"
         own = {name: _whole(parameter) for name, parameter in module.named_parameters()}
         ranks.on_first(lambda: shards.mkdir(exist_ok=True))
         if ranks.rank < tp:  # of the first replica, and of its sequence ranks the first
@@ -83,7 +82,7 @@ def collect(opened: Opened, built: Student, source: Path, run: Path, ranks: RunR
             write_trained(like, full.__getitem__, trained)
 
         ranks.on_first(put_together)
-    ranks.on_first(lambda: write_source(opened, trained, weights=False) and None)
+    ranks.on_first(lambda: write_source(run.opened, trained, weights=False) and None)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -91,16 +90,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return full.detach().cpu().contiguous().clone()
 
 
-def entry(
-    options: Options,
-    settings: Mapping[str, Any],
-    data: RunData,
-    sizes: Schedule,
-    losses: dict[str, float],
-    run: Path,
-    ranks: RunRanks,
-) -> AdaptationEntry:
+def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
     """What the manifest says of a run."""
+    options, data, sizes = run.options, run.data, run.sizes
     plain = {f.name: f.default for f in dataclasses.fields(Options)}
     given = {k: v for k, v in asdict(options).items() if k != "settings" and v != plain[k]}
     return AdaptationEntry(
@@ -112,11 +104,11 @@ def entry(
         tokens=sizes.steps * sizes.batch * data.length + options.refit,
         rows_per_step=sizes.batch,
         length=data.length,
-        settings={k: v for k, v in settings.items() if k not in (*FREE, "num_train_epochs")},
+        settings={k: v for k, v in run.settings.items() if k not in (*FREE, "num_train_epochs")},
         options=given,
-        ranks={"dp": ranks.replicas, "sp": options.sp, "tp": options.tp},
+        ranks={"dp": run.ranks.replicas, "sp": options.sp, "tp": options.tp},
         losses=losses,
-        seconds=round(_seconds(run), 1),
+        seconds=round(_seconds(run.place), 1),
     )
 
 
@@ -130,19 +122,15 @@ def _seconds(run: Path) -> float:
     return total
 
 
-def write(
-    opened: Opened, out: Path, run: Path, done: AdaptationEntry, verify: Level, progress: Callable[..., None]
-) -> None:
+def write(run: Run, out: Path, done: AdaptationEntry, verify: Level) -> None:
     """Rewrite the trained weights by the recipe, and write the output directory."""
-    beside = {f"training/{METRICS}": run / METRICS}
-    for file in sorted((run / "tensorboard").glob("*tfevents*")):
-        beside[f"training/{file.name}"] = file
+    logged = [run.place / METRICS, *sorted((run.place / "tensorboard").glob("*tfevents*"))]
     save(
-        rewritten(opened, run / "trained"),
+        rewritten(run.opened, run.place / "trained"),
         out,
-        name=opened.manifest.source.name,
+        name=run.opened.manifest.source.name,
         verify=verify,
         adaptation=done,
-        beside=beside,
-        progress=progress,
+        beside={f"training/{file.name}": file for file in logged},
+        progress=run.progress,
     )

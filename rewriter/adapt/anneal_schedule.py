@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, get_args
 
 from torch import nn
+from transformers import TrainerCallback
 
+from rewriter.adapt.options import AnnealOrder
 from rewriter.common.errors import RewriterError
-
-Order = Literal["together", "first-to-last", "last-to-first"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Annealing:
 
     steps: int
     layers: tuple[int, ...]
-    order: Order = "together"
+    order: AnnealOrder = "together"
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -38,20 +38,17 @@ class Annealing:
             )
         if not self.layers:
             raise RewriterError("annealing: no layer of the model anneals")
-        if self.order not in get_args(Order):
-            raise RewriterError(f"annealing: order={self.order!r}: expected one of {', '.join(get_args(Order))}")
+        if self.order not in get_args(AnnealOrder):
+            raise RewriterError(f"annealing: order={self.order!r}: expected one of {', '.join(get_args(AnnealOrder))}")
 
     def at(self, step: int) -> dict[int, float]:
         """λ by layer while step `step` is taken, counting optimizer steps from 0."""
         if self.order == "together":
-            return dict.fromkeys(self.layers, _within(step / self.steps))
+            return dict.fromkeys(self.layers, min(step / self.steps, 1.0))
         count, ordered = len(self.layers), sorted(self.layers, reverse=self.order == "last-to-first")
         # whole numbers up to the division: the last layer ends at 1 exactly
-        return {layer: _within((step * count - k * self.steps) / self.steps) for k, layer in enumerate(ordered)}
-
-
-def _within(value: float) -> float:
-    return min(max(value, 0.0), 1.0)
+        risen = [(step * count - k * self.steps) / self.steps for k in range(count)]
+        return {layer: min(max(value, 0.0), 1.0) for layer, value in zip(ordered, risen, strict=True)}
 
 
 def annealed_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -83,3 +80,16 @@ def set_annealing(model: nn.Module, values: Mapping[int, float]) -> None:
             raise RewriterError(f"annealing: λ = {value} of layer {index}: expected 0 (the original) to 1 (the recipe)")
     for index, value in values.items():
         layers[index].annealing = value  # type: ignore[assignment]
+
+
+class AnnealingCallback(TrainerCallback):
+    """λ follows the number of steps that are done; what is evaluated, and what is left at the end, is the recipe."""
+
+    def __init__(self, model: nn.Module, annealing: Annealing) -> None:
+        self.model, self.annealing = model, annealing
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        set_annealing(self.model, self.annealing.at(state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        set_annealing(self.model, dict.fromkeys(self.annealing.layers, 1.0))

@@ -57,7 +57,11 @@ class ChatEncoder:
 
     def __call__(self, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
         """Token ids and whether each is the assistant's. Raises BadExample."""
-        messages = [_checked(index, message) for index, message in enumerate(_list_of_messages(messages))]
+        if not isinstance(messages, list):
+            raise BadExample(f'"messages" is {kind_of(messages)}, where a list was expected')
+        if not messages:
+            raise BadExample('no messages: "messages" is an empty list')
+        messages = [_checked(index, message) for index, message in enumerate(messages)]
         _check_order([message["role"] for message in messages])
         if tools is not None and not isinstance(tools, list):
             raise BadExample(f'"tools" is {kind_of(tools)}, where a list was expected')
@@ -148,14 +152,6 @@ def checked_text(text: Any, what: str) -> str:
     return text
 
 
-def _list_of_messages(messages: Any) -> list[Any]:
-    if not isinstance(messages, list):
-        raise BadExample(f'"messages" is {kind_of(messages)}, where a list was expected')
-    if not messages:
-        raise BadExample('no messages: "messages" is an empty list')
-    return messages
-
-
 def _checked(index: int, message: Any) -> dict[str, Any]:
     """The message with its content as one string, without keys that are null (tables of the Hub fill up with them)."""
     name = f"messages[{index}]"
@@ -192,16 +188,11 @@ def _check_order(roles: list[str]) -> None:
         expected = _FOLLOWING[before]
         if role not in expected:
             after = f"after {before!r}" if before else "at the start"
-            raise BadExample(
-                f"roles out of order: messages[{index}] is {role!r} {after}, where {_either(expected)} fits"
-            )
+            fits = " or ".join(map(repr, expected))
+            raise BadExample(f"roles out of order: messages[{index}] is {role!r} {after}, where {fits} fits")
         before = role
     if before != "assistant":
         raise BadExample(
             f"roles out of order: messages[{len(roles) - 1}], the last, is {before!r}; it must be the assistant's, or "
             "nothing is left after masking"
         )
-
-
-def _either(roles: tuple[str, ...]) -> str:
-    return " or ".join(repr(role) for role in roles)

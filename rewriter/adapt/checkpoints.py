@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,8 +36,7 @@ _SCHEDULE = "schedule.json"
 
 def last(run: Path) -> Path | None:
     """The complete checkpoint of the latest step in the directory of a run."""
-    found = _complete(run)
-    return found[-1] if found else None
+    return next(reversed(_complete(run)), None)
 
 
 def step_of(checkpoint: str | Path) -> int:
@@ -91,7 +89,9 @@ def save(
         state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
     write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
     if ranks.first:
-        (place / _SCHEDULE).write_text(json.dumps(_plain(scheduler.state_dict())), encoding="utf-8")
+        # its functions are made again from the settings
+        plain = {name: value for name, value in scheduler.state_dict().items() if _is_plain(value)}
+        (place / _SCHEDULE).write_text(json.dumps(plain), encoding="utf-8")
 
 
 def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
@@ -128,10 +128,8 @@ def load_rest(
 def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
     state = {"random": _random_state(ranks)}
-    metadata = FileSystemReader(str(place / "state")).read_metadata()
-    if not set(_flat(state)) <= set(metadata.state_dict_metadata):
-        return
-    read_sharded(state, checkpoint_id=str(place / "state"), no_dist=True)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=True)
     own = state["random"][str(ranks.rank)]
     torch.set_rng_state(own["cpu"])
     if torch.cuda.is_available():
@@ -152,23 +150,11 @@ def _random_state(ranks: RunRanks) -> dict[str, dict[str, torch.Tensor]]:
     return {str(ranks.rank): own}
 
 
-def _flat(state: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names = []
-    for name, value in state.items():
-        names += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
-    return names
-
-
 def _part(own: int) -> str:
     return f"part-{own}"
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a scheduler's state JSON can hold: numbers. Its functions are made again from the settings."""
-    return {name: value for name, value in state.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    return value is not None and isinstance(value, bool | int | float | str)
+    return isinstance(value, bool | int | float | str)

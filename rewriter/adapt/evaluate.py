@@ -21,31 +21,24 @@ def evaluate(
     model: Model, rows: Dataset, batch: int, ranks: RunRanks, device: torch.device, bf16: bool = False
 ) -> float:
     """Mean cross entropy in nats per target, the same on every rank. The model's mode is restored."""
-    training = model.module.training
+    training, count = model.module.training, len(rows)  # type: ignore[arg-type]
     model.module.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # the sum of this rank's losses, and how many they are
     with exact_weights(model.module):
-        totals = _totals(model, rows, batch, ranks, device, bf16)
+        for start in range(0, count, batch * ranks.replicas):
+            own = range(start + ranks.replica * batch, start + (ranks.replica + 1) * batch)
+            # all ranks call the model equally often, with rows that ask for nothing where there are no more
+            inputs = stack([rows[i] if i < count else _without_targets(rows[0]) for i in own])
+            inputs = {name: value.to(device) for name, value in inputs.items()}
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                computed = model(inputs)
+            targets = losses.own_targets(inputs["labels"], computed.indices)
+            totals[0] += losses.cross_entropy(computed.logits, targets).double()
+            totals[1] += (targets != IGNORED).sum()
     if model.group is not None:
         ranks.sum(totals, model.group)
     model.module.train(training)
     return float(totals[0] / totals[1].clamp(min=1))
-
-
-def _totals(model: Model, rows: Dataset, batch: int, ranks: RunRanks, device: torch.device, bf16: bool) -> torch.Tensor:
-    """float64 [2]: the sum of this rank's losses, and how many they are."""
-    count = len(rows)  # type: ignore[arg-type]
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for start in range(0, count, batch * ranks.replicas):
-        own = range(start + ranks.replica * batch, start + (ranks.replica + 1) * batch)
-        # all ranks call the model equally often, with rows that ask for nothing where there are no more
-        inputs = stack([rows[i] if i < count else _without_targets(rows[0]) for i in own])
-        inputs = {name: value.to(device) for name, value in inputs.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            computed = model(inputs)
-        targets = losses.own_targets(inputs["labels"], computed.indices)
-        totals[0] += losses.cross_entropy(computed.logits, targets).double()
-        totals[1] += (targets != IGNORED).sum()
-    return totals
 
 
 def _without_targets(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,13 +34,10 @@ class Faults:
 
     def check(self) -> None:
         """Raise RewriterError if there were any."""
-        if not self.count:
-            return
-        lines = list(self._shown)
-        if self.count > SHOWN_FAULTS:
-            lines.append(f"and {self.count - SHOWN_FAULTS} more faults")
+        more = [f"and {self.count - SHOWN_FAULTS} more faults"] * (self.count > SHOWN_FAULTS)
         correct = "Correct this line or take it out" if self.count == 1 else "Correct these lines or take them out"
-        raise RewriterError("\n".join(lines) + f". {correct}. {EXPECTED}")
+        if self.count:
+            raise RewriterError("\n".join([*self._shown, *more]) + f". {correct}. {EXPECTED}")
 
 
 def read_examples(source: str | Path, faults: Faults) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 
 from rewriter.adapt import checkpoints
 from rewriter.common.errors import RewriterError
+from rewriter.emit.output_directory import sha256_of
 
 _JOB = "job.json"
 _FACTS = "facts.json"
@@ -36,23 +36,34 @@ class AdaptJob:
             (self.place / _JOB).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         self._lock = os.open(self.place / _JOB, os.O_RDONLY)
         try:
-            # before any advice to delete what another run writes
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if interrupted and not resume:
-                raise RewriterError(
-                    f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or "
-                    "delete the directory to start over."
-                )
-            if interrupted:
-                _compare(self.place, json.loads((self.place / _JOB).read_text(encoding="utf-8")), description)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise RewriterError(
-                f"{self.place}: another run is at work there. Wait for it, or choose another --out."
-            ) from error
+            self._claim(interrupted, resume, description)
         except RewriterError:
             os.close(self._lock)
             raise
+
+    def _claim(self, interrupted: bool, resume: bool, description: Mapping[str, Any]) -> None:
+        try:
+            # before any advice to delete what another run writes
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RewriterError(
+                f"{self.place}: another run is at work there. Wait for it, or choose another --out."
+            ) from error
+        if not interrupted:
+            return
+        if not resume:
+            raise RewriterError(
+                f"{self.place}: an interrupted run left its checkpoints there. Continue it with --resume, or "
+                "delete the directory to start over."
+            )
+        before = json.loads((self.place / _JOB).read_text(encoding="utf-8"))
+        for name in dict.fromkeys([*before, *description]):
+            if before.get(name) != description.get(name):
+                raise RewriterError(
+                    f"--resume: the run in {self.place} had {name} {before.get(name)!r}, this one has "
+                    f"{description.get(name)!r}. Repeat it with the same options, or delete the directory to start "
+                    "over."
+                )
 
     def close(self, done: bool) -> None:
         """Let others in. A run that is done leaves nothing, nor does one that has no checkpoint to go on from."""
@@ -60,15 +71,16 @@ class AdaptJob:
             shutil.rmtree(self.place)
         os.close(self._lock)
 
-    def remember(self, **facts: Any) -> dict[str, Any]:
-        """All facts so far, these included; they outlive an interruption."""
-        file = self.place / _FACTS
-        known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        known |= facts
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(known), encoding="utf-8")
-        os.replace(partial, file)
-        return known
+
+def remember(place: Path, **facts: Any) -> dict[str, Any]:
+    """All facts of the run in `place` so far, these included; they outlive an interruption."""
+    file = place / _FACTS
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known |= facts
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(known), encoding="utf-8")
+    os.replace(partial, file)
+    return known
 
 
 def place_of(out: Path) -> Path:
@@ -78,17 +90,4 @@ def place_of(out: Path) -> Path:
 
 def identity(source: str) -> str:
     """What tells data from other data: the hash of a file, or the id of the Hub."""
-    path = Path(source)
-    if not path.is_file():
-        return source
-    with path.open("rb") as file:
-        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
-def _compare(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for name in dict.fromkeys([*before, *now]):
-        if before.get(name) != now.get(name):
-            raise RewriterError(
-                f"--resume: the run in {place} had {name} {before.get(name)!r}, this one has {now.get(name)!r}. Repeat "
-                "it with the same options, or delete the directory to start over."
-            )
+    return f"sha256 {sha256_of(Path(source))}" if Path(source).is_file() else source

@@ -47,15 +47,8 @@ def clip_gradients(
     if group is not None and group.size() > 1:
         dist.all_reduce(own, group=group)
     norm = own.sqrt()
-    _scale(module, (largest / (norm + 1e-6)).clamp(max=1.0))  # as torch.nn.utils.clip_grad_norm_
+    nn.utils.clip_grads_with_norm_(module.parameters(), largest, norm, foreach=False)
     return norm
-
-
-def _scale(module: nn.Module, factor: Tensor) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            local.mul_(factor.to(local.device, local.dtype))
 
 
 def _squares(gradient: Tensor, share: float | Tensor) -> Tensor:

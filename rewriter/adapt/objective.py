@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from rewriter.adapt import losses
-from rewriter.adapt.options import Options
+from rewriter.adapt.run import Run
 from rewriter.adapt.students import Batch, Model
 from rewriter.adapt.trainer import Loss
 
 
-def loss_of(options: Options, theirs: Model | None, device: torch.device, bf16: bool) -> Loss:
+def loss_of(run: Run, theirs: Model | None) -> Loss:
     """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation."""
+    options = run.options
 
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         computed = student(batch, module=module)
@@ -22,14 +23,14 @@ def loss_of(options: Options, theirs: Model | None, device: torch.device, bf16: 
     def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         assert theirs is not None
         hidden = options.hidden_states > 0
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16):
             taught = theirs(batch, hidden)
         computed = student(batch, hidden, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         kl = losses.divergence(computed.logits, taught.logits, targets, options.temperature)
-        ce = losses.cross_entropy(computed.logits, targets) if options.cross_entropy else None
         sums = {"loss": kl, "divergence": kl}
-        if ce is not None:
+        if options.cross_entropy:
+            ce = losses.cross_entropy(computed.logits, targets)
             sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
         if hidden:
             distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)

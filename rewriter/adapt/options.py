@@ -18,24 +18,17 @@ ExpertOrder = Literal["D+E", "E+D"]
 TooLong = Literal["truncate", "split", "refuse"]
 AnnealOrder = Literal["together", "first-to-last", "last-to-first"]
 
-SETTINGS = (
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
-    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "bf16", "tf32", "gradient_checkpointing", "gradient_checkpointing_kwargs", "neftune_noise_alpha",
-    "logging_steps", "eval_steps", "per_device_eval_batch_size", "save_steps", "save_total_limit",
-    "seed", "data_seed", "full_determinism", "use_cpu", "dataloader_num_workers", "dataloader_pin_memory",
-)  # fmt: skip
-"""The names of transformers.TrainingArguments that mean here what they mean there."""
-
-_KINDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+_SETTINGS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "seed",
       "data_seed", "save_total_limit", "dataloader_num_workers"), int, "a whole number"),
     (("num_train_epochs", "learning_rate", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
       "max_grad_norm", "neftune_noise_alpha", "logging_steps", "eval_steps", "save_steps"), int | float, "a number"),
     (("bf16", "tf32", "gradient_checkpointing", "full_determinism", "use_cpu", "dataloader_pin_memory"), bool,
      "true or false"),
+    (("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs"), object, ""),
 )  # fmt: skip
+SETTINGS = tuple(name for names, _, _ in _SETTINGS for name in names)
+"""The names of transformers.TrainingArguments that mean here what they mean there."""
 _OR_NONE = ("neftune_noise_alpha", "save_total_limit", "tf32")
 
 FREE = (
@@ -206,8 +199,8 @@ def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name not in SETTINGS:
             raise RewriterError(f"--set {name}: {did_you_mean(name, SETTINGS, what='settings that adapt takes')}")
-        for names, kind, words in _KINDS:
-            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        for names, kind, words in _SETTINGS:
+            fits = isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
             if name in names and not fits and not (value is None and name in _OR_NONE):
                 raise RewriterError(f"--set {name}={value}: expected {words}")
     return dict(settings)

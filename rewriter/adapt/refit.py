@@ -11,10 +11,11 @@ gradient descent takes to the same loss; what it leaves is for training to heal.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rewriter.adapt.batches import stack
-from rewriter.adapt.options import Options
+from rewriter.adapt.run import Run
 from rewriter.adapt.run_ranks import RunRanks
-from rewriter.adapt.students import HuggingFaceModel, Model
+from rewriter.adapt.students import HuggingFaceModel
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.loss import IGNORED
@@ -90,32 +91,30 @@ def refit(
     return Refitted(changed, int(total))
 
 
-def refit_to_original(
-    module: nn.Module, original: Path | None, rows: Any, options: Options, micro_batch: int, seed: int,
-    ranks: RunRanks, device: torch.device, measured: Callable[[Model], float],
-    progress: Callable[..., None],
-) -> dict[str, float]:  # fmt: skip
-    """Refit the student to the original model in a directory, on the rows that training begins with (in the order of
-    `seed`); the losses of the student before, of the original, and of the refitted student.
+def refit_to_original(run: Run, module: nn.Module) -> dict[str, float]:
+    """Refit the student to the original model, on the rows that training begins with; the losses of the student before,
+    of the original, and of the refitted student.
 
     Raises RewriterError where the original is not known.
     """
-    if original is None:
+    ranks, rows, micro_batch, size = run.ranks, run.data.rows, run.sizes.micro_batch, run.options.refit
+    if run.original is None:
         raise RewriterError(
-            f"--refit {options.refit}: the weights were trained since the rewrite, so they are no longer the "
-            "original's. Give that as --teacher"
+            f"--refit {size}: the weights were trained since the rewrite, so they are no longer the original's. Give "
+            "that as --teacher"
         )
     student = HuggingFaceModel(module, ranks.group)
-    found = {"before": measured(student)}
-    theirs = frozen(load_model(original, device))
-    found["original"] = measured(HuggingFaceModel(theirs, ranks.group))
-    wanted = -(-options.refit // len(rows[0]["input_ids"]))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()[:wanted]
+    found = {"before": run.measured(student)}
+    theirs = frozen(load_model(run.original, run.device))
+    found["original"] = run.measured(HuggingFaceModel(theirs, ranks.group))
+    wanted = -(-size // run.data.length)
+    generator = torch.Generator().manual_seed(run.data_seed)
+    order = torch.randperm(len(rows), generator=generator).tolist()[:wanted]  # type: ignore[arg-type]
     own = order[ranks.replica :: ranks.replicas] or order[:1]
     batches = [stack([rows[i] for i in own[at : at + micro_batch]]) for at in range(0, len(own), micro_batch)]
-    batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
-    refit(module, theirs, batches, ranks, progress)
-    return found | {"refitted": measured(student)}
+    batches = [{name: value.to(run.device) for name, value in batch.items()} for batch in batches]
+    refit(module, theirs, batches, ranks, run.progress)
+    return found | {"refitted": run.measured(student)}
 
 
 def _real(batch: Batch) -> Tensor:
@@ -125,32 +124,23 @@ def _real(batch: Batch) -> Tensor:
     return ~(last & ~(targets & last).any(1, keepdim=True))
 
 
-def _groups(model: nn.Module, names: list[str], batch: Batch) -> Iterator[list[str]]:
+@contextlib.contextmanager
+def _watched(model: nn.Module, names: list[str], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call `see` with the name, the input and the output of each of the layers that is computed."""
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_hook(lambda m, args, y, name=name: see(name, args[0], y)))
+        yield
+
+
+def _groups(model: nn.Module, names: list[str], batch: Batch) -> list[list[str]]:
     """The names in order of computation, those that read the same tensor together."""
-    seen: list[tuple[str, Any]] = []
-
-    def note(name: str, x: Tensor) -> None:
-        seen.append((name, (x.data_ptr(), tuple(x.shape))))
-
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: note(name, args[0]))
-        for name in names
-    ]
-    try:
+    seen: list[tuple[str, Tensor]] = []
+    with _watched(model, names, lambda name, x, y: seen.append((name, x))):
         _run(model, {key: value[:1] for key, value in batch.items()})
-    finally:
-        for hook in hooks:
-            hook.remove()
-    group: list[str] = []
-    before = None
-    for name, source in seen:
-        if group and source != before:
-            yield group
-            group = []
-        group.append(name)
-        before = source
-    if group:
-        yield group
+    runs = itertools.groupby(seen, lambda pair: (pair[1].data_ptr(), pair[1].shape))
+    return [[name for name, _ in group] for _, group in runs]
 
 
 def _taken(model: nn.Module, names: list[str], batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -162,17 +152,8 @@ def _taken(model: nn.Module, names: list[str], batch: Batch) -> dict[str, tuple[
         if len(found) == len(names):
             raise _Enough
 
-    hooks = [
-        model.get_submodule(name).register_forward_hook(lambda m, args, y, name=name: take(name, args[0], y))
-        for name in names
-    ]
-    try:
+    with contextlib.suppress(_Enough), _watched(model, names, take):
         _run(model, batch)
-    except _Enough:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
@@ -236,23 +217,20 @@ def _readers(module: Any) -> list[tuple[Tensor, list[slice]]]:
     ranks = _ranks(module)
     if ranks is None:
         return [(torch.arange(outputs), [slice(0, inputs)])]
-    held: dict[int, list[int]] = {}
-    if rows is not None:
-        for rank, (start, stop) in enumerate(rows):
-            for row in range(start, stop):
-                held.setdefault(row, []).append(rank)
-    else:
-        start = 0
-        for size in segments or (outputs,):
-            for row in range(size):
-                held.setdefault(start + row, []).append(row * ranks // size)
-            start += size
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for row, readers in sorted(held.items()):
-        sets.setdefault(tuple(readers), []).append(row)
+    reads = torch.zeros(outputs, ranks, dtype=torch.bool)  # whether a row reads a rank's input
+    for rank, (start, stop) in enumerate(rows or ()):
+        reads[start:stop, rank] = True
+    start = 0
+    for size in () if rows else segments or (outputs,):
+        reads[start + torch.arange(size), torch.arange(size) * ranks // size] = True
+        start += size
     return [
-        (torch.tensor(some), [slice(rank * inputs, (rank + 1) * inputs) for rank in readers])
-        for readers, some in sets.items()
+        (
+            (reads == readers).all(1).nonzero().flatten(),
+            [slice(r * inputs, (r + 1) * inputs) for r in range(ranks) if readers[r]],
+        )
+        for readers in reads.unique(dim=0)
+        if readers.any()
     ]
 
 

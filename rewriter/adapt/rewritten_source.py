@@ -127,7 +127,7 @@ def rewritten(opened: Opened, source: Path, *, tp: int | None = None, sp: int | 
     return program
 
 
-def original(source: Path, *, tp: int = 1, sp: int = 1) -> Program:
+def original_program(source: Path, *, tp: int = 1, sp: int = 1) -> Program:
     """The original model of the checkpoint in `source`, sharded exactly over `tp` and `sp` ranks."""
     passes = [{"pass": "tensor_parallel"}]
     if sp > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,10 @@ class Metrics(TrainerCallback):
     the tokens per second since the line before. When a run is resumed, lines behind the checkpoint are dropped.
     """
 
-    def __init__(self, run: Path, tokens_per_step: int, show: Callable[..., None] | None = None) -> None:
-        self.path, self.tokens_per_step, self.show = run / METRICS, tokens_per_step, show
-        self.trainer: AdaptTrainer | None = None
-        self._last: tuple[int, float] | None = None
+    def __init__(self, trainer: AdaptTrainer) -> None:
+        self.trainer, self.path = trainer, trainer.run.place / METRICS
+        self.tokens_per_step = trainer.run.sizes.batch * trainer.run.data.length
+        self._last = (0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
@@ -41,19 +40,21 @@ class Metrics(TrainerCallback):
         if not logged:
             return
         entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
-        if self.trainer is not None and "loss" in logged:
+        if "loss" in logged:
             # of the step, not the Trainer's mean since the last line: that is another one after an interruption
             logged |= self.trainer.parts
-        now, (step, then) = time.perf_counter(), self._last or (0, 0.0)
+        now, (step, then) = time.perf_counter(), self._last
         if state.global_step > step and "loss" in logged:
             logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
             self._last = (state.global_step, now)
         entry |= {name: value if math.isfinite(value) else str(value) for name, value in logged.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        if self.show is not None and "loss" in logged:
-            self.show("training", state.global_step, state.max_steps, loss=logged["loss"],
-                      tokens_per_second=logged.get("tokens_per_second"))  # fmt: skip
+        if "loss" in logged:
+            speed = logged.get("tokens_per_second")
+            self.trainer.run.progress(
+                "training", state.global_step, state.max_steps, loss=logged["loss"], tokens_per_second=speed
+            )
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -17,12 +17,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from rewriter.adapt import teacher as teachers
+from rewriter.adapt.isolation import isolates_segments
+from rewriter.adapt.job import remember
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
-from rewriter.adapt.rewritten_source import Opened, original, rewritten, write_source
-from rewriter.adapt.run_ranks import RunRanks
+from rewriter.adapt.refit import refit_to_original
+from rewriter.adapt.rewritten_source import Opened, original_program, rewritten, write_source
+from rewriter.adapt.run import Run
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
-from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.unshard import shares, write_model
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import save
@@ -63,7 +65,7 @@ class Student:
     own: int = 0
     program: Program | None = None
     annealed: bool = False
-    make_optimizer: Callable[[AdaptTrainer], torch.optim.Optimizer] | None = None
+    make_optimizer: Callable[[Trainer], torch.optim.Optimizer] | None = None
     optimizer: ZeroOptimizer | NodeLocalOptimizer | None = None
     experts: ExpertParallel | None = None
     exact: Callable[[], nn.Module] | None = None
@@ -77,7 +79,7 @@ class Student:
         if self.optimizer is not None:
             return self.optimizer.clip_grad_norm_(largest)
         module = self.model.module
-        if self.program is None or not isinstance(module, RuntimeModel) or module_ranks(self.program) == 1:
+        if self.program is None:
             return clip_gradients(module, largest)
         return clip_gradients(module, largest, self._shares, cast("ProcessGroup | None", module.tp))
 
@@ -85,25 +87,20 @@ class Student:
     def _shares(self) -> dict[str, float | Tensor]:
         """By parameter, how much of an element is this rank's: the same in every step."""
         assert self.program is not None
-        ranks = module_ranks(self.program)
+        ranks = self.program.mesh.get("tp", 1)
         return {name: shares(p, self.own, ranks) for name, p in self.program.parameters.items()}
 
 
-def module_ranks(program: Program) -> int:
-    """The tensor-parallel ranks of a program."""
-    return program.mesh.get("tp", 1)
-
-
-def prepare_source(opened: Opened, source: Path, options: Options, seed: int) -> None:
-    """Write the original model over the directory's weights to `source`, or over random ones, unless it is there."""
-    if source.exists():
+def prepare_source(run: Run) -> None:
+    """Write the original over the directory's weights to `run.source`, or over random ones, unless it is there."""
+    if run.source.exists():
         return
-    partial = source.with_name("source.partial")
+    partial = run.source.with_name("source.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    write_source(opened, partial)
-    if options.from_scratch:
-        _random_weights(partial, seed)
-    partial.rename(source)
+    write_source(run.opened, partial)
+    if run.options.from_scratch:
+        _random_weights(partial, int(run.settings["seed"]))
+    partial.rename(run.source)
 
 
 def _random_weights(source: Path, seed: int) -> None:
@@ -114,50 +111,43 @@ def _random_weights(source: Path, seed: int) -> None:
     write_model(model, model.state_dict(), like, source / "fresh", source)
 
 
-def student(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool,
-    prepare: Callable[[nn.Module], None] = lambda module: None,
-) -> Student:  # fmt: skip
-    """The model to train, from the weights in `source`. Every rank calls it. `prepare` is called with the module while
-    it is whole, unless ranks share it.
+def student(run: Run, resumed: bool) -> Student:
+    """The model to train, from the weights in `run.source`, refitted unless the run was `resumed`. Every rank calls it.
 
     Raises RewriterError for options that the directory or the ranks cannot serve.
     """
+    options = run.options
     if options.sharded:
-        return _runtime_student(opened, source, run, options, ranks, device, bf16)
-    return _hugging_face_student(opened, source, run, options, ranks, device, bf16, prepare)
+        program = rewritten(run.opened, run.source, tp=options.tp, sp=options.sp)
+        sharded = _runtime(run, program, "student")
+        if options.zero == "3":
+            shard_parameters(sharded, param_dtype=torch.bfloat16 if run.bf16 else None)
+        return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
+    built = _hugging_face_student(run, resumed)
+    if options.packing and not isolates_segments(built.model.module):
+        raise RewriterError(
+            f"{run.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
+            "examples. Train with --no-packing, which pads every example to a row of its own"
+        )
+    return built
 
 
-def _runtime_student(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool
-) -> Student:
-    program = rewritten(opened, source, tp=options.tp, sp=options.sp)
-    module = _runtime(program, run / "student", ranks, device)
-    if options.zero == "3":
-        shard_parameters(module, param_dtype=torch.bfloat16 if bf16 else None)
-    return Student(ShardedModel(module), ranks.rank % options.tp, program)
-
-
-def _runtime(program: Program, place: Path, ranks: RunRanks, device: torch.device) -> RuntimeModel:
-
-    def write() -> None:
-        if not place.exists():
-            save(program, place, verify="none")
-
-    ranks.on_first(write)
-    module = load_sharded(place, dp=ranks.replicas, device=device, dtype=torch.float32)
+def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
+    place = run.place / name
+    run.ranks.on_first(lambda: None if place.exists() else save(program, place, verify="none"))
+    module = load_sharded(place, dp=run.ranks.replicas, device=run.device, dtype=torch.float32)
     assert isinstance(module, RuntimeModel)
     return module
 
 
-def _hugging_face_student(
-    opened: Opened, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device, bf16: bool,
-    prepare: Callable[[nn.Module], None],
-) -> Student:  # fmt: skip
-    place, remote = run / "student", opened.manifest.adapted.modeling is not None
-    ranks.on_first(lambda: _write_student(opened, source, place, options.anneal > 0))
-    module = teachers.load_model(place, device, remote)
-    prepare(module)
+def _hugging_face_student(run: Run, resumed: bool) -> Student:
+    opened, options, ranks = run.opened, run.options, run.ranks
+    place, remote = run.place / "student", opened.manifest.adapted.modeling is not None
+    ranks.on_first(lambda: _write_student(run, place))
+    module = teachers.load_model(place, run.device, remote)
+    if options.refit and not resumed:
+        losses = refit_to_original(run, module)
+        ranks.on_first(lambda: remember(run.place, **losses))
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
     built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
@@ -166,15 +156,16 @@ def _hugging_face_student(
         cpu = torch.device("cpu")
         built.exact = lambda: _with_adapters(teachers.load_model(place, cpu, remote), options.lora, opened)
     if ranks.world > 1:
-        _distribute(built, options, ranks, device, bf16)
+        _distribute(run, built)
     return built
 
 
-def _distribute(built: Student, options: Options, ranks: RunRanks, device: torch.device, bf16: bool) -> None:
+def _distribute(run: Run, built: Student) -> None:
     """Shard experts, weights or the optimizer of a Hugging Face model over data-parallel ranks."""
+    options, ranks, kind = run.options, run.ranks, run.device.type
     module, zero = built.model.module, options.zero or "1"
     if options.ep > 1:
-        mesh = expert_mesh(ranks.world // options.ep, options.ep, options.ep_order, device.type)
+        mesh = expert_mesh(ranks.world // options.ep, options.ep, options.ep_order, kind)
         built.experts, built.own = shard_experts(base_of(module), mesh), mesh.get_local_rank("ep")
         return
     if not options.fully_sharded:
@@ -182,9 +173,9 @@ def _distribute(built: Student, options: Options, ranks: RunRanks, device: torch
             built, lambda make, groups: zero_optimizer(module, make, ranks.group, stage=int(zero), params=groups)
         )
         return
-    nodes = node_mesh(device.type) if zero == "node-local" else None
-    built.mesh = ranks.mesh(device) if nodes is None else nodes["local"]
-    _fully_shard(module, built.mesh, bf16)
+    nodes = node_mesh(kind) if zero == "node-local" else None
+    built.mesh = ranks.mesh(run.device) if nodes is None else nodes["local"]
+    _fully_shard(module, built.mesh, run.bf16)
     if zero == "plus-plus":
         zero_plus_plus(module, **PLUS_PLUS)
     elif nodes is not None:
@@ -195,10 +186,10 @@ def _distribute(built: Student, options: Options, ranks: RunRanks, device: torch
 
 def _maker(
     built: Student, wrap: Callable[[MakeOptimizer, list[dict[str, Any]]], ZeroOptimizer | NodeLocalOptimizer]
-) -> Callable[[AdaptTrainer], torch.optim.Optimizer]:
+) -> Callable[[Trainer], torch.optim.Optimizer]:
     """What makes the optimizer that the trainer's arguments describe, of the master weights that `wrap` makes."""
 
-    def make(trainer: AdaptTrainer) -> torch.optim.Optimizer:
+    def make(trainer: Trainer) -> torch.optim.Optimizer:
         module = built.model.module
         cls, keywords = Trainer.get_optimizer_cls_and_kwargs(trainer.args, module)
         decayed = set(trainer.get_decay_parameter_names(module))
@@ -213,21 +204,21 @@ def _maker(
     return make
 
 
-def _write_student(opened: Opened, source: Path, place: Path, annealed: bool) -> None:
-    """The student as a Hugging Face directory over the weights in `source`, unless an earlier run wrote it."""
+def _write_student(run: Run, place: Path) -> None:
+    """The student as a Hugging Face directory over the weights in `run.source`, unless an earlier run wrote it."""
     if place.exists():
         return
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if annealed:
+    if run.options.anneal:
         from rewriter.emit.annealed import write_annealed
 
-        write_annealed(rewritten(opened, source), source, partial)
+        write_annealed(rewritten(run.opened, run.source), run.source, partial)
     else:
         partial.mkdir()
-        for file in [*opened.root.glob("*.py"), opened.root / "config.json"]:
+        for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
             (partial / file.name).write_bytes(file.read_bytes())
-        for file in source.iterdir():
+        for file in run.source.iterdir():
             if file.name != "config.json" and file.is_file():
                 (partial / file.name).symlink_to(file.resolve())
     partial.rename(place)
@@ -252,17 +243,16 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh | None, bf16: bool) -> None
         fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
-def teacher(built: Student, source: Path, run: Path, options: Options, ranks: RunRanks, device: torch.device) -> Model:
-    """The original model, frozen, on the ranks of the student. With adapters it reads the student's own weights."""
+def teacher(built: Student, run: Run, original: Path) -> Model:
+    """The model in `original`, frozen, on the student's ranks. With adapters it reads the student's own weights."""
+    options, group = run.options, built.model.group
     if options.sharded:
-        program = original(source, tp=options.tp, sp=options.sp)
-        module = _runtime(program, run / "teacher", ranks, device)
+        module = _runtime(run, original_program(original, tp=options.tp, sp=options.sp), "teacher")
         module.requires_grad_(False)
         return ShardedModel(module)
-    group = built.model.group
     if options.lora and options.base is None and options.ep == 1 and not options.fully_sharded:
-        return HuggingFaceModel(teachers.sharing(built.model.module, source, device), group)
-    whole = teachers.frozen(teachers.load_model(source, device))
+        return HuggingFaceModel(teachers.sharing(built.model.module, original, run.device), group)
+    whole = teachers.frozen(teachers.load_model(original, run.device))
     if built.experts is not None:
         shard_experts(whole, built.experts.mesh)
     elif built.mesh is not None:

@@ -28,12 +28,20 @@ def load_model(directory: Path, device: torch.device, trust_remote_code: bool = 
 def original_directory(opened: Opened, options: Options, source: Path, teacher: Any) -> Path | None:
     """The directory of the original model; None where it is not known, or nothing to compare with.
 
-    Raises RewriterError where `teacher` is another model than the one that was rewritten.
+    `source` will have the weights to train under the original wiring. Raises RewriterError where `teacher` is another
+    model than the one that was rewritten, and where weights to distil from are no longer the original's.
     """
     if options.from_scratch:
         return None
     if teacher is None:
-        return source if opened.manifest.adaptation is None else None
+        if opened.manifest.adaptation is None:
+            return source
+        if options.method == "distill":
+            raise RewriterError(
+                f"{opened.root} has been trained since it was rewritten, so its weights are no longer the original's. "
+                "Give the original model as --teacher"
+            )
+        return None
     place = Path(teacher)
     config = {}
     if (place / "config.json").is_file():
@@ -46,15 +54,6 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
                 f"{expected.get(name)!r}. Give the model that was rewritten"
             )
     return place
-
-
-def require_teacher(opened: Opened, options: Options, teacher: Any) -> None:
-    """Refuse to distil from weights that are no longer the original's."""
-    if options.method == "distill" and teacher is None and opened.manifest.adaptation is not None:
-        raise RewriterError(
-            f"{opened.root} has been trained since it was rewritten, so its weights are no longer the original's. Give "
-            "the original model as --teacher"
-        )
 
 
 def frozen(model: nn.Module) -> nn.Module:

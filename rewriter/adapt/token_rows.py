@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ from torch.utils.data import Dataset
 
 from rewriter.adapt.chat import ChatEncoder, checked_text
 from rewriter.adapt.examples import EXPECTED, BadExample, Faults, read_examples
+from rewriter.adapt.options import TooLong
 from rewriter.adapt.packing import first_fit
 from rewriter.common.errors import RewriterError
 
-TooLong = Literal["truncate", "split", "refuse"]
 NO_TARGET = -100  # what transformers' losses leave out
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """What became of the examples. Tokens are those in rows, padding apart; targets are what the loss is taken over."""
 
@@ -157,7 +157,7 @@ class _SegmentCollector:
             raise BadExample(f'neither "messages" nor "text": it has {keys}')
         if messages is not None and text is not None:
             raise BadExample('both "messages" and "text", where one was expected')
-        self.counts = replace(self.counts, examples=self.counts.examples + 1)
+        self.counts.examples += 1
         if text is not None:
             ids, targets = self._encode_text(checked_text(text, '"text"'))
         else:
@@ -191,17 +191,13 @@ class _SegmentCollector:
             yield ids, targets
         elif self.too_long == "truncate":
             dropped = not any(targets[1 : self.length])
-            counts = self.counts
-            self.counts = replace(
-                counts,
-                truncated=counts.truncated + 1,
-                truncated_tokens=counts.truncated_tokens + (len(ids) if dropped else excess),
-                dropped=counts.dropped + dropped,
-            )
+            self.counts.truncated += 1
+            self.counts.truncated_tokens += len(ids) if dropped else excess
+            self.counts.dropped += dropped
             if not dropped:
                 yield ids[: self.length], targets[: self.length]
         elif self.too_long == "split" and splits:
-            self.counts = replace(self.counts, split=self.counts.split + 1)
+            self.counts.split += 1
             for start in range(0, len(ids) - 1, self.length - 1):
                 part = slice(start, start + self.length)
                 yield ids[part], targets[part]

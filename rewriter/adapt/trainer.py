@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,13 +18,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Dataset
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from rewriter.adapt import checkpoints, losses
 from rewriter.adapt.batches import Order, stack
-from rewriter.adapt.options import Schedule
-from rewriter.adapt.run_ranks import RunRanks
+from rewriter.adapt.run import Run
+from rewriter.adapt.run_log import Metrics
+from rewriter.adapt.student_setup import Student
 from rewriter.adapt.students import Batch, Model
 from rewriter.common.errors import RewriterError
 from rewriter.training import ZeroOptimizer
@@ -54,22 +55,21 @@ def on_device(arguments: TrainingArguments, device: torch.device) -> TrainingArg
     return arguments
 
 
-def training_arguments(
-    settings: Mapping[str, Any], sizes: Schedule, run: Path, device: torch.device
-) -> TrainingArguments:
-    """The Trainer's arguments of a run in the directory `run`. Raises RewriterError for values that it refuses."""
-    chosen = {k: v for k, v in settings.items() if k not in ("num_train_epochs", "data_seed")}
+def training_arguments(run: Run) -> TrainingArguments:
+    """The Trainer's arguments. Raises RewriterError for values that it refuses."""
+    sizes = run.sizes
+    chosen = {k: v for k, v in run.settings.items() if k not in ("num_train_epochs", "data_seed")}
     chosen |= {
         "max_steps": sizes.steps,
         "per_device_train_batch_size": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.accumulation,
-        "save_steps": settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
-        "eval_strategy": "steps" if "eval_steps" in settings else "no",
+        "save_steps": run.settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
+        "eval_strategy": "steps" if "eval_steps" in run.settings else "no",
     }
     try:
         with alone():
             arguments = TrainingArguments(
-                output_dir=str(run),
+                output_dir=str(run.place),
                 report_to="none",
                 disable_tqdm=True,
                 remove_unused_columns=False,
@@ -78,41 +78,25 @@ def training_arguments(
             )
     except (TypeError, ValueError) as error:
         raise RewriterError(f"--set: {' '.join(str(error).split()):.300}") from error
-    return on_device(arguments, device)
+    return on_device(arguments, run.device)
 
 
 class AdaptTrainer(Trainer):
-    """Trains `student` by `loss`.
-
-    `own` is this rank's number among those that share rows. `clip(n)` scales the gradient so that its norm over all
-    ranks is at most n, and returns the norm.
+    """Trains `built` by `loss`, on the rows of the run.
 
     Raises RewriterError when a loss or gradient is not finite, naming the step and the last good checkpoint.
     """
 
-    def __init__(
-        self,
-        student: Model,
-        loss: Loss,
-        arguments: TrainingArguments,
-        rows: Dataset[dict[str, Tensor]],
-        order: Order,
-        ranks: RunRanks,
-        *,
-        own: int = 0,
-        clip: Callable[[float], Tensor],
-        optimizer: Callable[[AdaptTrainer], torch.optim.Optimizer] | None = None,
-        evaluation: Callable[[], dict[str, float]] | None = None,
-        callbacks: list[Any] | None = None,
-    ) -> None:
+    def __init__(self, run: Run, built: Student, loss: Loss, callbacks: list[TrainerCallback]) -> None:
+        rows = run.data.rows
         with alone():
             # rows to evaluate on are asked for where eval_steps is set, and are never read: `evaluate` has its own
-            super().__init__(student.module, arguments, stack, rows, rows, callbacks=callbacks)
-        self.student, self.loss, self.order, self.ranks, self.own = student, loss, order, ranks, own
-        self.clip, self.evaluation, self.make_optimizer = clip, evaluation, optimizer
+            super().__init__(built.model.module, training_arguments(run), stack, rows, rows, callbacks=callbacks)
+        self.run, self.built, self.student, self.loss, self.ranks = run, built, built.model, loss, run.ranks
         self.remove_callback(PrinterCallback)  # Metrics prints instead
+        if run.ranks.first:
+            self.add_callback(Metrics(self))
         self.parts: dict[str, float] = {}
-        self._made = False
         self._targets = 1
         self._sums: dict[str, Tensor] = {}
 
@@ -121,9 +105,9 @@ class AdaptTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader[Any]:
         workers, pin = self.args.dataloader_num_workers, self.args.dataloader_pin_memory
         pin = pin and self.args.device.type == "cuda"
-        return DataLoader(
-            self.train_dataset, batch_sampler=self.order, collate_fn=stack, num_workers=workers, pin_memory=pin
-        )
+        rows = self.run.data.rows
+        order = Order(len(rows), self.run.sizes, self.ranks, self.run.data_seed)  # type: ignore[arg-type]
+        return DataLoader(rows, batch_sampler=order, collate_fn=stack, num_workers=workers, pin_memory=pin)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> int:
         own = sum(losses.count_targets(batch["labels"]) for batch in batch_samples)
@@ -155,24 +139,20 @@ class AdaptTrainer(Trainer):
         return means[list(sums).index("loss")]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm = self.clip(self.args.max_grad_norm)
-        self._require_finite(norm)
-        return norm
+        return self._clipped(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        if grad_norm is None:
-            grad_norm = self.clip(math.inf)
-            self._require_finite(grad_norm)
-        return grad_norm
+        return self._clipped(math.inf) if grad_norm is None else grad_norm
 
-    def _require_finite(self, norm: Tensor) -> None:
-        """Before weights are touched: what is not finite now would be in all of them after the step."""
+    def _clipped(self, largest: float) -> Tensor:
+        """The norm, before weights are touched: what is not finite now would be in all of them after the step."""
+        norm = self.built.clip(largest)
         self.parts = {name: float(value) for name, value in self._sums.items()}
         found = {**{f"the {name}": value for name, value in self.parts.items()}, "the gradient's norm": float(norm)}
         bad = next((name for name, value in found.items() if not math.isfinite(value)), None)
         if bad is None:
-            return
-        kept = checkpoints.last(Path(self.args.output_dir))
+            return norm
+        kept = checkpoints.last(self.run.place)
         where = "there is no checkpoint yet" if kept is None else f"the last good checkpoint is {kept}"
         raise RewriterError(
             f"step {self.state.global_step + 1}: {bad} is {found[bad]}; training stopped before the weights took it "
@@ -180,14 +160,13 @@ class AdaptTrainer(Trainer):
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.make_optimizer is not None and not self._made:
-            self.optimizer, self._made = self.make_optimizer(self), True
+        if self.built.make_optimizer is not None and self.built.optimizer is None:
+            self.optimizer = self.built.make_optimizer(self)
         return super().create_optimizer(model) if model is not None else super().create_optimizer()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The losses on the evaluation rows, logged."""
-        assert self.evaluation is not None
-        found = self.evaluation()
+        found = {"eval_loss": self.run.measured(self.student)}
         self.log(found)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
         return found
@@ -196,19 +175,19 @@ class AdaptTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
-        staging = checkpoints.begin(Path(self.args.output_dir), step, self.ranks)
-        checkpoints.save(staging, self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.own)
+        staging = checkpoints.begin(self.run.place, step, self.ranks)
+        checkpoints.save(staging, self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.built.own)
         if self.ranks.first:
             self.state.save_to_json(str(staging / "trainer_state.json"))
         checkpoints.commit(staging, step, self.args.save_total_limit, self.ranks)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoints.load_model(Path(resume_from_checkpoint), self.student.module, self.ranks, self.own)
+        checkpoints.load_model(Path(resume_from_checkpoint), self.student.module, self.ranks, self.built.own)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             checkpoints.load_rest(
-                Path(checkpoint), self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.own
+                Path(checkpoint), self.student.module, self._raw(), self.lr_scheduler, self.ranks, self.built.own
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

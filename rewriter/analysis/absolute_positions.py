@@ -13,7 +13,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.op_semantics import aten, function_of
-from rewriter.ir import Body, Program, walk_modules
+from rewriter.ir import Body, Program, called_module, placeholders, walk_modules
 
 
 def counts_tokens(program: Program) -> str | None:
@@ -40,11 +40,10 @@ def _counts(node: fx.Node) -> bool:
 def _bias_inputs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(call, argument) of the wiring where the called body uses the argument for biases only."""
     for node in program.graph.nodes:
-        module = program.modules.get(str(node.target)) if node.op == "call_module" else None
+        module = called_module(node, program.modules)
         if not isinstance(module, Body):
             continue
-        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-        for placeholder, argument in zip(inputs, node.args, strict=False):
+        for placeholder, argument in zip(placeholders(module.graph), node.args, strict=False):
             if isinstance(argument, fx.Node) and placeholder.users and _ends_in_bias(placeholder, set()):
                 yield node, argument
 

@@ -10,7 +10,7 @@ from torch import fx
 from rewriter.analysis.labels import is_tensor
 from rewriter.analysis.op_semantics import function_of, is_pointwise, kind_of
 from rewriter.analysis.projections import is_projection
-from rewriter.ir import Body, Module
+from rewriter.ir import Body, Module, called_module, reachable
 from rewriter.ir.marks import marks
 
 
@@ -26,7 +26,7 @@ def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
     """The chains of a wiring, in order. Nothing inside one is used elsewhere."""
     found = []
     for node in graph.nodes:
-        if marks(node).layer is not None and _is_loose(node, modules):
+        if marks(node).layer is not None and is_projection(called_module(node, modules)):
             inside, entries = _behind(node, modules)
             closed = all(set(n.users) <= {*inside, node} for n in (*inside, *entries))
             if entries and closed and not any(_behind(e, modules)[1] for e in entries):
@@ -34,31 +34,18 @@ def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
     return found
 
 
-def _is_loose(node: fx.Node, modules: Mapping[str, Module]) -> bool:
-    return node.op == "call_module" and is_projection(modules.get(str(node.target)))
-
-
 def _behind(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
     """(pointwise nodes, projections) that make the input of `exit`; no projections where something else does, too."""
-    inside: list[fx.Node] = []
-    entries: list[fx.Node] = []
-    todo = list(exit.all_input_nodes)
-    while todo:
-        node = todo.pop()
-        if _is_loose(node, modules):
-            entries.append(node)
-        elif _keeps_channels(node, modules):
-            inside.append(node)
-            todo += node.all_input_nodes
-        else:
-            return [], []
-    return inside, list(dict.fromkeys(entries))
+    found = reachable(exit.all_input_nodes, lambda n: n.all_input_nodes if _keeps_channels(n, modules) else ())
+    inside = [n for n in found if _keeps_channels(n, modules)]
+    entries = [n for n in found if is_projection(called_module(n, modules))]
+    return (inside, entries) if len(inside) + len(entries) == len(found) else ([], [])
 
 
 def _keeps_channels(node: fx.Node, modules: Mapping[str, Module]) -> bool:
     if node.op == "call_function":
         return function_of(node) == "mul" or kind_of(node) == "activation"
-    module = modules.get(str(node.target)) if node.op == "call_module" else None
+    module = called_module(node, modules)
     return (
         isinstance(module, Body)
         and not (module.parameters or module.buffers or module.modules)

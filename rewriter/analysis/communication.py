@@ -19,7 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import function_of, sends
 from rewriter.analysis.residual import computes
-from rewriter.ir import Body, Module, Program, args_of
+from rewriter.ir import Module, Program, args_of, nodes_inside, reachable
 from rewriter.ir.marks import marks
 from rewriter.ir.shapes import wiring_shapes
 from rewriter.kernels import parse_format, slice_length
@@ -104,33 +104,22 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             gather = function_of(node) == "gather"
             shape = shapes[node] or ()
             width = math.prod(s for s in shape if isinstance(s, int))
-            source = producer(node)
             options: dict[str, Any] = dict(node.kwargs)
             format = options.get("format")
             place: Place = "block" if layer is not None else "head" if gather else "embedding"
-            found.append(
-                Collective(
-                    "all-gather" if gather else "all-reduce",
-                    place,
-                    source,
-                    layer,
-                    index,
-                    width,
-                    width * size if format is None else _payload_per_token(width, format),
-                    node in behind,
-                    width * size,
-                    **options,
-                )
-            )
+            kind: Literal["all-reduce", "all-gather"] = "all-gather" if gather else "all-reduce"
+            exact = width * size
+            sent = exact if format is None else _payload_per_token(width, format)
+            hidden, path = node in behind, producer(node)
+            found.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
         elif node.op == "call_module":
             module = program.modules[str(node.target)]
             if id(module) not in inside:
                 inside[id(module)] = tuple(_inside(module, size))
+            where: Place = "inside a block" if layer is not None else "other"
+            path = str(node.target)
             for width, nbytes in inside[id(module)]:
-                where: Place = "inside a block" if layer is not None else "other"
-                found.append(
-                    Collective("all-reduce", where, str(node.target), layer, index, width, nbytes, False, nbytes)
-                )
+                found.append(Collective("all-reduce", where, path, layer, index, width, nbytes, False, nbytes))
     return tuple(found)
 
 
@@ -177,29 +166,21 @@ def summary(found: Iterable[Collective]) -> CollectiveTraffic:
 
 def by_place(found: Iterable[Collective]) -> dict[str, CollectiveTraffic]:
     """The same per place: blocks, inside of blocks, embedding, head."""
-    groups: dict[str, list[Collective]] = {}
-    for collective in found:
-        groups.setdefault(collective.place, []).append(collective)
-    return {place: summary(items) for place, items in groups.items()}
+    items = list(found)
+    return {place: summary(c for c in items if c.place == place) for place in dict.fromkeys(c.place for c in items)}
 
 
 def by_layer(found: Iterable[Collective]) -> Mapping[int, CollectiveTraffic]:
     """The same per decoder layer."""
-    groups: dict[int, list[Collective]] = {}
-    for collective in found:
-        if collective.layer is not None:
-            groups.setdefault(collective.layer, []).append(collective)
-    return {layer: summary(items) for layer, items in sorted(groups.items())}
+    items = list(found)
+    layers = sorted({c.layer for c in items if c.layer is not None})
+    return {layer: summary(c for c in items if c.layer == layer) for layer in layers}
 
 
 def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
     """(width, bytes per token) of each collective inside a module; norm statistics are always fp32."""
-    if not isinstance(module, Body):
-        return
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            yield from _inside(module.modules[str(node.target)], size)
-        elif sends(node):
+    for _, node in nodes_inside(module):
+        if sends(node):
             value = node.meta["val"]
             width = math.prod(int(s) for s in value.shape if not isinstance(s, torch.SymInt))
             yield width, width * (value.dtype.itemsize if value.dtype == torch.float32 else size)
@@ -207,15 +188,8 @@ def _inside(module: Module, size: int) -> Iterator[tuple[int, int]]:
 
 def producer(node: fx.Node) -> str:
     """The module that made what is reduced; for a sum of several, the first one's layer or path."""
-    todo = list(node.all_input_nodes)
-    paths: list[str] = []
-    while todo:
-        source = todo.pop(0)
-        if source.op == "call_module":
-            paths.append(str(source.target))
-        else:
-            todo += source.all_input_nodes
-    return " + ".join(dict.fromkeys(paths))
+    sources = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
+    return " + ".join(dict.fromkeys(str(n.target) for n in sources if n.op == "call_module"))
 
 
 def hidden_starts(graph: fx.Graph, modules: Mapping[str, Module]) -> set[fx.Node]:

@@ -7,14 +7,13 @@ from dataclasses import replace
 from torch import fx
 
 from rewriter.analysis.placement_state import differentiable
-from rewriter.ir import Body, Module, Program, args_of, parameters_of
+from rewriter.ir import Body, Module, Program, parameters_of, placeholders
 
 
 def with_constant_inputs(program: Program) -> dict[str, Module]:
-    """The modules of `program`, each body with the names of its inputs that need no gradient. Alike bodies stay
-    shared."""
+    """The modules of `program`, where bodies name the inputs that need no gradient. Alike bodies stay shared."""
     flows: dict[fx.Node, bool] = {}
-    done: dict[tuple[int, frozenset[str]], Module] = {}
+    done: dict[tuple[int, frozenset[str]], Body] = {}
     modules = dict(program.modules)
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -24,8 +23,8 @@ def with_constant_inputs(program: Program) -> dict[str, Module]:
             if not isinstance(module, Body):
                 flows[node] = True
                 continue
-            inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-            constant = frozenset(p.name for p, source in zip(inputs, node.args, strict=True) if not flows[source])
+            inputs = zip(placeholders(module.graph), node.args, strict=True)
+            constant = frozenset(p.name for p, source in inputs if not flows[source])
             key = (id(module), constant)
             if key not in done:
                 done[key] = replace(module, constant_inputs=constant)
@@ -36,10 +35,6 @@ def with_constant_inputs(program: Program) -> dict[str, Module]:
     return modules
 
 
-def _output_flows(body: Module) -> bool:
-    assert isinstance(body, Body)
-    if next(parameters_of(body), None):
-        return True
-    result = args_of(body.graph.output_node())[0]
-    outputs = [result] if isinstance(result, fx.Node) else list(result)
-    return any(isinstance(n, fx.Node) and differentiable(n, body) for n in outputs)
+def _output_flows(body: Body) -> bool:
+    outputs = body.graph.output_node().all_input_nodes
+    return next(parameters_of(body), None) is not None or any(differentiable(n, body) for n in outputs)

@@ -72,9 +72,6 @@ class Labels:
             self.of[node] = merged
             self.changed = True
 
-    def get(self, node: fx.Node) -> torch.Tensor | None:
-        return self.of.get(node)
-
     def forward(self, node: fx.Node) -> None:
         """Labels of `node` from those of its inputs."""
         if is_movement(node):
@@ -174,9 +171,14 @@ def common(labels: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where((labels == first).all(dim, keepdim=True), first, torch.full_like(first, -1))
 
 
+def varying_dims(labels: torch.Tensor) -> list[int]:
+    """The dimensions along which labels differ."""
+    return [d for d in range(labels.dim()) if not (labels == labels.narrow(d, 0, 1)).all()]
+
+
 def varying_dim(labels: torch.Tensor) -> int | None:
     """The one dimension along which labels differ; None when they do not. Raises Unsplittable for several."""
-    dims = [d for d in range(labels.dim()) if not (labels == labels.narrow(d, 0, 1)).all()]
+    dims = varying_dims(labels)
     if len(dims) > 1:
         raise Unsplittable("heads or channels lie along two dimensions at once")
     return dims[0] if dims else None

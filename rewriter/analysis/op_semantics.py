@@ -177,9 +177,11 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("creation_like"), [aten.empty_like.default]),
     (Operator("count", "count"), _overloads("arange")),
     (Operator("size"), [aten.sym_size.int]),
-    (Operator("collective", "sum"), [ops.all_reduce, ops.all_reduce_start]),
+    (Operator("collective", "sum"), [ops.all_reduce]),
+    (Operator("collective", "start"), [ops.all_reduce_start]),
+    (Operator("collective", "wait"), [ops.all_reduce_wait]),
     (Operator("collective", "gather"), [ops.all_gather, ops.gather_tokens]),
-    (Operator("collective"), [ops.all_reduce_wait, ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
+    (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
 )  # fmt: skip
 
 TABLE: Mapping[Any, Operator] = MappingProxyType({target: row for row, targets in _ROWS for target in targets})
@@ -234,15 +236,23 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def sends(node: fx.Node) -> bool:
     """Whether a node begins a collective: an all-reduce or an all-gather, waited for in place or later."""
-    return kind_of(node) == "collective" and function_of(node) in ("sum", "gather")
+    return kind_of(node) == "collective" and function_of(node) in ("sum", "start", "gather")
+
+
+def starts_sum(node: fx.Node) -> bool:
+    """Whether a node begins an all-reduce, which works in place: it overwrites the partial sum that it is given."""
+    return kind_of(node) == "collective" and function_of(node) in ("sum", "start")
+
+
+def ends_collective(node: fx.Node) -> bool:
+    """Whether all ranks hold the same value behind a node, whatever they held before it."""
+    return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather")
 
 
 def is_sum(node: fx.Node) -> bool:
     """Whether a node is a sum or mean over dimensions that it names: ranks may complete it by an all-reduce."""
-    return node.target in REDUCTIONS
-
-
-REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})
+    named = kind_of(node) == "reduction" and function_of(node) in ("sum", "mean")
+    return named and argument(node, "dim") is not None
 
 
 def argument(node: fx.Node, name: str) -> Any:

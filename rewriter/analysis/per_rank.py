@@ -14,11 +14,10 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import is_tensor, tensor_inputs
+from rewriter.analysis.op_semantics import ends_collective
 from rewriter.analysis.placement_state import copied_to_group, differentiable
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, Parameter, copy_graph
-
-_REPLICATING = frozenset({ops.all_reduce, ops.all_reduce_wait, ops.all_gather})
+from rewriter.ir import Body, Leaf, Module, Parameter, bypass, copy_graph, placeholders
 
 
 def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[str, Module]:
@@ -30,14 +29,13 @@ def share_bias(modules: Mapping[str, Module], paths: Collection[str]) -> dict[st
 
     def shared(module: Module) -> Module:
         if id(module) not in done:
+            done[id(module)] = module
             if isinstance(module, Body):
                 inner = {name: shared(child) for name, child in module.modules.items()}
-                alike = all(inner[name] is child for name, child in module.modules.items())
-                done[id(module)] = module if alike else replace(module, modules=inner)
+                if any(inner[name] is not child for name, child in module.modules.items()):
+                    done[id(module)] = replace(module, modules=inner)
             elif isinstance(module, Leaf) and module.kind.startswith("RowParallel") and "bias" in module.parameters:
                 done[id(module)] = replace(module, options={**module.options, "bias_share": True})
-            else:
-                done[id(module)] = module
         return done[id(module)]
 
     return {path: shared(module) if path in paths else module for path, module in modules.items()}
@@ -49,7 +47,7 @@ def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx
     prefixes = {".".join(parts[:i]) for parts in owners for i in range(1, len(parts) + 1)}
     local: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node.target in _REPLICATING:
+        if node.op in ("placeholder", "output") or ends_collective(node):
             continue
         split = node.op == "call_module" and str(node.target) in prefixes
         if split or node.target is ops.copy_to_group or any(n in local for n in node.all_input_nodes):
@@ -58,14 +56,11 @@ def local_values(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> set[fx
 
 
 def without_idle_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
-    """Take out of a wiring each `copy_to_group` of a value that is local already: it would sum gradients of different
-    ones.
-    """
+    """Erase each `copy_to_group` of a value that is local already: it would sum gradients of different values."""
     local = local_values(graph, parameters)
     for node in list(graph.nodes):
         if node.target is ops.copy_to_group and node.all_input_nodes[0] in local:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
+            bypass(node, node.all_input_nodes[0])
 
 
 def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping[str, Parameter]) -> dict[str, Module]:
@@ -117,8 +112,7 @@ class _Localiser:
         self.body, self.split, self.path = body, split, path
         self.graph, _ = copy_graph(body.graph)
         self.modules: dict[str, Module] = dict(body.modules)
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.varying = {placeholders[i] for i in inputs}
+        self.varying = {placeholders(self.graph)[i] for i in inputs}
         self.local = set(self.varying)
         self.copied: dict[fx.Node, fx.Node] = {}
 
@@ -132,10 +126,13 @@ class _Localiser:
                 continue
             sources = node.all_input_nodes
             if node.target is ops.copy_to_group:
-                self._drop_copy(node, sources[0])
+                if sources[0] in self.local:  # a copy would sum gradients of different values
+                    bypass(node, sources[0])
+                else:
+                    self.local.add(node)
                 continue
             varying = any(n in self.varying for n in sources)
-            if node.target in _REPLICATING:
+            if ends_collective(node):
                 if varying:
                     raise RewriterError(
                         f"{self.path} ({self.body.class_name}) reduces over the ranks inside, at {node.name}: with "
@@ -149,14 +146,6 @@ class _Localiser:
             elif any(n in self.local for n in sources):
                 self._share(node)
         return replace(self.body, graph=self.graph, modules=self.modules)
-
-    def _drop_copy(self, node: fx.Node, source: fx.Node) -> None:
-        """A `copy_to_group` of a value that is local already would sum gradients of different values."""
-        if source not in self.local:
-            self.local.add(node)
-            return
-        node.replace_all_uses_with(source)
-        self.graph.erase_node(node)
 
     def _call(self, node: fx.Node) -> None:
         name = str(node.target)

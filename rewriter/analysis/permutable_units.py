@@ -14,13 +14,14 @@ from math import gcd
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.chains import Chain, chains
+from rewriter.analysis.chains import chains
 from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
 from rewriter.analysis.placement import split_body
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, row_parallel
 from rewriter.analysis.residual import attends
+from rewriter.analysis.units import equal_runs
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Program, args_of, walk_modules
+from rewriter.ir import Body, Leaf, Program, args_of, called_module, nodes_inside
 from rewriter.ir.marks import layer_of, marks
 
 
@@ -84,12 +85,12 @@ def _bodies(program: Program) -> Iterator[PermutableUnits]:
     seen: set[str] = set()
     for node in program.graph.nodes:
         path = str(node.target)
-        body = program.modules.get(path) if node.op == "call_module" else None
+        body = called_module(node, program.modules)
         if not isinstance(body, Body) or marks(node).layer is None or path in seen:
             continue
+        seen.add(path)
         if not body.modules and not attends(body):
             continue  # norms and other small modules
-        seen.add(path)
         layer, heads = layer_of(node), attends(body)
         if id(body) not in done:
             try:
@@ -108,8 +109,7 @@ def _bodies(program: Program) -> Iterator[PermutableUnits]:
 
 def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
     """(number of units, where they are) of one body. Raises Unsplittable with the reason in words."""
-    inside = [body, *(module for _, module in walk_modules(body.modules) if isinstance(module, Body))]
-    attentions = [n for b in inside for n in b.graph.nodes if n.target is ops.attention]
+    attentions = [n for _, n in nodes_inside(body) if n.target is ops.attention]
     if attentions:
         queries, keys = (gcd(*(_heads(n, operand) for n in attentions)) for operand in (0, 1))
         # one key/value head for all queries stays where it is, and every query head may move
@@ -118,8 +118,7 @@ def _units(body: Body) -> tuple[int, Mapping[str, Shard]]:
         whole = split_body(body, 1)
         count = gcd(*(held(shard.ranges) for shard in whole.shards.values()))
     split = split_body(body, count)
-    bodies = [split.body, *(m for _, m in walk_modules(split.body.modules) if isinstance(m, Body))]
-    if any(n.target is ops.own_shard for b in bodies for n in b.graph.nodes):
+    if any(n.target is ops.own_shard for _, n in nodes_inside(split.body)):
         raise Unsplittable("each head adds a position bias of its own, which is no parameter of the block")
     return count, split.shards
 
@@ -134,11 +133,13 @@ def _chains(program: Program) -> Iterator[PermutableUnits]:
         leaf = program.modules[path]
         assert isinstance(leaf, Leaf)
         count = inputs_of(leaf)
-        if {outputs_of(entry) for entry in _entries(program, chain).values()} != {count}:
+        entries = {str(node.target): program.modules[str(node.target)] for node in chain.entries}
+        leaves = {entry: found for entry, found in entries.items() if isinstance(found, Leaf)}
+        if {outputs_of(entry) for entry in leaves.values()} != {count}:
             yield _fixed(path, layer, False, "its projections have different numbers of channels")
             continue
-        each = tuple(((i, i + 1),) for i in range(count))
-        splits = {entry: column_parallel(found, each) for entry, found in _entries(program, chain).items()}
+        each = equal_runs(count, count)
+        splits = {entry: column_parallel(found, each) for entry, found in leaves.items()}
         splits[path] = row_parallel(leaf, each)
         places = {
             program.ties.get(full := f"{owner}.{name}", full): shard
@@ -146,8 +147,3 @@ def _chains(program: Program) -> Iterator[PermutableUnits]:
             for name, shard in shards.items()
         }
         yield PermutableUnits(path, layer, False, count, places)
-
-
-def _entries(program: Program, chain: Chain) -> dict[str, Leaf]:
-    found = {str(node.target): program.modules[str(node.target)] for node in chain.entries}
-    return {path: leaf for path, leaf in found.items() if isinstance(leaf, Leaf)}

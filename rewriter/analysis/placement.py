@@ -15,10 +15,9 @@ from rewriter.analysis.labels import Unsplittable, reduced_shape, tensor_inputs,
 from rewriter.analysis.op_semantics import function_of, is_movement, is_pointwise
 from rewriter.analysis.placement_rules import is_linear, place_call, place_function, place_product
 from rewriter.analysis.placement_state import PlacementState, SplitBody, name_of, reads_values
-from rewriter.analysis.products import product_of
-from rewriter.analysis.projections import is_projection
+from rewriter.analysis.projections import is_projection, product_of
 from rewriter.analysis.units import Units
-from rewriter.ir import Body, Leaf, args_of
+from rewriter.ir import Body, Leaf, args_of, called_module
 
 
 def split_body(body: Body, ranks: int) -> SplitBody:
@@ -104,7 +103,7 @@ def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:
 
 
 def _is_projection(state: PlacementState, node: fx.Node) -> bool:
-    return node.op == "call_module" and is_projection(state.body.modules.get(str(node.target)))
+    return is_projection(called_module(node, state.body.modules))
 
 
 def _is_product(state: PlacementState, node: fx.Node) -> bool:
@@ -158,11 +157,11 @@ def _label_modules(state: PlacementState) -> None:
     while known != len(state.labels.of):
         known = len(state.labels.of)
         for node in state.graph.nodes:
-            module = state.modules.get(str(node.target)) if node.op == "call_module" else None
+            module = called_module(node, state.modules)
             norm = isinstance(module, Leaf) and module.kind == "LayerNorm"
             if not norm and not (isinstance(module, Body) and reads_values(module)):
                 continue
-            before, labels, source = len(state.labels.of), state.labels.get(node), args_of(node)[0]
+            before, labels, source = len(state.labels.of), state.labels.of.get(node), args_of(node)[0]
             if labels is not None:
                 state.labels.set(source, labels)
             elif source in state.labels.of:

@@ -15,27 +15,18 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
-from rewriter.analysis.op_semantics import (
-    argument,
-    aten,
-    function_of,
-    is_movement,
-    is_pointwise,
-    is_sum,
-    kind_of,
-    operator_of,
-)
+from rewriter.analysis.op_semantics import argument, aten, function_of, is_movement, is_pointwise, is_sum, operator_of
 from rewriter.analysis.placement_state import PlacementState, Split, name_of, reads_values
-from rewriter.analysis.products import Product
-from rewriter.analysis.projections import Shard, column_parallel, held, is_projection, row_parallel
-from rewriter.analysis.units import AXIS, Ranges
-from rewriter.ir import Body, Leaf, args_of
+from rewriter.analysis.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
+from rewriter.analysis.units import AXIS, Ranges, equal_runs
+from rewriter.ir import Body, Leaf, args_of, placeholders
 from rewriter.ir.marks import mark
 
 
 def is_linear(node: fx.Node) -> bool:
     """Whether a sum over ranks may be taken behind a node as well as in front of it: linear in its first tensor."""
-    return function_of(node) in ("mul", "div", "neg") or kind_of(node) == "cast" or is_sum(node)
+    row = operator_of(node)
+    return is_sum(node) or (row is not None and (row.kind == "cast" or row.function in ("mul", "div", "neg")))
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------
@@ -80,15 +71,15 @@ def _place_projection(state: PlacementState, node: fx.Node, exits: Collection[fx
 
 def _beside_heads(state: PlacementState, node: fx.Node) -> bool:
     """Whether a module works along the last dimension of values that are split along another."""
-    labels = state.labels.get(node)
+    labels = state.labels.of.get(node)
     return labels is not None and varying_dim(labels) not in (None, labels.dim() - 1)
 
 
 def _lend_dtype(state: PlacementState, node: fx.Node, module: Body) -> None:
     """A rotary embedding reads a value's dtype alone: give it the body's own input instead of a split value."""
-    source, given = args_of(node)[0], next(n for n in state.graph.nodes if n.op == "placeholder")
-    asked = next(n for n in module.graph.nodes if n.op == "placeholder").users
-    if value_of(given).dtype != value_of(source).dtype or any(kind_of(u) == "size" for u in asked):
+    source, given = args_of(node)[0], placeholders(state.graph)[0]
+    asked = placeholders(module.graph)[0].users
+    if value_of(given).dtype != value_of(source).dtype or any(u.target is aten.sym_size.int for u in asked):
         raise Unsplittable(f"{node.target} asks for the sizes of split heads or channels")
     node.args = (given, *args_of(node)[1:])
 
@@ -99,8 +90,7 @@ def split_inner(outer: PlacementState, body: Body, source: fx.Node) -> Placement
     A mean over the split dimension becomes the mean of the ranks' means, by one small all-reduce.
     """
     state = PlacementState(body, outer.units)
-    first = next(n for n in state.graph.nodes if n.op == "placeholder")
-    state.labels.set(first, outer.labels.of[source])
+    state.labels.set(placeholders(state.graph)[0], outer.labels.of[source])
     state.labels.propagate()
     state.find_sharded()
     for node in list(state.graph.nodes):
@@ -134,19 +124,13 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
     elif any(n in state.sharded or n in state.local for n in inputs):
         if not is_pointwise(node) and node not in state.local:
             raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
-        _copy_others(state, node, inputs, state.sharded)
-
-
-def _copy_others(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node], known: Collection[fx.Node]) -> None:
-    for operand in inputs:
-        if operand not in known:
-            state.copy_to_group(node, operand)
+        state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
 
 
 def _place_attention(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
     if node not in state.sharded:
         return
-    _copy_others(state, node, inputs, state.sharded)
+    state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
     _split_bias(state, node)
     mark(node, local_q_heads=held(state.sharded[node][1]))
     if (keys := args_of(node)[1]) in state.sharded:
@@ -175,7 +159,7 @@ def _place_linear(state: PlacementState, node: fx.Node, inputs: Collection[fx.No
         if len(summands) != len(inputs):
             raise Unsplittable(f"{name_of(node)} adds a complete value to a sum over ranks")
     elif is_linear(node) and len(summands) == 1 and (function != "div" or args_of(node)[0] in summands):
-        _copy_others(state, node, inputs, summands)
+        state.copy_to_group(node, *(n for n in inputs if n not in summands))
     elif not is_movement(node):
         raise Unsplittable(f"{name_of(node)} is not linear and reads a sum that is not complete")
     state.partial.add(node)
@@ -223,19 +207,17 @@ def _place_experts(state: PlacementState, node: fx.Node) -> None:
     size = int(value_of(down).shape[1 if transposed else 2])
     if size % state.ranks:
         raise Unsplittable(f"{size} expert channels do not divide by {state.ranks}")
-    local = size // state.ranks
-    runs = [(r * local, (r + 1) * local) for r in range(state.ranks)]
+    runs = equal_runs(size, state.ranks)
     ranges: dict[Any, tuple[Ranges, ...]] = {
-        "concatenated": tuple(((a, b), (size + a, size + b)) for a, b in runs),
-        "interleaved": tuple(((2 * a, 2 * b),) for a, b in runs),
-        "ungated": tuple((run,) for run in runs),
+        "concatenated": tuple(((a, b), (size + a, size + b)) for ((a, b),) in runs),
+        "interleaved": equal_runs(2 * size, state.ranks),
+        "ungated": runs,
     }
     state.shards[str(up.target)] = Shard(2 if transposed else 1, ranges[layout])
     state.shards[str(down.target)] = Shard(1 if transposed else 2, ranges["ungated"])
     if up_bias is not None:
         state.shards[str(up_bias.target)] = Shard(1, ranges[layout])
-    state.copy_to_group(node, x)
-    state.copy_to_group(node, weight)
+    state.copy_to_group(node, x, weight)
     if down_bias is not None:
         _share(state, node, down_bias)
     state.partial.add(node)

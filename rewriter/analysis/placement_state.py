@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.labels import Labels, is_tensor, tensor_inputs, value_of, varying_dim
+from rewriter.analysis.labels import Labels, is_tensor, tensor_inputs, value_of, varying_dim, varying_dims
 from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.projections import Shard, held, resized
 from rewriter.analysis.units import AXIS, Ranges, Units
-from rewriter.ir import Body, Module, args_of, copy_graph
+from rewriter.ir import Body, Module, args_of, copy_graph, placeholders
 
 # how a value is split: the dimension, and the ranges of it per rank
 Split = tuple[int, tuple[Ranges, ...]]
@@ -50,11 +50,10 @@ class PlacementState:
         self.sharded = {n: s for n in self.graph.nodes if is_tensor(n) and (s := self._split(n)) is not None}
 
     def _split(self, node: fx.Node) -> Split | None:
-        labels = self.labels.get(node)
+        labels = self.labels.of.get(node)
         if labels is None:
             return None
-        varying = sum(not (labels == labels.narrow(d, 0, 1)).all() for d in range(labels.dim()))
-        if varying > 1:  # units stand along two dimensions, of which one may tell the ranks apart
+        if len(varying_dims(labels)) > 1:  # units stand along two dimensions, of which one may tell the ranks apart
             owners = self.units.owners(labels)
             if (dim := varying_dim(owners)) is not None:
                 return dim, Units.runs_of(_profile(owners, dim), self.ranks)
@@ -67,24 +66,25 @@ class PlacementState:
 
     def shared(self, node: fx.Node) -> bool:
         """Whether several ranks hold the same part of a value."""
-        labels = self.labels.get(node)
+        labels = self.labels.of.get(node)
         return labels is not None and self.units.shared(labels.flatten())
 
     def copies(self, node: fx.Node) -> int | None:
         """How many ranks hold each element of a reduction's input; None when that differs."""
-        labels = self.labels.get(args_of(node)[0])
+        labels = self.labels.of.get(args_of(node)[0])
         return 1 if labels is None else self.units.copies(labels.flatten())
 
-    def copy_to_group(self, user: fx.Node, value: fx.Node) -> None:
-        """Route `value` into `user` through one `copy_to_group` per value, where a gradient reaches it."""
-        if value in self.local or not differentiable(value, self.body):
-            return
-        if value not in self.copied:
-            self.copied[value] = node = copied_to_group(value)
-            for other in list(value.users):
-                if other.target is aten.sym_size.int:  # sizes are the same; printed code then reads one name
-                    other.replace_input_with(value, node)
-        user.replace_input_with(value, self.copied[value])
+    def copy_to_group(self, user: fx.Node, *values: fx.Node) -> None:
+        """Route `values` into `user` through one `copy_to_group` per value, where a gradient reaches it."""
+        for value in values:
+            if value in self.local or not differentiable(value, self.body):
+                continue
+            if value not in self.copied:
+                self.copied[value] = node = copied_to_group(value)
+                for other in list(value.users):
+                    if other.target is aten.sym_size.int:  # sizes are the same; printed code then reads one name
+                        other.replace_input_with(value, node)
+            user.replace_input_with(value, self.copied[value])
 
     def replace(self, path: str, split: tuple[Module, dict[str, Shard]]) -> None:
         """Put a rank's part of a module at `path`."""
@@ -108,8 +108,8 @@ def _profile(labels: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def copied_to_group(value: fx.Node) -> fx.Node:
-    """A new `copy_to_group` of a value, behind it."""
-    with value.graph.inserting_after(_insertion_point(value)):
+    """A new `copy_to_group` of a value, behind it; that of an input, behind all inputs."""
+    with value.graph.inserting_after(placeholders(value.graph)[-1] if value.op == "placeholder" else value):
         node = value.graph.call_function(ops.copy_to_group, (value, AXIS))
     node.meta["val"] = value_of(value)
     return node
@@ -127,13 +127,6 @@ def differentiable(node: fx.Node, body: Body) -> bool:
     return node.op == "call_module" or any(differentiable(n, body) for n in tensor_inputs(node))
 
 
-def _insertion_point(node: fx.Node) -> fx.Node:
-    """The last placeholder for an input, so that placeholders stay together; else the node itself."""
-    if node.op != "placeholder":
-        return node
-    return [n for n in node.graph.nodes if n.op == "placeholder"][-1]
-
-
 def name_of(node: fx.Node) -> str:
     """The operator of a node, in words for a refusal."""
     return getattr(node.target, "__name__", None) or str(node.target)
@@ -141,7 +134,7 @@ def name_of(node: fx.Node) -> str:
 
 def reads_values(body: Body) -> bool:
     """Whether the result of a body depends on the values of its first input, and not only on its dtype and sizes."""
-    reached = {next(n for n in body.graph.nodes if n.op == "placeholder")}
+    reached = {placeholders(body.graph)[0]}
     for node in body.graph.nodes:
         sources = node.all_input_nodes if node.op == "call_module" else tensor_inputs(node)
         if node.op.startswith("call") and node.target is not aten.sym_size.int and reached & set(sources):

@@ -1,12 +1,17 @@
-"""Linear layers that ranks hold parts of: split by outputs (column) where values enter, by inputs (row) where they
-leave."""
+"""Products with weights that ranks hold parts of: split by outputs (column) where values enter, by inputs (row) where
+they leave. A weight is that of a linear layer, or a parameter of the body itself, as of all experts in one batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
+from torch import fx
+
+from rewriter.analysis.labels import value_of
+from rewriter.analysis.op_semantics import argument, operator_of
 from rewriter.analysis.units import Ranges
-from rewriter.ir import Leaf, Module
+from rewriter.ir import Leaf, Module, args_of
 
 # per kind of projection: its options for the number of inputs and outputs, and the weight's dimension of outputs
 _LAYOUT = {"Linear": ("in_features", "out_features", 0), "Conv1D": ("nx", "nf", 1)}
@@ -21,8 +26,18 @@ class Shard:
     shared: bool = False
 
 
-def is_projection(module: Module | None) -> bool:
+def is_projection(module: Module | None) -> TypeGuard[Leaf]:
     return isinstance(module, Leaf) and module.kind in _LAYOUT
+
+
+def is_entry(module: Module | None) -> TypeGuard[Leaf]:
+    """Whether `module` is a projection that is whole or split by outputs."""
+    return isinstance(module, Leaf) and module.kind.removeprefix("ColumnParallel") in _LAYOUT
+
+
+def outputs_layout(entry: Leaf) -> tuple[str, int]:
+    """(the option for the number of outputs, the dimension of the weight that they are)."""
+    return _LAYOUT[entry.kind.removeprefix("ColumnParallel")][1:]
 
 
 def is_row_split(module: Module | None, dim: int) -> bool:
@@ -59,8 +74,7 @@ def column_parallel(leaf: Leaf, ranges: tuple[Ranges, ...], shared: bool = False
 
 
 def row_parallel(leaf: Leaf, ranges: tuple[Ranges, ...]) -> tuple[Leaf, dict[str, Shard]]:
-    """(a rank's part of a projection, how its parameters are split). `ranges` are of inputs, per rank; the bias stays
-    whole."""
+    """(a rank's part of a projection, how its parameters are split). `ranges` are of inputs; the bias stays whole."""
     option, _, outputs = _LAYOUT[leaf.kind]
     dim, local = 1 - outputs, held(ranges)
     shapes = {**leaf.parameters, "weight": resized(leaf.parameters["weight"], dim, local)}
@@ -75,3 +89,28 @@ def held(ranges: tuple[Ranges, ...]) -> int:
 def resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     """`shape` with another size of `dim`."""
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Product:
+    """x · weight: which dimension of `weight` meets the last one of x, and which becomes the last one of the result."""
+
+    source: fx.Node
+    weight: fx.Node
+    entry: int
+    exit: int
+    bias: fx.Node | None = None
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The product that a node is; None where it is none, or its right side is no parameter of the body."""
+    row = operator_of(node)
+    if row is None or row.kind != "product" or row.bias == 0:
+        return None
+    source, weight = (args_of(node)[i] for i in row.factors)
+    if weight.op != "get_attr" or source.op == "get_attr":
+        return None
+    last = value_of(weight).dim() - 1
+    if row.transposed:
+        return Product(source, weight, last, last - 1, argument(node, "bias"))
+    return Product(source, weight, last - 1, last) if last >= 1 else None

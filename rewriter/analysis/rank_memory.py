@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import fx
-
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
-from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.ir import Leaf, Module, Opaque, Program, args_of, nodes_inside
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
 
@@ -62,27 +60,14 @@ def _width(shape: Value) -> int:
 
 def _cache(module: Module) -> tuple[int, int]:
     """(elements cached per token, those of them in windows or chunks) by one call of a module."""
-    if not isinstance(module, Body):
-        return 0, 0
     total = bounded = 0
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            inner = _cache(module.modules[str(node.target)])
-            total, bounded = total + inner[0], bounded + inner[1]
-        elif node.target is ops.attention:
-            elements = sum(_head_size(node, operand) for operand in (1, 2)) * _kv_heads(node)
+    for _, node in nodes_inside(module):
+        if node.target is ops.attention:
+            k, v = (operand.meta["val"].shape for operand in args_of(node)[1:3])
+            elements = int((marks(node).local_kv_heads or k[1]) * (k[-1] + v[-1]))
             total += elements
             bounded += elements * (node.kwargs["mask"].reach is not None)
     return total, bounded
-
-
-def _head_size(node: fx.Node, operand: int) -> int:
-    return int(args_of(node)[operand].meta["val"].shape[-1])
-
-
-def _kv_heads(node: fx.Node) -> int:
-    """Key/value heads on this rank: its own ones, or all where they are replicated."""
-    return int(marks(node).local_kv_heads or args_of(node)[1].meta["val"].shape[1])
 
 
 def _widths(module: Module) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import function_of
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, Opaque, Program
+from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, nodes_inside, reachable
 from rewriter.ir.marks import STANDARD, Mode, in_stream, layer_of, mark, marks, stream_index
 
 BlockKind = Literal["attention", "mlp", "moe", "mixer", "parallel"]
@@ -87,8 +87,8 @@ def annotate(graph: fx.Graph, num_layers: int) -> None:
     while marks(value).layer is not None:
         terms = terms_of(value)
         skips = [t for t in terms if all(u is t or ancestors[u] >> position[_unscaled(t)] & 1 for u in terms)]
-        if len(terms) < 2 or not skips:
-            where = _describe(value)
+        if len(set(terms)) < 2 or not skips:
+            where = f"the output of {value.target}" if value.op == "call_module" else f"the result of {value.name}"
             raise NoStream(
                 f"no residual stream: in layer {layer_of(value)}, {where} is not the sum of an earlier value and "
                 "what was computed from it. Post-norm models have none; there is nothing to rewire.",
@@ -109,10 +109,7 @@ def terms_of(value: fx.Node) -> list[fx.Node]:
     """The summands of an add; an inner sum that nothing else reads is taken apart."""
     if not is_add(value):
         return [value]
-    terms: list[fx.Node] = []
-    for operand in value.all_input_nodes:
-        terms += terms_of(operand) if _is_inner(operand) else [operand]
-    return terms
+    return [term for operand in args_of(value) for term in (terms_of(operand) if is_inner(operand) else [operand])]
 
 
 def _unscaled(term: fx.Node) -> fx.Node:
@@ -122,18 +119,15 @@ def _unscaled(term: fx.Node) -> fx.Node:
     return term
 
 
-def _is_inner(operand: fx.Node) -> bool:
+def is_inner(operand: fx.Node) -> bool:
+    """Whether a value is an add that one node reads, and no value of the stream."""
     return is_add(operand) and len(operand.users) == 1 and not in_stream(operand)
 
 
 def _inner_sums(value: fx.Node) -> list[fx.Node]:
     """The adds that `terms_of` takes apart, without `value` itself."""
-    inner = [n for n in value.all_input_nodes if _is_inner(n)] if is_add(value) else []
+    inner = [n for n in value.all_input_nodes if is_inner(n)] if is_add(value) else []
     return inner + [n for i in inner for n in _inner_sums(i)]
-
-
-def _describe(node: fx.Node) -> str:
-    return f"the output of {node.target}" if node.op == "call_module" else f"the result of {node.name}"
 
 
 def stream_values(graph: fx.Graph) -> list[fx.Node]:
@@ -145,6 +139,14 @@ def stream_values(graph: fx.Graph) -> list[fx.Node]:
 def residual_blocks(program: Program) -> tuple[Block, ...]:
     """The blocks of the stream, in order; empty when the model has no residual stream."""
     return blocks_of(program.graph, program.modules)
+
+
+def by_layer(blocks: Iterable[Block]) -> dict[int, list[Block]]:
+    """The blocks of each layer, in order."""
+    found: dict[int, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.layer, []).append(block)
+    return found
 
 
 def blocks_of(graph: fx.Graph, modules: Mapping[str, Module]) -> tuple[Block, ...]:
@@ -177,22 +179,14 @@ def _branch(
     index: int, writes: Iterable[fx.Node], order: Mapping[fx.Node, int]
 ) -> tuple[tuple[fx.Node, ...], tuple[int, ...]]:
     """(nodes of block `index` between the stream and the writes in graph order, stream indices read)."""
-    found: set[fx.Node] = set()
-    reads: set[int] = set()
-    todo = list(writes)
-    while todo:
-        node = todo.pop()
-        if (read := read_index(node)) is not None:
-            reads.add(read)
-        elif (
-            node not in found
-            and node.op != "placeholder"
-            and marks(node).layer is not None
-            and marks(node).block in (None, index)
-        ):
-            found.add(node)
-            todo += node.all_input_nodes
-    return tuple(sorted(found, key=order.__getitem__)), tuple(sorted(reads))
+
+    def inside(node: fx.Node) -> bool:
+        own = marks(node).layer is not None and marks(node).block in (None, index)
+        return own and node.op != "placeholder" and read_index(node) is None
+
+    found = reachable(writes, lambda node: node.all_input_nodes if inside(node) else ())
+    reads = {read for node in found if (read := read_index(node)) is not None}
+    return tuple(sorted(filter(inside, found), key=order.__getitem__)), tuple(sorted(reads))
 
 
 def read_index(node: fx.Node) -> int | None:
@@ -231,9 +225,7 @@ def attends(module: Module) -> bool:
 
 
 def _has_experts(module: Module) -> bool:
-    return isinstance(module, Body) and (
-        any(n.target is ops.experts for n in module.graph.nodes) or any(map(_has_experts, module.modules.values()))
-    )
+    return any(node.target is ops.experts for _, node in nodes_inside(module))
 
 
 def _has_projection(module: Module) -> bool:

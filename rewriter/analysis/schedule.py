@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from rewriter import ops
+from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
+from rewriter.ir import reachable
 from rewriter.ir.marks import mark, marks
-
-IN_PLACE = frozenset({ops.all_reduce, ops.all_reduce_start})
 
 
 def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -24,13 +23,13 @@ def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """
     found: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in graph.nodes:
-        if node.target not in IN_PLACE:
+        if not starts_sum(node):
             continue
         partial = node.all_input_nodes[0]
         readers = tuple(user for user in partial.users if user is not node)
         if not readers:
             continue
-        later = _downstream(node)
+        later = reachable(node.users, lambda n: n.users)
         for reader in readers:
             if reader in later:
                 raise RewriterError(
@@ -39,18 +38,6 @@ def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
                 )
         found[node] = readers
     return found
-
-
-def _downstream(node: fx.Node) -> set[fx.Node]:
-    """Everything that depends on `node`."""
-    reached: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        for user in todo.pop().users:
-            if user not in reached:
-                reached.add(user)
-                todo.append(user)
-    return reached
 
 
 def rescheduled(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from rewriter import ops
@@ -16,7 +15,7 @@ from rewriter.analysis.communication import model_dtype_bytes
 from rewriter.analysis.distributed_attention import messages, slowest
 from rewriter.analysis.sequence_plans import TOKENS, Setting
 from rewriter.fabric import load_fabric
-from rewriter.ir import Body, Module, Program, args_of
+from rewriter.ir import Program, args_of, nodes_inside
 from rewriter.ir.marks import marks
 
 AXIS = "sp"
@@ -35,17 +34,8 @@ def attentions(program: Program) -> Iterator[tuple[str, fx.Node]]:
     """(path of the called body, node) of every attention of a forward pass; a body called twice counts twice."""
     for node in program.graph.nodes:
         if node.op == "call_module":
-            yield from _inside(str(node.target), program.modules[str(node.target)])
-
-
-def _inside(path: str, module: Module) -> Iterator[tuple[str, fx.Node]]:
-    if not isinstance(module, Body):
-        return
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            yield from _inside(f"{path}.{node.target}", module.modules[str(node.target)])
-        elif node.target is ops.attention:
-            yield path, node
+            found = nodes_inside(program.modules[str(node.target)], str(node.target))
+            yield from ((path, inner) for path, inner in found if inner.target is ops.attention)
 
 
 def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
@@ -59,15 +49,17 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     size = model_dtype_bytes(program)
     counts: Counter[AttentionShape] = Counter()
     for _, node in attentions(program):
-        q, k, v = (_sizes(operand) for operand in args_of(node)[:3])
+        q, k, v = (operand.meta["val"].shape for operand in args_of(node)[:3])
         mask: ops.MaskSpec = node.kwargs["mask"]  # type: ignore[assignment]
-        q_heads, kv_heads = q[1], k[1]
+        q_heads, kv_heads = int(q[1]), int(k[1])
         if split:
             q_heads = marks(node).local_q_heads or q_heads
             kv_heads = marks(node).local_kv_heads or kv_heads
         elif q_heads % ranks == 0:
             q_heads, kv_heads = local_heads(q_heads, kv_heads, ranks)
-        shape = AttentionShape(q_heads, kv_heads, q[3], v[3], 1, 1, size, causal=mask.causal, window=mask.reach)
+        shape = AttentionShape(
+            q_heads, kv_heads, int(q[3]), int(v[3]), 1, 1, size, causal=mask.causal, window=mask.reach
+        )
         counts[shape] += 1
     return tuple(replace(shape, layers=layers) for shape, layers in counts.items())
 
@@ -113,8 +105,3 @@ def local_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     """(query heads, key/value heads) that a rank of `ranks` holds: of the latter, those that its query heads read."""
     own, groups = q_heads // ranks, q_heads // kv_heads
     return own, max((r * own + own - 1) // groups - r * own // groups + 1 for r in range(ranks))
-
-
-def _sizes(node: fx.Node) -> Mapping[int, int]:
-    value: torch.Tensor = node.meta["val"]
-    return {1: int(value.shape[1]), 3: int(value.shape[3])}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal
 
 from rewriter.analysis.attention_shape import AttentionShape, Axis, WireBytes
 from rewriter.analysis.distributed_attention import ALGORITHMS, impossible, slowest, wire_bytes
@@ -101,17 +101,9 @@ def plans(shape: Shapes, ranks: int, setting: Setting = Setting()) -> Ranking:
     return Ranking(tuple(ranked(costs)), {reason: tuple(grids) for reason, grids in refused.items()})
 
 
-def choose(
-    shape: Shapes,
-    ranks: int,
-    *,
-    kind: SequenceKind | Literal["auto"] = "auto",
-    grid: Sequence[int] | Literal["auto"] = "auto",
-    overlap: bool | Literal["auto"] = "auto",
-    setting: Setting = Setting(),
-) -> SequencePlan:
-    """The best of `allowed`."""
-    able = allowed(shape, ranks, kind=kind, grid=grid, overlap=overlap)
+def choose(shape: Shapes, ranks: int, *, setting: Setting = Setting(), **fixed: Any) -> SequencePlan:
+    """The best plan that is `allowed` by the `fixed` options."""
+    able = allowed(shape, ranks, **fixed)
     return ranked([cost(plan, shape, setting) for plan in able])[0].plan
 
 
@@ -165,25 +157,23 @@ def why_not(plan: SequencePlan, shape: Shapes) -> str | None:
 def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> PlanCost:
     """What one plan costs. Raises RewriterError if it is impossible."""
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
-    rank, tokens, training = slowest(plan), setting.tokens, setting.training
-    forward: float = 0
-    backward: float = 0
-    saved = live = 0
-    times, least = [0.0, 0.0, 0.0], [0.0, 0.0]
-    for one in _several(shape):
-        wire, held = wire_bytes(plan, one, tokens, rank), memory(plan, one, tokens)
-        bound = lower_bound(one, tokens, plan.ranks)
-        took = seconds(plan, one, tokens, setting.fabric.device, through, training)
-        forward += one.layers * wire.forward
-        backward += one.layers * wire.backward * training
-        saved += one.layers * held.saved * training
-        live = max(live, held.forward + held.saved * (not training), held.backward * training)
-        for index, part in enumerate((took.forward, took.backward, took.compute)):
-            times[index] += one.layers * part
-        for index, part in enumerate((bound.forward, bound.backward * training)):
-            least[index] += one.layers * part
+    rank, tokens, training, device = slowest(plan), setting.tokens, setting.training, setting.fabric.device
+    shapes = _several(shape)
+
+    def total(parts: Callable[[AttentionShape], tuple[float, ...]]) -> Iterator[float]:
+        """The sum over all layers of each part."""
+        return map(sum, zip(*([one.layers * part for part in parts(one)] for one in shapes), strict=True))
+
+    wire = WireBytes(*total(lambda one: astuple(wire_bytes(plan, one, tokens, rank))))
+    bound = WireBytes(*total(lambda one: astuple(lower_bound(one, tokens, plan.ranks))))
+    if not training:
+        wire, bound = replace(wire, backward=0), replace(bound, backward=0.0)
+    times = AttentionSeconds(*total(lambda one: astuple(seconds(plan, one, tokens, device, through, training))))
+    held = [(one.layers, memory(plan, one, tokens)) for one in shapes]
+    saved = sum(layers * m.saved * training for layers, m in held)
+    live = max(max(m.forward + m.saved * (not training), m.backward * training) for _, m in held)
     fits = setting.memory_limit is None or saved + live <= setting.memory_limit
-    return PlanCost(plan, WireBytes(forward, backward), saved, live, AttentionSeconds(*times), WireBytes(*least), fits)
+    return PlanCost(plan, wire, saved, live, times, bound, fits)
 
 
 def ranked(costs: Sequence[PlanCost]) -> list[PlanCost]:
@@ -220,13 +210,12 @@ def _grid(grid: Sequence[int], ranks: int, shape: Shapes) -> Grid:
     return sizes
 
 
-def _nearest(grid: Sequence[int] | None, ranks: int, shape: Shapes) -> str:
+def _nearest(grid: Sequence[int], ranks: int, shape: Shapes) -> str:
     """The three grids of `ranks` ranks most like `grid` that attention of this shape can run on."""
-    wanted = grid or (1, ranks, 1)
     able = {p.grid for p in candidates(ranks) if why_not(p, shape) is None}
 
     def distance(other: Grid) -> float:
-        return sum(abs(math.log(a / b)) for a, b in zip(other, wanted, strict=True))
+        return sum(abs(math.log(a / b)) for a, b in zip(other, grid, strict=True))
 
     near = sorted(able, key=lambda other: (distance(other), other))[:3]
     return f"Nearest grids that can: {', '.join(str(list(g)) for g in near)}"

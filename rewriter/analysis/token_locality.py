@@ -28,13 +28,14 @@ from rewriter.analysis.token_rules import (
     applied,
     attended,
     chosen_experts,
+    flat,
     nobody,
     owned,
     same,
     tokens,
 )
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of
+from rewriter.ir import Body, Leaf, Module, Opaque, Program, args_of, placeholders
 
 # What was found to be right: the wirings, with the modules that they call. Programs do not change.
 _checked: WeakKeyDictionary[fx.Graph, Mapping[str, Module]] = WeakKeyDictionary()
@@ -56,7 +57,7 @@ class _Follower:
 
     def run(self) -> None:
         ids = tokens(BATCH, LENGTH, dim=1)
-        inputs = [None if n.target == "ctx" else ids for n in self.program.graph.nodes if n.op == "placeholder"]
+        inputs = [None if n.target == "ctx" else ids for n in placeholders(self.program.graph)]
         logits = self._graph(self.program.graph, inputs, "", None)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != (BATCH, LENGTH):
             raise RewriterError(f"{self.who}: the model does not return logits of every token")
@@ -146,7 +147,8 @@ class _Follower:
             if not isinstance(args[1], (list, tuple)) and target is aten.reshape.default:
                 args = [args[0], args[1:]]
         value = node.meta.get("val")
-        if not _depends(args) and not _depends(list(kwargs.values())) and value is not None:
+        given = flat((args, kwargs))
+        if value is not None and not any(isinstance(a, Count) or (isinstance(a, Owners) and owned(a)) for a in given):
             return _free(value)
         first = next((n.meta.get("val") for n in node.all_input_nodes), None)
         integral = isinstance(first, torch.Tensor) and not (first.is_floating_point() or first.is_complex())
@@ -176,16 +178,6 @@ def _size(owners: Owners, dim: int) -> int:
     size = owners.shape[dim]
     moved = owners.movedim(dim, 0)
     return Count(size) if (moved != moved[:1]).any() else size
-
-
-def _depends(args: Sequence[Any]) -> bool:
-    for a in args:
-        if isinstance(a, (list, tuple)):
-            if _depends(a):
-                return True
-        elif isinstance(a, Count) or (isinstance(a, torch.Tensor) and owned(a)):
-            return True
-    return False
 
 
 def _free(value: Any) -> Any:

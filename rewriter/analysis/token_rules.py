@@ -126,10 +126,10 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
 
     `integral` says that its first tensor holds whole numbers (positions, ids). Raises Mixed with the reason.
     """
-    found = [a for a in _flat((args, kwargs)) if isinstance(a, torch.Tensor)]
+    found = [a for a in flat((args, kwargs)) if isinstance(a, torch.Tensor)]
     row = semantics(target)
     kind = None if row is None else row.kind
-    if any(isinstance(a, Count) for a in _flat((args, kwargs))):
+    if any(isinstance(a, Count) for a in flat((args, kwargs))):
         return _sized(target, args, kwargs)
     if kind in _MOVED:
         return target(*args, **kwargs)
@@ -146,10 +146,11 @@ def applied(target: Any, args: Sequence[Any], kwargs: dict[str, Any], integral: 
     raise Mixed("is not known to treat each token on its own")
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
+    """What dicts, lists and tuples inside each other hold."""
     if isinstance(value, dict):
         value = list(value.values())
-    return [x for v in value for x in _flat(v)] if isinstance(value, (list, tuple)) else [value]
+    return [x for v in value for x in flat(v)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _sized(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -207,15 +208,11 @@ def _normalized(x: Owners, sizes: Sequence[int], *_: Any) -> Owners:
     return alike(x, list(range(-len(sizes), 0)), _OVER).expand(x.shape)
 
 
-def _one_hot(x: Owners, classes: int) -> Owners:
-    return x.unsqueeze(-1).expand(*x.shape, classes)
-
-
 def _index(x: Owners, places: Sequence[Owners | None]) -> Owners:
     given = [p for p in places if p is not None]
     if owned(x) or len(given) != 1:
         raise Mixed("picks values by index out of those of several tokens")
-    dim = places.index(given[0]) if given[0] is places[0] else next(i for i, p in enumerate(places) if p is not None)
+    dim = next(i for i, p in enumerate(places) if p is not None)
     shape = (*x.shape[:dim], *given[0].shape, *x.shape[dim + 1 :])
     return given[0].reshape(*given[0].shape, *[1] * (x.dim() - dim - 1)).expand(shape)
 
@@ -235,11 +232,8 @@ def _gather(x: Owners, dim: int, places: Owners, **_: Any) -> Owners:
 
 
 def _scatter(x: Owners, dim: int, places: Owners, source: Any, **_: Any) -> Owners:
-    values = [source] if isinstance(source, torch.Tensor) else []
-    written = merged(places, *values)
-    return merged(alike(x, dim, "writes to tokens by index"), alike(written, dim, "writes to tokens by index")).expand(
-        x.shape
-    )
+    written = merged(places, *([source] if isinstance(source, torch.Tensor) else []))
+    return merged(*(alike(each, dim, "writes to tokens by index") for each in (x, written))).expand(x.shape)
 
 
 def attended(q: Owners, k: Owners, v: Owners) -> Owners:
@@ -262,7 +256,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.layer_norm.default: _normalized,
     aten.rms_norm.default: _normalized,
     aten.embedding.default: _embedding,
-    aten.one_hot.default: _one_hot,
+    aten.one_hot.default: lambda x, classes: x.unsqueeze(-1).expand(*x.shape, classes),
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import torch
 
@@ -14,17 +13,19 @@ AXIS = "tp"
 Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass
+def equal_runs(size: int, ranks: int) -> tuple[Ranges, ...]:
+    """Per rank, its run of `size` elements, of which all ranks hold equally many."""
+    local = size // ranks
+    return tuple(((rank * local, (rank + 1) * local),) for rank in range(ranks))
+
+
 class Units:
     """Unit numbers and, per rank, the units it holds in local order (key/value heads may repeat)."""
 
-    ranks: int
-    held: list[list[int]] = field(default_factory=list)
-    count: int = 0
-    known: dict[tuple[int, bytes], tuple[Ranges, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.held = [[] for _ in range(self.ranks)]
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.count = ranks, 0
+        self.held: list[list[int]] = [[] for _ in range(ranks)]
+        self.known: dict[tuple[int, bytes], tuple[Ranges, ...]] = {}
 
     def channels(self, size: int, quantum: str) -> int:
         """`size` new units in equal runs; returns the first one's number."""

@@ -24,6 +24,7 @@ def convert(
     dry_run: options.DryRun = False,
     resume: options.Resume = False,
     link: options.Link = False,
+    materialize: options.Materialize = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -43,7 +44,8 @@ def convert(
 
         report = api.convert(
             model, recipe, out=destination, tp=tp, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
-            link=link, trust_remote_code=trust_remote_code, set=overrides, text=text, progress=progress,
+            link=link, materialize=materialize, trust_remote_code=trust_remote_code, set=overrides, text=text,
+            progress=progress,
         )  # fmt: skip
     if json:
         typer.echo(report.to_json())

@@ -80,7 +80,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done;
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same conversion.")]
 Link = Annotated[
     bool,
-    typer.Option("--link", help="Hard-link unchanged weight files. A later save into DIR then changes the source."),
+    typer.Option("--link", help="Hard-link unchanged files. A later save into DIR then changes the source."),
+]
+Materialize = Annotated[
+    bool,
+    typer.Option(
+        "--materialize", help="Write each rank's weights to a file. Else ranks read ranges of the checkpoint."
+    ),
 ]
 
 # --- of `adapt` ---

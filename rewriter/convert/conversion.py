@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from rewriter.convert.report import ConversionReport, communication, verificatio
 from rewriter.convert.save_options import SaveOptions
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
-from rewriter.emit.manifest import AdaptationEntry, Drift, Golden, Manifest, mesh_of, read_manifest
-from rewriter.emit.output_directory import MANIFEST, OutputDirectory
+from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_of, read_manifest
+from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
@@ -35,19 +34,8 @@ GOLDEN = "golden.safetensors"
 CARD = "README.md"
 
 
-def _silent(*_: Any) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where a program comes from, and who follows its way."""
-
-    name: str | None = None
-    skipped: Sequence[tuple[str, str]] = ()
-    progress: ProgressCall = _silent
-    adaptation: AdaptationEntry | None = None
-    beside: Mapping[str, Path] = field(default_factory=dict)
+def silent(*_: Any, **__: Any) -> None:
+    """What follows a job that nobody watches."""
 
 
 def convert(
@@ -59,7 +47,7 @@ def convert(
     sp: int = 1,
     trust_remote_code: bool = False,
     set: Mapping[str, Any] | None = None,
-    progress: ProgressCall = _silent,
+    progress: ProgressCall = silent,
     **options: Any,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint by a recipe; `options` are those of `SaveOptions`.
@@ -85,7 +73,7 @@ def convert(
     loaded = calibrate(loaded, traced, tp, chosen.text, progress)
     with collector_paused():
         program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
-    return _save(program, place, chosen, _Origin(os.fspath(model), skipped, progress))
+    return save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, **options)
 
 
 def save(
@@ -93,13 +81,14 @@ def save(
     out: str | os.PathLike[str],
     *,
     name: str | None = None,
-    progress: ProgressCall = _silent,
+    skipped: Sequence[tuple[str, str]] = (),
+    progress: ProgressCall = silent,
     adaptation: AdaptationEntry | None = None,
     beside: Mapping[str, Path] | None = None,
     **options: Any,
 ) -> ConversionReport:
-    """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card;
-    `options` are those of `SaveOptions`.
+    """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card,
+    `skipped` names passes that were not applied, with reasons; `options` are those of `SaveOptions`.
 
     `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
     measured, since the same weights under the original wiring are not the original. `beside` are further files to copy
@@ -107,35 +96,12 @@ def save(
 
     Raises RewriterError and VerificationError as `convert` does.
     """
-    context = _Origin(name, progress=progress, adaptation=adaptation, beside=beside or {})
-    return _save(program, out, SaveOptions(**options), context)
-
-
-def _save(program: Program, out: str | os.PathLike[str], options: SaveOptions, context: _Origin) -> ConversionReport:
+    chosen = SaveOptions(**options)
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
-    layout = output_files.plan(program, options.dtype, options.materialize)
-    report = _planned(program, out, layout, context)
-    if options.dry_run:
-        check_free(Path(out))
-        return report
-    with OutputDirectory(out, options.resume, job_of(program, layout, options)) as output:
-        if output.complete:
-            report.notes.append("it was complete already; nothing was written")
-            report.verification = verification_table(read_manifest(output.final).verification)
-            return report
-        output.require_space(layout.nbytes())
-        manifest = _written(program, layout, output, report.model, options, context)
-        report.files = sorted([*output.files])
-    report.verification = verification_table(manifest.verification)
-    return report
-
-
-def _planned(
-    program: Program, out: str | os.PathLike[str], layout: output_files.PlannedFiles, context: _Origin
-) -> ConversionReport:
-    return ConversionReport(
-        model=output_files.public_name(program.source.path, context.name),
+    layout = output_files.plan(program, chosen.dtype, chosen.materialize)
+    report = ConversionReport(
+        model=output_files.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),
         out=os.fspath(out),
         mesh=mesh_of(program),
@@ -145,59 +111,68 @@ def _planned(
         communication=communication(program),
         files=sorted([*layout.names(), CARD, MANIFEST]),
         bytes=layout.nbytes(),
-        notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in context.skipped],
+        notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped],
     )
+    if chosen.dry_run:
+        check_free(Path(out))
+        return report
+    with OutputDirectory(out, chosen.resume, job_of(program, layout, chosen)) as output:
+        if output.complete:
+            report.notes.append("it was complete already; nothing was written")
+            report.verification = verification_table(read_manifest(output.final).verification)
+            return report
+        output.require_space(layout.nbytes())
+        found = Verification() if chosen.verify == "none" else _check_shrunken(program, progress)
+        hashes = output_files.write(layout, output, chosen.link, progress)
+        manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
+        _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
+        report.files = sorted([*output.files])
+    report.verification = verification_table(manifest.verification)
+    return report
 
 
-def _written(
+def _write_checked(
     program: Program,
-    layout: output_files.PlannedFiles,
     output: OutputDirectory,
-    name: str,
     options: SaveOptions,
-    context: _Origin,
-) -> Manifest:
-    """Check the shrunken copy, write all files, check the real weights; the manifest is written last."""
-    found = Verification()
-    if options.verify != "none":
-        found = _check_shrunken(program, context.progress)
-    hashes = output_files.write(layout, output, options.link, context.progress)
-    golden: Golden | None = None
-    real: RealWeights | None = None
+    found: Verification,
+    manifest: Manifest,
+    beside: Mapping[str, Path],
+    progress: ProgressCall,
+) -> None:
+    """Check the real weights, and complete the manifest by what was `found`; it is written last."""
     drift: Drift | None = None
-    if options.verify != "none" and (real := _real_weights(program, options, context, found)) is not None:
+    real = None if options.verify == "none" else _real_weights(program, options, progress, found)
+    if real is not None:
         if options.verify == "full":
             real.compare(found)
-        drift = real.drift(found, options.text) if context.adaptation is None else None
+        drift = real.drift(found, options.text) if manifest.adaptation is None else None
         output.write(GOLDEN, real.golden())
-        golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
-    for file, path in context.beside.items():
+        manifest.golden = Golden(file=GOLDEN, tokens=golden_tokens(program).shape[1])
+    for file, path in beside.items():
         if output.finished(file) is None:
             output.write(file, path.read_bytes())
-
-    def manifest_now() -> Manifest:
-        return manifest_of(
-            program, layout, output, name, hashes, verified(found, options.verify, drift), skipped=context.skipped,
-            golden=golden, adaptation=context.adaptation,
-        )  # fmt: skip
-
+    manifest.verification, manifest.files = verified(found, options.verify, drift), output.hashes()
     if options.verify == "full" and real is not None:
-        output.manifest(manifest_now().table())  # the sharded module is found through it
+        output.manifest(manifest.table())  # the sharded module is found through it
         real.compare_emitted(found, output.staging)
-    output.write(CARD, model_card(manifest_now(), layout.checkpoint.directory))
-    manifest = manifest_now()
+        manifest.verification = verified(found, options.verify, drift)
+    assert program.source.path is not None
+    output.write(CARD, model_card(manifest, Path(program.source.path)))
+    manifest.files = output.hashes()
     output.manifest(manifest.table())
-    return manifest
 
 
-def _real_weights(program: Program, options: SaveOptions, context: _Origin, found: Verification) -> RealWeights | None:
+def _real_weights(
+    program: Program, options: SaveOptions, progress: ProgressCall, found: Verification
+) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
     copies = 1 + (options.dtype is not None) + is_quantized(program)
     if reason := too_large(single_device(program), copies):
         found.notes.append(reason)
         return None
-    return RealWeights(program, options.dtype, context.progress)
+    return RealWeights(program, options.dtype, progress)
 
 
 def check_free(out: Path) -> None:
@@ -226,8 +201,8 @@ def _check_shrunken(program: Program, progress: ProgressCall) -> Verification:
         layout = output_files.plan(small)
         with OutputDirectory(out, job={"shrunken check": True}) as output:
             hashes = output_files.write(layout, output)
-            name = output_files.public_name(None)
-            manifest = manifest_of(small, layout, output, name, hashes, verified(Verification(), "none"))
+            manifest = manifest_of(small, layout, output_files.public_name(None), hashes)
+            manifest.files = output.hashes()
             output.manifest(manifest.table())
 
     return check_shrunken(

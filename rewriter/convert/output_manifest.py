@@ -15,7 +15,6 @@ from rewriter.emit.manifest import (
     Adapted,
     CheckEntry,
     Drift,
-    Golden,
     Manifest,
     PassEntry,
     QuantizedEntry,
@@ -25,7 +24,6 @@ from rewriter.emit.manifest import (
     mesh_of,
     versions,
 )
-from rewriter.emit.output_directory import MANIFEST, OutputDirectory
 from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 
@@ -33,16 +31,13 @@ from rewriter.verify.comparison import Verification
 def manifest_of(
     program: Program,
     layout: output_files.PlannedFiles,
-    output: OutputDirectory,
     name: str,
     hashes: Mapping[str, str],
-    verified: Verified,
-    *,
     skipped: Sequence[tuple[str, str]] = (),
-    golden: Golden | None = None,
     adaptation: AdaptationEntry | None = None,
 ) -> Manifest:
-    """The manifest of what `output` holds by now. `name`: of the base model; `hashes`: of its files."""
+    """The manifest of what was planned, before anything was verified. `name`: of the base model; `hashes`: of its
+    files."""
     recipe = program.recipe or {"name": "passes", "passes": [{"pass": e.name, **e.options} for e in program.history]}
     return Manifest(
         versions=versions(),
@@ -63,10 +58,9 @@ def manifest_of(
         adapted=Adapted(model_type=layout.model_type, modeling=layout.modeling),
         per_rank=layout.per_rank,
         quantized=_quantized(program),
-        verification=verified,
-        golden=golden,
+        verification=Verified(level="none"),
         adaptation=adaptation,
-        files={name: digest for name, (_, digest) in sorted(output.files.items()) if name != MANIFEST},
+        files={},
     )
 
 
@@ -83,6 +77,7 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
         "passes": [[e.name, plain(e.options)] for e in program.history],
         "mesh": mesh_of(program),
         "dtype": options.dtype,
+        "materialize": options.materialize,
         "verify": options.verify,
         "text": options.text,
         "versions": versions(),

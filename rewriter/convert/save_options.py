@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rewriter.common.errors import RewriterError
 from rewriter.emit import output_files
@@ -34,7 +34,7 @@ class SaveOptions:
             raise RewriterError(
                 f"dtype {self.dtype!r}: expected {', '.join(output_files.DTYPES)}, or none to keep what is stored."
             )
-        if self.verify not in ("none", "shrunken", "full"):
+        if self.verify not in get_args(Level):
             raise RewriterError(f"verify {self.verify!r}: expected none, shrunken or full.")
         if self.link and self.dtype is not None:
             raise RewriterError(

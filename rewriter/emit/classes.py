@@ -28,7 +28,6 @@ class PrintedClass:
     text: str
     arguments: tuple[str, ...]
     communicates: bool
-    attentions: int
 
 
 @dataclass
@@ -52,24 +51,24 @@ class ClassTable:
         own = any(n.target in _GROUP_OPS for n in body.graph.nodes) or bool(body.shared)
         leaves = [m for m in body.modules.values() if isinstance(m, Leaf)]
         needs_group = own or any("tp" in c.arguments for c in inner) or any(map(leaf_needs_group, leaves))
-        attentions = sum(n.target is ops.attention for n in body.graph.nodes)
+        attends = any(n.target is ops.attention for n in body.graph.nodes)
         communicates = any(c.communicates for c in inner) or any(n.target is ops.all_reduce for n in body.graph.nodes)
         sizes = _size_arguments(body)
-        arguments = (*(["tp"] if needs_group else []), *(["slot"] if attentions else []), *sizes)
+        arguments = (*(["tp"] if needs_group else []), *(["slot"] if attends else []), *sizes)
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
             name = self.names.new(_title(body, id(body) in self.per_rank))
-            self.by_text[text] = PrintedClass(name, text, tuple(arguments), communicates, attentions)
+            self.by_text[text] = PrintedClass(name, text, arguments, communicates)
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
 
-    def construct(self, module: Module, path: str = "", slot: str = "slot") -> str:
+    def construct(self, module: Module) -> str:
         """The expression that builds `module`, inside a constructor that has `tp`."""
         if isinstance(module, Leaf):
             return leaf_constructor(module)
         assert isinstance(module, Body)
         cls = self.add(module)
-        given = {"tp": "tp", "slot": slot} | {n: str(s) for n, s in _size_arguments(module).items()}
+        given = {"tp": "tp", "slot": "slot"} | {n: str(s) for n, s in _size_arguments(module).items()}
         return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"
 
     def _text(self, body: Body, arguments: tuple[str, ...], own_group: bool, sizes: Mapping[str, int]) -> str:

@@ -113,7 +113,7 @@ def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]
     """(the kinds of rewired layers in order of appearance, the kind's name of every layer)."""
     source = program.source
     originals = print_layers(program.origin or program)
-    modes = layer_modes(program) if bound else []
+    modes: Sequence[Sequence[BlockMode] | None] = layer_modes(program) if bound else [None] * source.num_layers
     kinds: list[PrintedKind] = []
     assignment = []
     for index, (layer, original) in enumerate(zip(print_layers(program), originals, strict=True)):
@@ -123,14 +123,10 @@ def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]
             continue
         kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
         if kind is None:
-            wish = _kind_name(program, touched, layer, modes[index] if bound else None)
+            wish = _kind_name(program, touched, layer, modes[index])
             name = free_name(wish, {k.name for k in kinds}.__contains__)
             class_name = camel(name) + source.of_layer(index).layer_class
-            what = (
-                _per_rank_what(program, index, touched, modes[index])
-                if bound
-                else _what(program, index, touched, layer)
-            )
+            what = _what(program, index, touched, layer, modes[index])
             kind = PrintedKind(name, class_name, layer, index, tuple(what))
             kinds.append(kind)
         assignment.append(kind.name)
@@ -150,16 +146,14 @@ def _kind_name(program: Program, touched: bool, layer: PrintedLayer, modes: Sequ
     return words[0] if len(set(words)) == 1 else "_".join(words)
 
 
-def _per_rank_what(program: Program, index: int, touched: bool, modes: Sequence[BlockMode]) -> list[str]:
-    """What a kind of layer of a program that is bound to its ranks does, a sentence per block."""
-    if touched:
-        return [described(mode) for mode in modes]
-    return [f"Computes what {program.source.of_layer(index).layer_class} computes, beside values that it passes on."]
-
-
-def _what(program: Program, index: int, touched: bool, layer: PrintedLayer) -> list[str]:
-    """What a kind of layer does, in a sentence or two."""
+def _what(
+    program: Program, index: int, touched: bool, layer: PrintedLayer, modes: Sequence[BlockMode] | None
+) -> list[str]:
+    """What a kind of layer does, in a sentence or two; with `modes`, in one per block."""
     name = program.source.of_layer(index).layer_class
+    if modes is not None:
+        passing = [f"Computes what {name} computes, beside values that it passes on."]
+        return [described(mode) for mode in modes] if touched else passing
     late = []
     for block in residual_blocks(program) if touched else ():
         if block.layer == index and block.reads and block.reads[-1] < block.index:

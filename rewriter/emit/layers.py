@@ -12,7 +12,6 @@ no value differs by rank, and nothing is printed but [B, S, D]. No rewrite is tr
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,8 +20,9 @@ from typing import Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import function_of
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.residual import computes, is_scaling, residual_blocks
+from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.node_code import WiringPrinter, operands
 from rewriter.emit.per_rank_modules import (
@@ -40,7 +40,6 @@ from rewriter.ir import Leaf, Program, args_of
 from rewriter.ir.marks import in_stream, marks, stream_index
 
 _PAD = " " * 8  # of statements of a method
-_ADDS = (operator.add, operator.iadd)
 # same: equal on all ranks. per_rank: one per rank. total: printed as its sum over the ranks.
 Form = Literal["same", "per_rank", "total"]
 
@@ -245,7 +244,7 @@ class _HuggingFaceLayers:
         elif source is not None:
             text = self._as(source, "total" if node.target is ops.all_reduce else "same")
         elif form != "same" and _is_linear(node):
-            text = " + ".join(self._as(n, form) for n in args_of(node)) if _is_sum(node) else self._scaled(node)
+            text = " + ".join(self._as(n, form) for n in args_of(node)) if is_add(node) else self._scaled(node)
         elif form == "same":
             text = self._expression(node, self._operands(node))
         elif node.target is ops.blend:
@@ -284,7 +283,12 @@ class _HuggingFaceLayers:
         """A value times a number; the sum over ranks of x / ranks is their mean."""
         source, form = args_of(node)[0], self.form[node]
         number = args_of(node)[1]
-        if form == "total" and self.form[source] == "per_rank" and "mul" in _name(node) and number * self.ranks == 1:
+        if (
+            form == "total"
+            and self.form[source] == "per_rank"
+            and function_of(node) == "mul"
+            and number * self.ranks == 1
+        ):
             return f"{self._text(source)}.mean(-2)"
         return self._expression(node, {source: self._as(source, form)})
 
@@ -361,7 +365,7 @@ class _HuggingFaceLayers:
             return self.labels[node.name]
         if marks(node).reads is not None:
             return "with_own_part"
-        if _is_sum(node) or node.target is ops.all_reduce:
+        if is_add(node) or node.target is ops.all_reduce:
             return "added" if self.form[node] == "total" else "total"
         return node.name
 
@@ -370,16 +374,8 @@ def _is_scaled(node: fx.Node) -> bool:
     return is_scaling(node) and node.args[0] is node.all_input_nodes[0]
 
 
-def _is_sum(node: fx.Node) -> bool:
-    return node.target in _ADDS and len(node.all_input_nodes) == 2
-
-
 def _is_linear(node: fx.Node) -> bool:
-    return _is_scaled(node) or _is_sum(node)
-
-
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return _is_scaled(node) or is_add(node)
 
 
 def _stream_labels(program: Program) -> dict[str, str]:

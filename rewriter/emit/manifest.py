@@ -59,7 +59,6 @@ class Runtime(_Part):
     holds all tokens.
     """
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
     module: str
     class_name: str = Field(alias="class")
     weights: str | None = None

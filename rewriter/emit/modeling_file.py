@@ -317,16 +317,14 @@ def _conversions(source: Source, names: ModelNames) -> str:
         (source.base_class, names.base),
         (source.architecture, names.architecture),
     ]
-    rows = [f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs]
-    return "\n".join(
-        [
-            f"# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert",
-            "# them by model type or class name, so the source's conversions, if any, are registered under ours too.",
-            "for source_name, own_name in [",
-            *rows,
-            "]:",
-            "    conversion = get_checkpoint_conversion_mapping(source_name)",
-            "    if conversion is not None:",
-            "        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)",
-        ]
-    )
+    rows = "\n".join(f"    ({quoted(old)}, {quoted(new)})," for old, new in pairs)
+    return f"""\
+# On disk the tensors are those of a {source.model_type} checkpoint. transformers finds how to convert
+# them by model type or class name, so the source's conversions, if any, are registered under ours too.
+for source_name, own_name in [
+{rows}
+]:
+    conversion = get_checkpoint_conversion_mapping(source_name)
+    if conversion is not None:
+        register_checkpoint_conversion_mapping(own_name, conversion, overwrite=True)
+"""

@@ -26,27 +26,23 @@ _INFIX: dict[Any, str] = {
     aten.le.Scalar: "<=", aten.bitwise_and.Tensor: "&", aten.bitwise_or.Tensor: "|",
 }  # fmt: skip
 
-# x.method(*arguments)
-_METHODS = {
-    aten.view.default: "view", aten.reshape.default: "reshape", aten._unsafe_view.default: "view",
-    aten.transpose.int: "transpose", aten.permute.default: "permute", aten.unsqueeze.default: "unsqueeze",
-    aten.squeeze.dim: "squeeze", aten.expand.default: "expand", aten.contiguous.default: "contiguous",
-    aten.clone.default: "clone", aten.pow.Tensor_Scalar: "pow",
-    aten.type_as.default: "type_as", aten.cos.default: "cos", aten.sin.default: "sin",
-    aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.exp.default: "exp", aten.sqrt.default: "sqrt",
-    aten.rsqrt.default: "rsqrt", aten.abs.default: "abs", aten.flatten.using_ints: "flatten",
-    aten.clamp.default: "clamp",
-    aten.masked_fill.Scalar: "masked_fill", aten.gather.default: "gather", aten.scatter.src: "scatter",
-    aten.index_select.default: "index_select", aten.select.int: "select",
-}  # fmt: skip
+# x.method(*arguments), by the operator's own name
+_METHODS = {target: target.overloadpacket.__name__ for target in (
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.expand.default, aten.contiguous.default, aten.clone.default, aten.pow.Tensor_Scalar,
+    aten.type_as.default, aten.cos.default, aten.sin.default, aten.sigmoid.default, aten.tanh.default,
+    aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.abs.default, aten.flatten.using_ints,
+    aten.clamp.default, aten.masked_fill.Scalar, aten.gather.default, aten.scatter.src, aten.index_select.default,
+    aten.select.int,
+)} | {aten._unsafe_view.default: "view"}  # fmt: skip
 # methods whose one list argument is spread: x.view(a, b)
 _SPREAD = ("view", "reshape", "permute", "expand")
 # torch functions by name
-_FUNCTIONS: dict[Any, str | None] = {
+_FUNCTIONS: dict[Any, str] = {
     aten.silu.default: "F.silu", aten.relu.default: "F.relu", aten.gelu.default: "F.gelu",
     aten.linear.default: "F.linear", aten.bmm.default: "torch.bmm",
     aten.view_as_complex.default: "torch.view_as_complex", aten.view_as_real.default: "torch.view_as_real",
-    aten.softplus.default: "F.softplus", aten.embedding.default: None, aten.layer_norm.default: "F.layer_norm",
+    aten.softplus.default: "F.softplus", aten.layer_norm.default: "F.layer_norm",
 }  # fmt: skip
 
 
@@ -213,10 +209,8 @@ def _getitem(p: NodePrinter, node: fx.Node) -> str:
 
 
 def _cast(p: NodePrinter, node: fx.Node) -> str:
-    dtype = args_of(node)[1]
-    return (
-        f"{p.atom(args_of(node)[0])}.float()" if dtype == torch.float32 else f"{p.atom(args_of(node)[0])}.to({dtype})"
-    )
+    x, dtype = args_of(node)[:2]
+    return f"{p.atom(x)}.float()" if dtype == torch.float32 else f"{p.atom(x)}.to({dtype})"
 
 
 def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
@@ -239,23 +233,27 @@ def _attention(p: NodePrinter, node: fx.Node) -> str:
 
 
 def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
+    """A collective, with a format where it travels quantized."""
+
     def show(p: NodePrinter, node: fx.Node) -> str:
         x, _, *rest = node.args
-        name = f', name="{marks(node).tag}"' if marks(node).tag is not None else ""
-        return f"{function}({', '.join([p.value(x), GROUP, *map(p.value, rest)])}{name})"
+        items = [p.value(x), GROUP, *map(p.value, rest)]
+        if (tag := marks(node).tag) is not None:
+            items.append(f'name="{tag}"')
+        if "format" in node.kwargs:
+            items.append(f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}')
+        return f"{function}({', '.join(items)})"
 
     return show
 
 
-def _reduction(function: str) -> Callable[[NodePrinter, fx.Node], str]:
-    """A sum over the group, with a format where it travels quantized."""
-    call = _on_group(function)
+def _along(text: Callable[[NodePrinter, Any, Any], str], place: int = 2) -> Callable[[NodePrinter, fx.Node], str]:
+    """A call with the dimension by name, which is the argument at `place`: 0 where it is not given."""
 
     def show(p: NodePrinter, node: fx.Node) -> str:
-        if not node.kwargs:
-            return call(p, node)
-        options = f'format="{node.kwargs["format"]}", min_bytes={node.kwargs["min_bytes"]:_}'
-        return f"{call(p, node).removesuffix(')')}, {options})"
+        args = args_of(node)
+        dim = args[place] if len(args) > place else 0
+        return f"{text(p, args[0], args[1] if len(args) > 1 else None)}, dim={dim})"
 
     return show
 
@@ -270,13 +268,11 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     ops.dropout: lambda p, n: (
         f"{p.functional}.dropout({p.value(n.args[0])}, p={p.value(n.args[1])}, training=self.training)"
     ),
-    aten.cat.default: lambda p, n: f"torch.cat({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
-    aten.stack.default: lambda p, n: f"torch.stack({p.value(list(args_of(n)[0]))}, dim={(*args_of(n), 0)[1]})",
-    aten.chunk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.chunk({args_of(n)[1]}, dim={(*args_of(n), 0)[2]})",
-    aten.split.Tensor: lambda p, n: f"{p.atom(args_of(n)[0])}.split({args_of(n)[1]}, dim={(*args_of(n), 0)[2]})",
-    aten.split_with_sizes.default: lambda p, n: (
-        f"{p.atom(args_of(n)[0])}.split({list(args_of(n)[1])}, dim={(*args_of(n), 0)[2]})"
-    ),
+    aten.cat.default: _along(lambda p, parts, _: f"torch.cat({p.value(list(parts))}", 1),
+    aten.stack.default: _along(lambda p, parts, _: f"torch.stack({p.value(list(parts))}", 1),
+    aten.chunk.default: _along(lambda p, x, count: f"{p.atom(x)}.chunk({count}"),
+    aten.split.Tensor: _along(lambda p, x, size: f"{p.atom(x)}.split({size}"),
+    aten.split_with_sizes.default: _along(lambda p, x, sizes: f"{p.atom(x)}.split({list(sizes)}"),
     aten.mean.dim: _dims("mean"),
     aten.sum.dim_IntList: _dims("sum"),
     aten.softmax.int: lambda p, n: (
@@ -287,8 +283,8 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     aten.embedding.default: lambda p, n: f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])})",
     ops.attention: _attention,
     ops.experts: lambda p, n: f"experts({p.arguments(n.args, n.kwargs)})",
-    ops.all_reduce: _reduction("all_reduce"),
-    ops.all_reduce_start: _reduction("all_reduce_start"),
+    ops.all_reduce: _on_group("all_reduce"),
+    ops.all_reduce_start: _on_group("all_reduce_start"),
     ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(args_of(n)[0])})",
     ops.copy_to_group: _on_group("copy_to_group"),
     ops.all_gather: _on_group("all_gather"),

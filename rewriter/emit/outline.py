@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,10 +45,9 @@ def outline(graph: fx.Graph, num_layers: int) -> Outline:
         if layer is None:
             (before if reached < 0 else after).append(node)
             continue
-        if after and reached >= 0 and layer < reached:
-            raise RewriterError(f"{node.name} of layer {layer} is scheduled after layer {reached}")
         if layer < reached:
-            raise RewriterError(f"{node.name} of layer {layer} is scheduled inside layer {reached}")
+            where = "after" if after else "inside"
+            raise RewriterError(f"{node.name} of layer {layer} is scheduled {where} layer {reached}")
         reached = layer
         of_layer[layer].append(node)
     # what stands between layers but belongs to none (a constant, say) runs first if it needs no layer
@@ -100,15 +100,7 @@ def region(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> Region:
 def segments(layer: Region, order: dict[fx.Node, int]) -> list[Region | fx.Node]:
     """A layer as computation (Regions) and collectives (nodes), in order."""
     result: list[Region | fx.Node] = []
-    run: list[fx.Node] = []
-    for node in layer.nodes:
-        if node.target in SCHEDULED:
-            if run:
-                result.append(region(run, order))
-                run = []
-            result.append(node)
-        else:
-            run.append(node)
-    if run:
-        result.append(region(run, order))
+    for scheduled, run in itertools.groupby(layer.nodes, key=lambda node: node.target in SCHEDULED):
+        nodes = list(run)
+        result += nodes if scheduled else [region(nodes, order)]
     return result

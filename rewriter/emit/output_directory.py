@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.emit.manifest import MANIFEST
 from rewriter.weights.space import available, disk_full, is_disk_full, require_space
-
-MANIFEST = "rewrite.json"
 
 
 class OutputDirectory:
@@ -108,8 +107,8 @@ class OutputDirectory:
         """Make a file known that something else wrote at `path(name)`: hashed (the result), and brought to the disk."""
         path = self.path(name)
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
+        digest = sha256_of(path)
         self.record(path, digest)
         return digest
 
@@ -123,6 +122,10 @@ class OutputDirectory:
     def finished(self, name: str) -> str | None:
         """The sha256 of a file that the interrupted run had finished and that still is what it was; None: write it."""
         return self.files[name][1] if name in self.files else None
+
+    def hashes(self) -> dict[str, str]:
+        """The sha256 of every file by name, without the manifest's."""
+        return {name: digest for name, (_, digest) in sorted(self.files.items()) if name != MANIFEST}
 
     def manifest(self, table: Mapping[str, Any]) -> None:
         """Write the manifest, the last file. The job is added under "job": by it a finished output is recognised."""
@@ -216,10 +219,9 @@ class OutputDirectory:
 
     def _manifest_job(self) -> Any:
         try:
-            table = json.loads((self.final / MANIFEST).read_bytes())
-        except (OSError, ValueError):
+            return json.loads((self.final / MANIFEST).read_bytes())["job"]
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        return table.get("job") if isinstance(table, dict) else None
 
     def _read_journal(self) -> tuple[tuple[dict[str, Any], dict[str, tuple[int, str]]] | None, int]:
         """The job and finished files of the run before this one (None: it is new), and the journal's valid length."""
@@ -262,9 +264,8 @@ class OutputDirectory:
             path = self.staging / name
             if name == MANIFEST or path.is_symlink() or not path.is_file() or path.stat().st_size != size:
                 continue
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == digest:
-                    self.files[name] = (size, digest)
+            if sha256_of(path) == digest:
+                self.files[name] = (size, digest)
         for root, _, names in os.walk(self.staging):
             for name in names:
                 path = Path(root, name)
@@ -318,6 +319,11 @@ class OutputDirectory:
         if error.filename:
             return RewriterError(f"{error.filename}: cannot be read or written: {error.strerror or error}.")
         return None
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_directory(path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +18,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
-from rewriter.emit.output_directory import OutputDirectory
+from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
 from rewriter.emit.weight_references import weight_references
 from rewriter.ir import Program
@@ -174,7 +174,7 @@ def write(
     for file in layout.checkpoint.files:
         name = file.relative_to(layout.checkpoint.directory).as_posix()
         known = output.finished(copied[file]) if file in copied else None
-        hashes[name] = known or _sha256(file)
+        hashes[name] = known or sha256_of(file)
     return hashes
 
 
@@ -190,27 +190,15 @@ def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None, cha
     for name, info in checkpoint.tensors.items():
         if _cast(checkpoint, Tensor(name), target) is not None:
             assert target is not None
-            sizes[name] = target.itemsize * _count(info.shape)
+            sizes[name] = target.itemsize * math.prod(info.shape)
         if name in changed:
-            sizes[name] = sizes[name] * _count(changed[name].shape(checkpoint.shapes)) // _count(info.shape)
+            sizes[name] = sizes[name] * math.prod(changed[name].shape(checkpoint.shapes)) // math.prod(info.shape)
     weight_map = {n: info.file.relative_to(checkpoint.directory).as_posix() for n, info in checkpoint.tensors.items()}
     return _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
 
 
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _json(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def public_name(path: str | None, given: str | None = None) -> str:

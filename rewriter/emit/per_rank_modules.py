@@ -14,21 +14,18 @@ import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import is_tensor, reduced_shape, value_of
-from rewriter.analysis.op_semantics import REDUCTIONS, aten, is_pointwise
+from rewriter.analysis.op_semantics import argument, aten, data_of, dims_of, function_of, is_pointwise, is_sum, kind_of
 from rewriter.analysis.units import Ranges
 from rewriter.ir import Body, Leaf, Module, Parameter, Program, args_of
 
-_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 _PIECES = frozenset({aten.slice.Tensor, aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default})
-_SAME_SHAPE = frozenset({aten.contiguous.default, aten.clone.default})
-_SCALED = frozenset({aten.mul.Tensor, aten.div.Tensor, operator.mul, operator.truediv})
 _PROJECTIONS = ("Linear", "Conv1D")
 
 
@@ -108,7 +105,7 @@ def token_by_token(module: Module) -> bool:
             is_pointwise(node)
             or node.target is aten.linear.default
             or (node.target is aten.layer_norm.default and len(args_of(node)[1]) == 1)
-            or (node.target in REDUCTIONS and _dims(node) == {-1} and args_of(node)[2:] == (True,))
+            or (is_sum(node) and _dims(node) == {-1} and args_of(node)[2:] == (True,))
         ):
             return False
     return True
@@ -191,13 +188,13 @@ class _ProjectionWalk:
         if not leaf.kind.endswith(_PROJECTIONS):
             if source.kind == "full" or (source.kind == "heads" and source.dim != -1 and leaf.kind == "LayerNorm"):
                 return source
-            raise NotPerRank(f"{name} ({leaf.kind}) reads {_described(source)}")
+            raise NotPerRank(f"{name} ({leaf.kind}) reads {_WORDS[source.kind]}")
         if leaf.kind.startswith("RowParallel"):
             return self._row(leaf, name, source)
         if source.kind == "full":
             return _FULL
         if source.kind != "per_rank":
-            raise NotPerRank(f"{name} reads {_described(source)}")
+            raise NotPerRank(f"{name} reads {_WORDS[source.kind]}")
         return self._column(leaf, name)
 
     def _column(self, leaf: Leaf, name: str) -> _Value:
@@ -220,7 +217,7 @@ class _ProjectionWalk:
 
     def _row(self, leaf: Leaf, name: str, source: _Value) -> _Value:
         if source.kind != "full":
-            raise NotPerRank(f"{name} reads {_described(source)}")
+            raise NotPerRank(f"{name} reads {_WORDS[source.kind]}")
         if not self.needs_parts:
             return _FULL
         spec = self._weight(name)
@@ -241,9 +238,7 @@ class _ProjectionWalk:
 
     def _function(self, node: fx.Node, env: Mapping[fx.Node, _Value], prefix: str, body: Body) -> _Value:
         target = node.target
-        # a `like` argument only lends its dtype
-        sources = node.all_input_nodes[:1] if target is ops.type_as_model else node.all_input_nodes
-        states = [env[n] for n in sources]
+        states = [env[n] for n in data_of(node)]
         kinds = {s.kind for s in states}
         if target in (ops.all_reduce, ops.all_reduce_start):
             if kinds != {"full"} or "per_rank" in {s.kind for s in env.values()}:
@@ -268,11 +263,10 @@ class _ProjectionWalk:
         return self._heads(node, env)
 
     def _partial(self, node: fx.Node, states: list[_Value]) -> _Value:
-        scaled = node.target in _SCALED and len(states) == 1 and isinstance(args_of(node)[0], fx.Node)
-        added = node.target in (aten.add.Tensor, operator.add) and [s.kind for s in states] == ["partial"] * 2
-        if scaled or added or node.target in (aten.to.dtype, aten.neg.default, *_SAME_SHAPE):
-            return _PARTIAL
-        if node.target is ops.type_as_model:
+        function = function_of(node)
+        scaled = function in ("mul", "div") and len(states) == 1 and isinstance(args_of(node)[0], fx.Node)
+        added = function == "add" and [s.kind for s in states] == ["partial"] * 2
+        if scaled or added or function == "neg" or kind_of(node) in ("copy", "cast"):
             return _PARTIAL
         raise NotPerRank(f"{name_of(node)} reads the ranks' parts of a sum")
 
@@ -282,39 +276,37 @@ class _ProjectionWalk:
         state, args = env[source], args_of(node)
         rank = value_of(source).dim() if is_tensor(source) else 0
         refused = NotPerRank(f"{name_of(node)} fixes the number of key/value heads")
-        if node.target in _SAME_SHAPE or node.target is operator.getitem:
+        kind, dims = kind_of(node), [d % rank for d in dims_of(node) if isinstance(d, int)]
+        if kind == "copy" or node.target is operator.getitem:
             return state
-        if node.target in _VIEWS and state.dim == -1:
+        if kind == "view" and isinstance(args[1], (list, tuple)) and state.dim == -1:
             sizes = list(args[1])
             if len(sizes) == rank + 1 and sizes[-2] == -1 and sizes.count(-1) == 1:
                 return _Value("heads", state.count // int(sizes[-1]), rank - 1)
-        elif node.target is aten.sym_size.int and args[1] % rank != _place(state, rank):
+        elif kind == "size" and args[1] % rank != state.dim % rank:
             return _FULL
         elif state.dim == -1:
             raise NotPerRank(
                 f"{name_of(node)} reads a projection that every rank makes in full, of the rank's own input"
             )
-        elif node.target is aten.transpose.int:
-            places = list(range(rank))
-            places[args[1] % rank], places[args[2] % rank] = args[2] % rank, args[1] % rank
-            return _Value("heads", state.count, places.index(state.dim))
-        elif node.target is aten.permute.default:
-            return _Value("heads", state.count, [d % rank for d in args[1]].index(state.dim))
+        elif node.target in (aten.transpose.int, aten.permute.default):
+            # of a tensor whose sizes say which dimension is which
+            moved: Any = node.target
+            places = moved(torch.empty(range(rank), device="meta"), *args[1:]).shape
+            return _Value("heads", state.count, list(places).index(state.dim))
         elif node.target in _PIECES:
-            dim = (args[2] if len(args) > 2 else 0) if node.target is not aten.slice.Tensor else args[1]
-            if dim % rank != state.dim:
+            if dims != [state.dim]:
                 return state
-        elif node.target is aten.cat.default:
-            if (args[1] if len(args) > 1 else 0) % rank != state.dim and {env[n] for n in args[0]} == {state}:
-                return state
-        elif node.target is aten.stack.default:
-            if (args[1] if len(args) > 1 else 0) % (rank + 1) > state.dim and {env[n] for n in args[0]} == {state}:
+        elif kind in ("join", "stack"):
+            place = (argument(node, "dim") or 0) % (rank + (kind == "stack"))
+            apart = place > state.dim if kind == "stack" else place != state.dim
+            if apart and {env[n] for n in args[0]} == {state}:
                 return state
         elif node.target is aten.flatten.using_ints:
-            if (args[1] if len(args) > 1 else 0) % rank > state.dim:
+            if argument(node, "start_dim") % rank > state.dim:
                 return state
-        elif node.target in REDUCTIONS:
-            if args[2:] == (True,) and state.dim not in {d % rank for d in args[1]}:
+        elif is_sum(node):
+            if args[2:] == (True,) and state.dim not in dims:
                 return state
         elif is_pointwise(node) and all(_fits(n, env[n], state, rank) for n in node.all_input_nodes if is_tensor(n)):
             return state
@@ -364,10 +356,6 @@ def _dims(node: fx.Node) -> set[int]:
     return {d % rank - rank for d in args_of(node)[1]}
 
 
-def _place(state: _Value, rank: int) -> int:
-    return state.dim % rank
-
-
 def _fits(node: fx.Node, state: _Value, heads: _Value, rank: int) -> bool:
     """Whether an operand has these heads where `heads` has them, or is the same for all of them."""
     shape = reduced_shape(value_of(node))
@@ -382,13 +370,12 @@ def _source_of(program: Program, body: Body) -> str:
     return "" if cls is None else inspect.getsource(cls)
 
 
-def _described(state: _Value) -> str:
-    return {
-        "full": "a full value",
-        "per_rank": "what differs by rank",
-        "partial": "the ranks' parts of a sum",
-        "heads": "key/value heads of all ranks",
-    }[state.kind]
+_WORDS = {
+    "full": "a full value",
+    "per_rank": "what differs by rank",
+    "partial": "the ranks' parts of a sum",
+    "heads": "key/value heads of all ranks",
+}
 
 
 def name_of(node: fx.Node) -> str:

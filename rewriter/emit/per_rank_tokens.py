@@ -9,7 +9,6 @@ modules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,29 +16,14 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import dynamic, value_of
-from rewriter.analysis.op_semantics import aten, is_pointwise
+from rewriter.analysis.op_semantics import aten, dims_of, is_pointwise, kind_of
 from rewriter.emit.per_rank_modules import NotPerRank, PerRankChild, PerRankModule, name_of, projection, segments
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 
-_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints})
-_HARMLESS = frozenset({
-    ops.copy_to_group, operator.getitem, aten.sym_size.int, aten.unsqueeze.default, aten.contiguous.default,
-    aten.clone.default,
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.expand.default,
-})  # fmt: skip
-# operators that look along one dimension, and where they say which
-_ALONG: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
-    aten.softmax.int: lambda a: a[1],
-    aten.topk.default: lambda a: a[2] if len(a) > 2 else -1,
-    aten.sum.dim_IntList: lambda a: a[1],
-    aten.mean.dim: lambda a: a[1],
-    aten.amax.default: lambda a: a[1],
-    aten.gather.default: lambda a: a[1],
-    aten.scatter.src: lambda a: a[1],
-    aten.scatter.value: lambda a: a[1],
-    aten.chunk.default: lambda a: a[2] if len(a) > 2 else 0,
-    aten.slice.Tensor: lambda a: a[1] if len(a) > 1 else 0,
-}
+# operators that leave elements with their tokens by kind or name, and those that look along dimensions that they name
+_ALONE = ("copy", "creation_like", "size")
+_KEEP_TOKENS = frozenset({aten.linear.default, aten.unsqueeze.default, aten.expand.default, operator.getitem})
+_ALONG = ("reduction", "scan", "top", "lookup", "scatter", "piece")
 
 
 def has_experts(module: Module) -> bool:
@@ -133,19 +117,16 @@ def _parameter(node: fx.Node) -> str:
 
 def _by_token(node: fx.Node) -> bool:
     """Whether an operator gives each token what it would give that token alone."""
-    if node.target in _HARMLESS or is_pointwise(node) or node.target is aten.linear.default:
+    if is_pointwise(node) or kind_of(node) in _ALONE or node.target in _KEEP_TOKENS:
         return True
     if not isinstance(value_of(node), (torch.Tensor, tuple, list)):
         return True  # a size
-    source = args_of(node)[0]
-    if node.target in _VIEWS:
+    source, dims = args_of(node)[0], dims_of(node)
+    if kind_of(node) == "view":
         return _tokens_first(value_of(source)) and _tokens_first(value_of(node))
-    if node.target in _ALONG and isinstance(value_of(source), torch.Tensor):
-        dims = _ALONG[node.target](args_of(node))
-        return not any(
-            dynamic(value_of(source).shape[d]) for d in (dims if isinstance(dims, (list, tuple)) else [dims])
-        )
-    return False
+    if kind_of(node) not in _ALONG or not dims or not isinstance(value_of(source), torch.Tensor):
+        return False
+    return not any(dynamic(value_of(source).shape[d]) for d in dims)
 
 
 def _tokens_first(value: torch.Tensor) -> bool:

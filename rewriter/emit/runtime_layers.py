@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
 from rewriter.emit.python_source import UniqueNames, free_name
 from rewriter.emit.roles import Roles
-from rewriter.emit.statements import StatementPrinter
+from rewriter.emit.statements import StatementPrinter, returning
 from rewriter.ir import Body, Leaf, Module, Program, args_of
 from rewriter.ir.marks import in_stream, mark, marks, stream_index
 
@@ -26,24 +26,18 @@ _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, an
 
 @dataclass(frozen=True)
 class RuntimeLayer:
-    """One layer: its class, how it is built, and its call. `takes` and `gives` are the values that cross, in order."""
+    """One layer: its class (while that has no name, its text), the arguments that build it, and its call. `takes` and
+    `gives` are the values that cross, in order."""
 
     cls: str
-    construct: str
-    takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
-    previous: bool
-
-
-@dataclass(frozen=True)
-class _UnnamedLayer:
-    """A layer whose class has no name yet."""
-
-    text: str
     arguments: str
     takes: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
     previous: bool
+
+    @property
+    def construct(self) -> str:
+        return f"{self.cls}({self.arguments})"
 
 
 class RuntimeLayerPrinter:
@@ -66,11 +60,8 @@ class RuntimeLayerPrinter:
     def run(self) -> tuple[list[RuntimeLayer], str]:
         """(the layers, the source of their classes)."""
         printed = [self._layer(i, r) for i, r in enumerate(self.outline.layers)]
-        classes = self._names([p.text for p in printed])
-        layers = [
-            RuntimeLayer(classes[p.text], f"{classes[p.text]}({p.arguments})", p.takes, p.gives, p.previous)
-            for p in printed
-        ]
+        classes = self._names([layer.cls for layer in printed])
+        layers = [replace(layer, cls=classes[layer.cls]) for layer in printed]
         return layers, "\n\n\n".join(f"class {name}(nn.Module):\n{text}" for text, name in classes.items())
 
     # --- names of classes
@@ -110,7 +101,7 @@ class RuntimeLayerPrinter:
 
     # --- one layer
 
-    def _layer(self, index: int, region: Region) -> _UnnamedLayer:
+    def _layer(self, index: int, region: Region) -> RuntimeLayer:
         path, source = self.program.layer_path(index), self.program.source
         children = {
             p.removeprefix(f"{path}."): m
@@ -154,7 +145,7 @@ class RuntimeLayerPrinter:
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return _UnnamedLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
+        return RuntimeLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -193,35 +184,19 @@ class RuntimeLayerPrinter:
             names[node], owner[name] = name, node
 
         for piece in pieces:
-            if isinstance(piece, fx.Node):
-                if piece.target in (ops.all_reduce_start, ops.all_reduce):
-                    mark(piece, tag=self.roles.of(args_of(piece)[0]))
-                text = NodePrinter(names.__getitem__, module).expression(piece)
-                bind(piece, self.order[piece])
-                lines.append(f"{names[piece]} = {text}")
+            if isinstance(piece, Region) and not (len(piece.nodes) <= 2 and all(_is_glue(n) for n in piece.nodes)):
+                call = self._segment(piece, names, module, methods)
+                for node in piece.outputs:
+                    bind(node, self.order[piece.nodes[-1]])
+                lines.append(f"{', '.join(names[n] for n in piece.outputs)} = {call}")
                 continue
-            if piece.nodes and all(is_glue(n) for n in piece.nodes) and len(piece.nodes) <= 2:
-                self._inline(piece, names, bind, module, lines)
-                continue
-            call = self._segment(piece, names, module, methods)
-            for node in piece.outputs:
-                bind(node, self.order[piece.nodes[-1]])
-            lines.append(f"{', '.join(names[n] for n in piece.outputs)} = {call}")
+            for node in piece.nodes if isinstance(piece, Region) else (piece,):
+                if node.target in (ops.all_reduce_start, ops.all_reduce):
+                    mark(node, tag=self.roles.of(args_of(node)[0]))
+                text = NodePrinter(names.__getitem__, module).expression(node)
+                bind(node, self.order[node])
+                lines.append(f"{names[node]} = {text}")
         return lines, methods
-
-    def _inline(
-        self,
-        piece: Region,
-        names: dict[fx.Node, str],
-        bind: Callable[[fx.Node, int], None],
-        module: Callable[[str], str],
-        lines: list[str],
-    ) -> None:
-        """An add behind a sum needs no method."""
-        for node in piece.nodes:
-            text = NodePrinter(names.__getitem__, module).expression(node)
-            bind(node, self.order[node])
-            lines.append(f"{names[node]} = {text}")
 
     def _segment(
         self, piece: Region, names: dict[fx.Node, str], module: Callable[[str], str], methods: list[list[str]]
@@ -258,16 +233,8 @@ def _place(layers: Sequence[int], families: Sequence[str]) -> str:
     return ""
 
 
-def returning(lines: Sequence[str], results: str) -> list[str]:
-    """`lines` and the return of `results`, which are not named first where the last line computes just them."""
-    last = lines[-1] if lines else ""
-    if last.startswith(f"{results} = "):
-        return [*lines[:-1], f"return {last.removeprefix(f'{results} = ')}"]
-    return [*lines, f"return {results}"]
-
-
-def is_glue(node: fx.Node) -> bool:
-    """Whether a wiring node is plain arithmetic between modules."""
+def _is_glue(node: fx.Node) -> bool:
+    """Whether a wiring node is plain arithmetic between modules, such as an add behind a sum: it needs no method."""
     return node.op == "call_function" and node.target not in SCHEDULED
 
 

@@ -5,6 +5,7 @@ One class per distinct body and per distinct layer, alike layers in one loop. Ne
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Mapping
@@ -26,10 +27,10 @@ from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
 
 
-def emit_runtime_module(program: Program, header: str = "") -> str:
+def emit_runtime_module(program: Program) -> str:
     """The source of module.py for `program`, whose class `Model(mesh)` is a `rewriter.runtime.RuntimeModel`.
 
-    `header` is the file's docstring. Raises RewriterError for what cannot be printed.
+    Raises RewriterError for what cannot be printed.
     """
     if any(node.target is ops.blend for node in program.graph.nodes):
         raise RewriterError(
@@ -47,7 +48,7 @@ def emit_runtime_module(program: Program, header: str = "") -> str:
             f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
             "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
         )
-    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source(header)
+    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source()
 
 
 class _Emitter:
@@ -59,12 +60,12 @@ class _Emitter:
         self.outline: Outline = with_values_in_flight(outline(program.graph, program.source.num_layers))
         self.printer = RuntimeLayerPrinter(program, self.outline, self.table, names)
 
-    def source(self, header: str) -> str:
+    def source(self) -> str:
         layers, classes = self.printer.run()
         model = self._model(layers)
         parts = [p for p in (self.table.source(), classes, model) if p]
         code = broken("\n\n\n".join(parts)) + "\n"
-        return f'"""{header or self._header()}"""\n\n{imports(code)}\n\n\n{code}'
+        return f'"""{self._header()}"""\n\n{imports(code)}\n\n\n{code}'
 
     def _header(self) -> str:
         axes = {axis: f"{axis}={size}" for axis, size in self.program.mesh.items()}
@@ -120,16 +121,14 @@ class _Emitter:
         """The layers, runs of alike ones as comprehensions."""
         lines, i = ["            ["], 0
         step = self._slot_step(layers)
-        while i < len(layers):
-            j = i + 1
-            while j < len(layers) and layers[j].cls == layers[i].cls and step is not None:
-                j += 1
-            if j - i > 1 and step is not None:
-                text = re.sub(r"slot=\d+", "slot=i" if step == 1 else f"slot=i * {step}", layers[i].construct)
-                lines.append(f"                *[{text} for i in range({_span(i, j)})],")
+        for _, run in itertools.groupby(layers, key=lambda layer: layer.cls):
+            alike = list(run)
+            if step is None or len(alike) == 1:
+                lines += [f"                {layer.construct}," for layer in alike]
             else:
-                lines.append(f"                {layers[i].construct},")
-            i = j
+                text = re.sub(r"slot=\d+", "slot=i" if step == 1 else f"slot=i * {step}", alike[0].construct)
+                lines.append(f"                *[{text} for i in range({f'{i}, ' if i else ''}{i + len(alike)})],")
+            i += len(alike)
         return [*lines, "            ]"]
 
     def _slot_step(self, layers: list[RuntimeLayer]) -> int | None:
@@ -220,71 +219,35 @@ def _plan(plan: ops.SequencePlan) -> str:
     return f'SequencePlan("{plan.kind}", {plan.grid}{overlap}{keys})'
 
 
-def _span(first: int, end: int) -> str:
-    return f"{first}, {end}" if first else str(end)
-
-
 def _folded(items: list[str]) -> str:
     """A tuple of specs, runs written as products."""
-    parts, i = [], 0
-    while i < len(items):
-        j = i
-        while j < len(items) and items[j] == items[i]:
-            j += 1
-        parts.append(f"*[{items[i]}] * {j - i}" if j - i > 1 else items[i])
-        i = j
+    runs = [(item, len(list(run))) for item, run in itertools.groupby(items)]
+    parts = [item if count == 1 else f"*[{item}] * {count}" for item, count in runs]
     return ", ".join(parts) + ("," if len(parts) == 1 else "")
 
 
 def _loops(calls: list[tuple[str, bool, str]], layers: str) -> list[str]:
-    """Calls of layers; equal ones in a loop."""
+    """Calls of layers (class, whether it reads the layer before, text); equal ones in a loop."""
     lines, i = [], 0
-    while i < len(calls):
-        j = i
-        while j < len(calls) and calls[j] == calls[i]:
-            j += 1
-        _, previous, text = calls[i]
+    for (_, previous, text), run in itertools.groupby(calls):
+        j = i + len(list(run))
         if previous:
             lines += [f"for previous, layer in zip({layers}[{i - 1}:{j - 1}], {layers}[{i}:{j}], strict=True):"]
-            lines.append(f"    {text.format('layer')}")
-        elif j - i == 1:
-            lines.append(text.format(f"{layers}[{i}]"))
-        else:
-            lines += [f"for layer in {layers}[{i}:{j}]:", f"    {text.format('layer')}"]
+        elif j - i > 1:
+            lines.append(f"for layer in {layers}[{i}:{j}]:")
+        inside = previous or j - i > 1
+        lines.append(f"    {text.format('layer')}" if inside else text.format(f"{layers}[{i}]"))
         i = j
     return lines
 
 
-_RUNTIME_NAMES = [
-    "ColumnParallelConv1D",
-    "ColumnParallelLinear",
-    "Conv1D",
-    "MaskSpec",
-    "PerRankConv1D",
-    "PerRankLayerNorm",
-    "PerRankLinear",
-    "RowParallelConv1D",
-    "RowParallelLinear",
-    "RuntimeModel",
-    "SequenceAxis",
-    "SequencePlan",
-    "Shared",
-    "SlotSpec",
-    "VocabParallelEmbedding",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_start",
-    "all_reduce_wait",
-    "attention",
-    "copy_to_group",
-    "experts",
-    "gather_tokens",
-    "last_tokens",
-    "repeat_shard",
-    "shard_tokens",
-    "shared_gradient",
-    "vocab_embedding",
-]
+_RUNTIME_NAMES = (
+    "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
+    "PerRankLinear", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis", "SequencePlan",
+    "Shared", "SlotSpec", "VocabParallelEmbedding", "all_gather", "all_reduce", "all_reduce_start", "all_reduce_wait",
+    "attention", "copy_to_group", "experts", "gather_tokens", "last_tokens", "repeat_shard", "shard_tokens",
+    "shared_gradient", "vocab_embedding",
+)  # fmt: skip
 
 
 def imports(code: str) -> str:

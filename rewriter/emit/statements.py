@@ -138,12 +138,16 @@ def body_lines(body: Body, attribute: Callable[[str], str]) -> tuple[list[str], 
     lines = StatementPrinter(nodes, env, dict.fromkeys(results), _role, attribute=attribute)
     lines.run()
     value = args_of(output)[0]
-    if isinstance(value, fx.Node):
-        last = f"{lines.env[value]} = "
-        if lines.text and lines.text[-1].startswith(last):  # the last line is the result
-            return parameters, [*lines.text[:-1], f"return {lines.text[-1].removeprefix(last)}"]
-        return parameters, [*lines.text, f"return {lines.printer.value(value)}"]
-    return parameters, [*lines.text, f"return {', '.join(map(lines.printer.value, value))}"]
+    values = [value] if isinstance(value, fx.Node) else value
+    return parameters, returning(lines.text, ", ".join(map(lines.printer.value, values)))
+
+
+def returning(lines: Sequence[str], results: str) -> list[str]:
+    """`lines` and the return of `results`, which are not named first where the last line computes just them."""
+    last = lines[-1] if lines else ""
+    if last.startswith(f"{results} = "):
+        return [*lines[:-1], f"return {last.removeprefix(f'{results} = ')}"]
+    return [*lines, f"return {results}"]
 
 
 def _role(node: fx.Node) -> str:

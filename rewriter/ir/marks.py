@@ -5,6 +5,7 @@ A record is replaced, never changed, so that copies of graphs may share it. Node
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -107,6 +108,13 @@ def mark(node: fx.Node, **changes: Any) -> None:
 def set_marks(node: fx.Node, record: Marks) -> None:
     """Give `node` this record in place of its own."""
     node.meta[_KEY] = record
+
+
+def new_call(graph: fx.Graph, record: Marks, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A call with these marks, where the graph inserts."""
+    node = graph.call_function(target, args, kwargs)
+    set_marks(node, record)
+    return node
 
 
 def running_layer(node: fx.Node) -> int | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import html
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.ir.marks import in_stream, marks, running_layer
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
-from rewriter.ir.structure import Body, Module, Parameter, ProgramData, walk_modules
+from rewriter.ir.structure import Body, Module, Parameter, ProgramData, placeholders, walk_modules
 
 Namer = Callable[[int], str]
 _SUFFIX = {
@@ -47,13 +49,13 @@ def _sections(program: ProgramData, fold: bool) -> list[tuple[str, str]]:
     source = program.source
     mesh = ", ".join(f"{axis}={size}" for axis, size in program.mesh.items()) or "one device"
     kinds = _Kinds(program)
-    sections = [(f"{source.architecture} ({source.model_type}), {source.num_layers} layers, {mesh}", "")]
-    sections.append(("wiring", _Wiring(program, kinds).text(fold)))
-    sections += [(title, text) for title, text in kinds.sections(fold)]
-    sections.append(("parameters", _parameters(program, fold)))
-    if program.history:
-        sections.append(("history", _history(program)))
-    return sections
+    return [
+        (f"{source.architecture} ({source.model_type}), {source.num_layers} layers, {mesh}", ""),
+        ("wiring", _Wiring(program, kinds).text(fold)),
+        *kinds.sections(fold),
+        ("parameters", _parameters(program, fold)),
+        *([("history", _history(program))] if program.history else []),
+    ]
 
 
 class _Kinds:
@@ -61,7 +63,6 @@ class _Kinds:
 
     def __init__(self, program: ProgramData) -> None:
         self.names: dict[int, str] = {}
-        self.bodies: list[tuple[str, Body, list[str]]] = []
         paths: dict[int, list[str]] = {}
         distinct: dict[int, Body] = {}
         for path, module in walk_modules(program.modules):
@@ -69,29 +70,30 @@ class _Kinds:
                 distinct.setdefault(id(module), module)
                 paths.setdefault(id(module), []).append(path)
         # bodies that print alike are one, whether or not they are the same object
-        texts: dict[str, str] = {}
-        used: dict[str, int] = {}
-        inner_first = sorted(distinct.values(), key=_depth)
-        for body in inner_first:
+        known: dict[str, tuple[str, Body, list[str]]] = {}
+        used: Counter[str] = Counter()
+        for body in sorted(distinct.values(), key=_depth):  # inner ones first
             text = f"{body.class_name}\n{body_text(body, self.of, full=True)}"
-            if text not in texts:
-                used[body.class_name] = used.get(body.class_name, 0) + 1
+            if text not in known:
+                used[body.class_name] += 1
                 number = used[body.class_name]
-                texts[text] = body.class_name if number == 1 else f"{body.class_name}.{number}"
-                self.bodies.append((texts[text], body, paths[id(body)]))
-            else:
-                next(p for n, _, p in self.bodies if n == texts[text]).extend(paths[id(body)])
-            self.names[id(body)] = texts[text]
+                known[text] = (body.class_name if number == 1 else f"{body.class_name}.{number}", body, [])
+            name, _, found = known[text]
+            found += paths[id(body)]
+            self.names[id(body)] = name
+        self.bodies = list(known.values())
 
     def of(self, module: Module) -> str:
         return self.names[id(module)] if isinstance(module, Body) else str(module)
 
     def sections(self, fold: bool) -> list[tuple[str, str]]:
-        found = []
-        for name, body, paths in self.bodies:
-            where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-            found.append((f"{name}: {where}", body_text(body, self.of, full=not fold)))
-        return found
+        return [
+            (
+                f"{name}: {paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}",
+                body_text(body, self.of, not fold),
+            )
+            for name, body, paths in self.bodies
+        ]
 
 
 def _depth(body: Body) -> int:
@@ -106,8 +108,7 @@ def body_text(body: Body, kind: Callable[[Module], str], full: bool = False) -> 
         for name, shape in body.parameters.items()
     ]
     lines += [f"  {name}: {constant(value, full)}" for name, value in body.buffers.items()]
-    inputs = [n.name for n in body.graph.nodes if n.op == "placeholder"]
-    lines.append(f"  ({', '.join(inputs)}) {{")
+    lines.append(f"  ({', '.join(n.name for n in placeholders(body.graph))}) {{")
     for node in body.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
@@ -172,18 +173,12 @@ class _Wiring:
         self.names = _value_names(program)
 
     def text(self, fold: bool) -> str:
-        runs: list[tuple[int | None, list[fx.Node]]] = []
-        inputs = []
-        for node in self.program.graph.nodes:
-            if node.op == "placeholder":
-                shape = self.shapes[node]
-                inputs.append(f"{node.name}{_sizes(shape)}" if is_shape(shape) else node.name)
-                continue
-            layer = running_layer(node)
-            if not runs or runs[-1][0] != layer:
-                runs.append((layer, []))
-            runs[-1][1].append(node)
-        lines = [f"  ({', '.join(inputs)}) {{"]
+        graph = self.program.graph
+        inputs = [(node.name, self.shapes[node]) for node in placeholders(graph)]
+        named = ", ".join(f"{name}{_sizes(shape)}" if is_shape(shape) else name for name, shape in inputs)
+        computed = (node for node in graph.nodes if node.op != "placeholder")
+        runs = [(layer, list(nodes)) for layer, nodes in groupby(computed, running_layer)]
+        lines = [f"  ({named}) {{"]
         index = 0
         while index < len(runs):
             layer, nodes = runs[index]
@@ -192,12 +187,11 @@ class _Wiring:
                 index += 1
                 continue
             relative = self._relative(layer, nodes)
-            end = index + 1
-            while (
-                fold and end < len(runs) and self._follows(runs, index, end) and self._relative(*runs[end]) == relative
-            ):
-                end += 1
-            count = end - index
+            count = 1
+            for other, others in runs[index + 1 :] if fold else ():
+                if other != layer + count or self._relative(other, others) != relative:
+                    break
+                count += 1
             if count > 1:
                 lines.append(f"    layers i = {layer}–{layer + count - 1} ×{count} {{")
                 lines += ["      " + line for line in relative]
@@ -205,17 +199,12 @@ class _Wiring:
                 lines.append(f"    layer {layer} {{")
                 lines += ["      " + self._line(n, str) for n in nodes]
             lines.append("    }")
-            index = end
+            index += count
         return "\n".join([*lines, "  }"])
 
-    def _follows(self, runs: Sequence[tuple[int | None, list[fx.Node]]], first: int, other: int) -> bool:
-        layer, start = runs[other][0], runs[first][0]
-        return layer is not None and start is not None and layer - start == other - first
-
-    def _relative(self, layer: int | None, nodes: list[fx.Node]) -> list[str]:
+    def _relative(self, layer: int, nodes: list[fx.Node]) -> list[str]:
         def namer(other: int) -> str:
-            distance = other - (layer or 0)
-            return f"i{distance:+d}" if distance else "i"
+            return f"i{other - layer:+d}" if other != layer else "i"
 
         return [self._line(n, namer) for n in nodes]
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of
+from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
@@ -48,7 +48,7 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
         elif getattr(node.target, "__name__", "") == "getitem" and isinstance(args_of(node)[1], int):
             several = inputs[0]
             shapes[node] = several[args_of(node)[1]] if several and isinstance(several[0], tuple) else None
-        elif is_tensor(node.meta.get("val")):
+        elif isinstance(node.meta.get("val"), torch.Tensor):
             shapes[node] = _named(node.meta["val"].shape, {})
         else:
             shapes[node] = broadcast([s for s in inputs if is_shape(s)])
@@ -68,10 +68,6 @@ def _tokens(shape: Shape, ranks: int) -> Shape:
     """A shape with the symbols of tokens of one of `ranks` ranks that share them."""
     share = f"/{ranks}" if ranks > 1 else ""
     return tuple(s[0] + share if isinstance(s, str) and s[0] in "SN" else s for s in shape)
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def leaf_shape(leaf: Leaf, source: Value) -> Value:
@@ -97,9 +93,8 @@ def broadcast(shapes: Sequence[Value]) -> Value:
 
 def _body_shapes(body: Body, inputs: Sequence[Value]) -> Value:
     names: dict[str, str] = {}
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    for node, shape in zip(placeholders, inputs, strict=False):
-        if is_tensor(node.meta.get("val")) and is_shape(shape):
+    for node, shape in zip(placeholders(body.graph), inputs, strict=False):
+        if isinstance(node.meta.get("val"), torch.Tensor) and is_shape(shape):
             for size, symbol in zip(node.meta["val"].shape, shape or (), strict=False):
                 if isinstance(size, torch.SymInt) and isinstance(symbol, str):
                     names[str(size)] = symbol

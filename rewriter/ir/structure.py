@@ -12,7 +12,7 @@ that are alike share their bodies.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -202,8 +202,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors (None without
-    checkpoint).
+    """One runtime parameter: `shape` on each rank, made by `expression` from checkpoint tensors, if there are any.
 
     When a pass has split it, rank r holds `ranges[r]` of the full tensor along `dim`, one after the other. `shared`
     says that elements are held more than once (replicated key/value heads), so that their gradients must be summed.
@@ -300,15 +299,64 @@ def walk_modules(modules: Mapping[str, Module]) -> Iterator[tuple[str, Module]]:
                 yield f"{path}.{inner}", child
 
 
-def map_bodies(modules: Mapping[str, Module], change: Callable[[str, Module], Module]) -> dict[str, Module]:
-    """Apply `change(path, module)` once per distinct module object; alike layers keep sharing the result."""
+def nodes_inside(module: Module, path: str = "") -> Iterator[tuple[str, fx.Node]]:
+    """(path of the body, node) of every node that a call of `module` at `path` runs, in order."""
+    if not isinstance(module, Body):
+        return
+    for node in module.graph.nodes:
+        yield path, node
+        if node.op == "call_module":
+            yield from nodes_inside(module.modules[str(node.target)], f"{path}.{node.target}")
+
+
+def edit_bodies(modules: Mapping[str, Module], edit: Callable[[fx.Graph], Any]) -> dict[str, Module]:
+    """`modules` after `edit` of a copy of every body's graph; modules that are alike share the result."""
     done: dict[int, Module] = {}
-    result: dict[str, Module] = {}
-    for path, module in modules.items():
-        if id(module) not in done:
-            done[id(module)] = change(path, module)
-        result[path] = done[id(module)]
-    return result
+
+    def edited(module: Module) -> Module:
+        if isinstance(module, Body) and id(module) not in done:
+            graph, _ = copy_graph(module.graph)
+            edit(graph)
+            inner = {name: edited(child) for name, child in module.modules.items()}
+            done[id(module)] = replace(module, graph=graph, modules=inner)
+        return done.get(id(module), module)
+
+    return {path: edited(module) for path, module in modules.items()}
+
+
+def called_module(node: fx.Node, modules: Mapping[str, Module]) -> Module | None:
+    """The module that a node calls; None for every other node."""
+    return modules.get(str(node.target)) if node.op == "call_module" else None
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of a graph, in order."""
+    return graph.find_nodes(op="placeholder")
+
+
+def reachable(first: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    """The nodes `first` and all that repeated steps lead to, each once."""
+    found = dict.fromkeys(first)
+    todo = list(found)
+    while todo:
+        new = [n for n in step(todo.pop(0)) if n not in found]
+        found |= dict.fromkeys(new)
+        todo += new
+    return list(found)
+
+
+def bypass(node: fx.Node, value: fx.Node) -> None:
+    """Erase `node`; its users read `value`."""
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def put_behind(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A new call `target(node, *args)` behind `node`, which all users of `node` read instead. It has no marks."""
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(target, (node, *args))
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    return new
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:

@@ -6,6 +6,7 @@ Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_formats, slice_length
 from rewriter.kernels.merge import accumulation_dtype, merge
 from rewriter.kernels.quantize import (
+    DTYPES,
     dequantize,
     dequantize_reduce,
     dequantize_reduce_quantize,
@@ -16,6 +17,7 @@ from rewriter.kernels.quantize import (
 from rewriter.kernels.vectors import dequantize_vectors, quantize_vectors, vector_bytes
 
 __all__ = [
+    "DTYPES",
     "SMALLEST_BLOCK",
     "Format",
     "accumulation_dtype",

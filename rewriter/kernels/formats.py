@@ -117,6 +117,10 @@ class Format:
         """Of a row of n elements."""
         return -(-n // self.block)
 
+    def part_bytes(self, blocks: int) -> list[int]:
+        """Of so many blocks, in each plane of codes, and of their scales."""
+        return [*(blocks * self.block * width // 8 for width in self.planes), 2 * blocks]
+
     def payload_bytes(self, n: int) -> int:
         """Of a row of n elements: codes, scales of two bytes, zeros up to a multiple of 16."""
         return -(-self.blocks(n) * (self.block_bytes + 2) // ALIGNMENT) * ALIGNMENT

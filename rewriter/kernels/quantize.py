@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from rewriter.kernels import blocks
 from rewriter.kernels.formats import Format, parse_format
 from rewriter.kernels.merge import has_triton
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that are quantized
 _LARGEST_BLOCK = 4096  # of which a program of a kernel holds one in registers
 _PIECE = 1 << 17  # elements at a time on a CPU: half a MiB of fp32
 
@@ -74,10 +75,8 @@ def quantize_rows(
         out = torch.empty(rows, size, dtype=torch.uint8, device=x_RN.device)
     elif out.shape != (rows, size) or out.dtype != torch.uint8:
         raise ValueError(f"quantize: out is {out.dtype} {list(out.shape)}, expected torch.uint8 [{rows}, {size}]")
-    if _kernels(x_RN, format):
-        from rewriter.kernels import quantize_triton
-
-        quantize_triton.quantize_rows(x_RN, format, order, seed, out)
+    if kernels := _kernels(x_RN, format):
+        kernels.quantize_rows(x_RN, format, order, seed, out)
     else:
         _quantize_rows(x_RN if order is None else x_RN[list(order)], format, seed, out)
     return out
@@ -122,10 +121,8 @@ def dequantize_rows(
         out = torch.empty(rows, n, dtype=dtype, device=payload_RB.device)
     elif out.shape != (rows, n) or out.dtype != dtype:
         raise ValueError(f"dequantize: out is {out.dtype} {list(out.shape)}, expected {dtype} [{rows}, {n}]")
-    if _kernels(payload_RB, format):
-        from rewriter.kernels import quantize_triton
-
-        quantize_triton.dequantize_rows(payload_RB, format, n, seed, out)
+    if kernels := _kernels(payload_RB, format):
+        kernels.dequantize_rows(payload_RB, format, n, seed, out)
     else:
         _dequantize_rows(payload_RB, format, n, seed, out)
     return out
@@ -166,10 +163,8 @@ def dequantize_reduce(
     format = parse_format(format)
     _check(payload_PRB, format, n, 3)
     out = torch.empty(payload_PRB.shape[1], n, dtype=dtype, device=payload_PRB.device)
-    if _kernels(payload_PRB, format):
-        from rewriter.kernels import quantize_triton
-
-        quantize_triton.dequantize_reduce(payload_PRB, format, n, seed, skip, add, factor, out)
+    if kernels := _kernels(payload_PRB, format):
+        kernels.dequantize_reduce(payload_PRB, format, n, seed, skip, add, factor, out)
     else:
         _dequantize_reduce(payload_PRB, format, seed, skip, add, factor, out)
     return out
@@ -217,23 +212,25 @@ def dequantize_reduce_quantize(
     """`dequantize_reduce` and `quantize_rows` of its rows to the format `to`, with nothing but payloads in memory where
     both formats have the same block."""
     format, to = parse_format(format), parse_format(to)
-    if _kernels(payload_PRB, format, to) and format.block == to.block:
-        from rewriter.kernels import quantize_triton
-
+    if format.block == to.block and (kernels := _kernels(payload_PRB, format, to)):
         _check(payload_PRB, format, n, 3)
         rows = payload_PRB.shape[1] if order is None else len(order)
         out = torch.empty(rows, to.payload_bytes(n), dtype=torch.uint8, device=payload_PRB.device)
-        quantize_triton.dequantize_reduce(
-            payload_PRB, format, n, seed, skip, add, factor, out, to=to, to_seed=to_seed, order=order
-        )
+        options = {"to": to, "to_seed": to_seed, "order": order}
+        kernels.dequantize_reduce(payload_PRB, format, n, seed, skip, add, factor, out, **options)
         return out
     total = dequantize_reduce(payload_PRB, format, n, torch.float32, seed=seed, skip=skip, add=add, factor=factor)
     return quantize_rows(total, to, order=order, seed=to_seed)
 
 
-def _kernels(x: Tensor, *formats: Format) -> bool:
-    """Whether Triton kernels do it. Blocks that a program cannot hold in registers are PyTorch's on any device."""
-    return x.is_cuda and has_triton() and all(format.block <= _LARGEST_BLOCK for format in formats)
+def _kernels(x: Tensor, *formats: Format) -> Any:
+    """The launches of Triton kernels, or None. Blocks that a program cannot hold in registers are PyTorch's on any
+    device."""
+    if not x.is_cuda or not has_triton() or any(format.block > _LARGEST_BLOCK for format in formats):
+        return None
+    from rewriter.kernels import quantize_triton
+
+    return quantize_triton
 
 
 def _check(payload: Tensor, format: Format, n: int, dimensions: int, dtype: torch.dtype = torch.float32) -> None:
@@ -270,7 +267,7 @@ def _levels(payload_RB: Tensor, format: Format, n: int, seed: int | None, piece:
 
 def _parts(payload_RB: Tensor, format: Format, count: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """Views of the planes [R, K, bytes], the scales [R, K] int16, and the bytes behind them. There is a block."""
-    sizes = [*(count * format.block * width // 8 for width in format.planes), 2 * count]
+    sizes = format.part_bytes(count)
     *planes, scales, rest = payload_RB.split([*sizes, payload_RB.shape[1] - sum(sizes)], dim=1)
     return [plane.unflatten(1, (count, -1)) for plane in planes], scales.view(torch.int16), rest
 

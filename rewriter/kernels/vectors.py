@@ -20,12 +20,12 @@ from rewriter.kernels.quantize import dequantize, quantize
 
 def vector_bytes(format: Format, n: int) -> int:
     """Bytes of a vector of `n` elements: its codes and the scales of its blocks."""
-    return sum(_parts(format, n))
+    return sum(format.part_bytes(format.blocks(n)))
 
 
 def quantize_vectors(x: Tensor, format: Format) -> Tensor:
     """uint8 [..., vector_bytes(format, n)] of x [..., n] in bf16, fp16, fp32 or fp64, rounded to nearest."""
-    parts = _parts(format, x.shape[-1])
+    parts = format.part_bytes(format.blocks(x.shape[-1]))
     padded = F.pad(x.float() if x.dtype == torch.float64 else x, [0, -x.shape[-1] % format.block])
     vectors = padded.shape[:-1].numel()
     places = quantize(padded, format)[: vectors * sum(parts)].split([vectors * part for part in parts])
@@ -37,14 +37,8 @@ def dequantize_vectors(vectors: Tensor, format: Format, n: int, dtype: torch.dty
     """x [..., n] of `dtype` from what `quantize_vectors` gave, in any order and of any strides."""
     shape = *vectors.shape[:-1], n + -n % format.block
     payload = vectors.new_zeros(format.payload_bytes(torch.Size(shape).numel()))
-    parts = vectors.split(_parts(format, n), -1)
+    parts = vectors.split(format.part_bytes(format.blocks(n)), -1)
     for part, end in zip(parts, accumulate(part.numel() for part in parts), strict=True):
         payload[end - part.numel() : end].view(part.shape).copy_(part)
     x = dequantize(payload, format, shape, torch.float32 if dtype == torch.float64 else dtype)
     return x[..., :n].to(dtype).contiguous()
-
-
-def _parts(format: Format, n: int) -> list[int]:
-    """Bytes of a vector of `n` elements in each plane of codes, and of its scales."""
-    blocks = format.blocks(n)
-    return [*(blocks * format.block * width // 8 for width in format.planes), 2 * blocks]

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
-from rewriter.analysis.residual import blocks_of, computes, is_add, read_index, residual_blocks, stream_values
+from rewriter.analysis.residual import blocks_of, by_layer, computes, is_add, read_index, residual_blocks, stream_values
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Program, args_of, drop_dead_nodes
-from rewriter.ir.marks import Marks, in_stream, layer_of, mark, marks, set_marks
+from rewriter.ir import Module, Program, args_of, drop_dead_nodes, reachable
+from rewriter.ir.marks import Marks, in_stream, layer_of, mark, marks, new_call, set_marks
 
 _COLLECTIVES = (ops.copy_to_group, ops.all_reduce)
 
@@ -79,9 +78,9 @@ def _blend_dropped(program: Program, graph: fx.Graph, at: float) -> int:
             for part in [n for n in total.all_input_nodes if marks(n).dropped]:
                 made = Marks(layer=block.layer, writes=block.index)
                 with graph.inserting_before(total):
-                    whole = _made(graph, made, ops.all_reduce, part, AXIS)
-                    whole = _made(graph, made, ops.copy_to_group, whole, AXIS)
-                    total.replace_input_with(part, _made(graph, made, ops.blend, whole, part, at))
+                    whole = new_call(graph, made, ops.all_reduce, part, AXIS)
+                    whole = new_call(graph, made, ops.copy_to_group, whole, AXIS)
+                    total.replace_input_with(part, new_call(graph, made, ops.blend, whole, part, at))
                 count += 1
     return count
 
@@ -132,8 +131,8 @@ class _Reads:
         if key not in self.blends:
             value = self._made_of(fresh, record)
             if stale in self.local and value not in self.local:
-                value = _made(self.graph, record, ops.copy_to_group, value, AXIS)
-            self.blends[key] = _made(self.graph, record, ops.blend, value, stale, self.at)
+                value = new_call(self.graph, record, ops.copy_to_group, value, AXIS)
+            self.blends[key] = new_call(self.graph, record, ops.blend, value, stale, self.at)
             if (read := read_index(stale)) is not None:
                 mark(self.blends[key], reads=read)
         return self.blends[key]
@@ -178,7 +177,7 @@ class _Reads:
         if node not in self.local:
             return node
         known = [n for n in self.before if n.target is ops.all_reduce and n.args[0] is node]
-        return known[0] if known else _made(self.graph, record, ops.all_reduce, node, AXIS)
+        return known[0] if known else new_call(self.graph, record, ops.all_reduce, node, AXIS)
 
 
 def _calls(graph: fx.Graph) -> dict[tuple[str, int], fx.Node]:
@@ -202,15 +201,8 @@ def _nodes(node: fx.Node) -> list[fx.Node]:
 
 def _readers(node: fx.Node) -> frozenset[str]:
     """The modules that read a value before it reaches the stream."""
-    found: set[str] = set()
-    todo = list(node.users)
-    while todo:
-        user = todo.pop()
-        if user.op == "call_module":
-            found.add(str(user.target))
-        elif read_index(user) is None:
-            todo += user.users
-    return frozenset(found)
+    users = reachable(node.users, lambda n: () if n.op == "call_module" or read_index(n) is not None else n.users)
+    return frozenset(str(user.target) for user in users if user.op == "call_module")
 
 
 def _same_values(program: Program, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -221,21 +213,10 @@ def _same_values(program: Program, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     assert program.origin is not None
     old, new = stream_values(program.origin.graph), stream_values(graph)
     same = {old[0]: new[0]} if old and new else {}
-    by_layer: dict[int, list[fx.Node]] = {}
-    for block in blocks_of(graph, program.modules):
-        by_layer.setdefault(block.layer, []).append(block.add)
-    originals: dict[int, list[fx.Node]] = {}
-    for block in residual_blocks(program.origin):
-        originals.setdefault(block.layer, []).append(block.add)
-    for layer, values in originals.items():
-        if len(values) == len(by_layer[layer]):
-            same |= dict(zip(values, by_layer[layer], strict=True))
-        else:
-            same[values[-1]] = by_layer[layer][-1]
+    rewired = by_layer(blocks_of(graph, program.modules))
+    for layer, blocks in by_layer(residual_blocks(program.origin)).items():
+        pairs = list(zip(blocks, rewired[layer], strict=False))
+        if len(blocks) != len(rewired[layer]):
+            pairs = [(blocks[-1], rewired[layer][-1])]
+        same |= {original.add: block.add for original, block in pairs}
     return same
-
-
-def _made(graph: fx.Graph, record: Marks, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    set_marks(node, record)
-    return node

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import PassRecord, Program
@@ -110,12 +110,10 @@ class Pass(ABC):
         `plan` is how ranks share the tokens of a sequence, if they do.
         """
         layers = getattr(self, "layers", None)
-        return [self] if layers is None else [self.with_layers(places_of(resolve(layers, count), kept))]
-
-    def with_layers(self, layers: Sequence[int]) -> Self:
-        """The same pass on other layers."""
-        options: dict[str, Any] = {"layers": list(layers)}
-        return replace(self, **options)
+        if layers is None:
+            return [self]
+        options: dict[str, Any] = {"layers": places_of(resolve(layers, count), kept)}
+        return [replace(self, **options)]
 
 
 def places_of(chosen: Collection[int], kept: Sequence[int]) -> list[int]:
@@ -134,6 +132,14 @@ def record(
 def scopes(program: Program) -> tuple[Scope, ...]:
     """The scope of every pass that was applied."""
     return tuple(entry.rewrite.scope for entry in program.history)
+
+
+def with_paths(reasons: Mapping[str, Sequence[str]], what: str = "") -> tuple[str, ...]:
+    """A note for each reason: the first path that it holds for, how many like it, `what` became of them, and why."""
+    return tuple(
+        f"{paths[0]}{f' and {len(paths) - 1} like it' if len(paths) > 1 else ''}{what}: {reason}"
+        for reason, paths in reasons.items()
+    )
 
 
 def bound_ranks(program: Program) -> int | None:

@@ -13,11 +13,11 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import Block, blocks_of, computes
-from rewriter.analysis.units import AXIS
+from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat
 from rewriter.ir import Parameter, Program
-from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, set_marks
+from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
@@ -83,13 +83,14 @@ class Desync(Pass):
         ranks = check_ranks(program, self.name)
         blocks = chosen_blocks(program, self.name, self.layers)
         kept: dict[int, bool] = {}
-        for run in runs(blocks):
-            kept |= self._kept(run)
+        by_index = {b.index: b for b in blocks}
+        for run in runs_of(list(by_index)):
+            kept |= self._kept([by_index[index] for index in run])
         dropped = sum(not keep for keep in kept.values())
         if not dropped:
             raise RewriterError("desync: no reduction of the selected layers can be dropped: each ends a run of layers")
         # blocks that reduce nothing belong to their layer all the same: what follows it starts drained
-        marked = {b.index: True for b in blocks} | kept
+        marked = dict.fromkeys(by_index, True) | kept
         result = desynchronise(program, marked, self.resync, self.name, self.untie_norms)
         summary = f"{dropped} of {len(kept)} reductions dropped on {ranks} ranks; kept ones resync by {self.resync}"
         return record(result, self, summary)
@@ -152,17 +153,6 @@ class Desync(Pass):
         return kept
 
 
-def runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks that follow each other without a gap."""
-    found: list[list[Block]] = []
-    for block in blocks:
-        if found and found[-1][-1].index + 1 == block.index:
-            found[-1].append(block)
-        else:
-            found.append([block])
-    return found
-
-
 def desynchronise(
     program: Program, kept: Mapping[int, bool], resync: Resync, name: str, untie_norms: bool = False
 ) -> Program:
@@ -207,11 +197,9 @@ class _PerRankStream:
             return
         with self.graph.inserting_before(block.add):
             current = self._carried(current)
-            if self.synchronised is not None:
-                self.synchronised = self._carried(self.synchronised)
-            if self.added is not None:
-                self.added = self._carried(self.added)
-            parts = [partial_of(w, block, self.name) for w in reduced]
+            self.synchronised = self.synchronised and self._carried(self.synchronised)
+            self.added = self.added and self._carried(self.added)
+            parts = [partial_of(w, block) for w in reduced]
             if not self.varying:  # ranks part ways here; what they share enters
                 self.synchronised = current
                 current = self._made(ops.copy_to_group, current, AXIS)
@@ -262,9 +250,7 @@ class _PerRankStream:
         return total
 
     def _made(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        mark(node, layer=self.block.layer, writes=self.block.index)
-        return node
+        return new_call(self.graph, Marks(layer=self.block.layer, writes=self.block.index), target, *args, **kwargs)
 
 
 def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
@@ -289,6 +275,6 @@ def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
                 expression=None if known.expression is None else Concat((known.expression,) * ranks, 0),
                 full_shape=(ranks * size,),
                 dim=0,
-                ranges=tuple(((r * size, (r + 1) * size),) for r in range(ranks)),
+                ranges=equal_runs(ranks * size, ranks),
             )
     return parameters

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from rewriter.analysis.residual import Block, residual_blocks
+from rewriter.analysis.residual import Block, by_layer, residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.ops import SequencePlan
@@ -44,7 +44,7 @@ class DropSync(Pass):
     def __post_init__(self) -> None:
         if not self.drop > 0 or (isinstance(self.drop, float) and self.drop > 1):
             raise RewriterError(f"drop: {self.drop}; expected a number of layers from 1, or a fraction in (0, 1].")
-        if self.sensitivity is not None and not all(_is_cost(c) for c in self.sensitivity):
+        if self.sensitivity is not None and not all(c is None or 0 <= c < math.inf for c in self.sensitivity):
             raise RewriterError("sensitivity: costs are numbers from 0, or null where nothing can be dropped.")
 
     @property
@@ -133,17 +133,10 @@ class DropSync(Pass):
         return (f"what each layer's drop alone costs, KL in nats per token{source}: {costs}",)
 
 
-def _is_cost(value: float | None) -> bool:
-    return value is None or 0 <= value < math.inf
-
-
 def attention_reductions(program: Program) -> dict[int, Block]:
     """By layer, the attention block whose reduction can be dropped: a later block of the layer reduces, too."""
-    by_layer: dict[int, list[Block]] = {}
-    for block in residual_blocks(program):
-        by_layer.setdefault(block.layer, []).append(block)
     found: dict[int, Block] = {}
-    for layer, blocks in by_layer.items():
+    for layer, blocks in by_layer(residual_blocks(program)).items():
         reducing = [b for b in blocks if all(map(is_reduced, b.writes))]
         if len(reducing) > 1 and reducing[0].kind == "attention":
             found[layer] = reducing[0]

@@ -6,17 +6,16 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from torch import fx
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Parameter, Program
+from rewriter.ir import Body, Module, Parameter, Program, called_module
 from rewriter.ir.marks import mark, marks, set_marks
-from rewriter.passes.base import Effect, Pass, Scope, record
-from rewriter.passes.fused_entries import Fused, concatenated, entries, fuse_entries, merge_bodies, why_apart
+from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
+from rewriter.passes.fused_entries import Fused, below, concatenated, entries, fuse_entries, merge_bodies, why_apart
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,12 @@ class FuseProjections(Pass):
         fuser = _Fuser(program)
         fuser.merge()
         fuser.fuse()
+        notes = with_paths(fuser.apart)
         if not fuser.counts:
-            return record(program, self, "no projections that could be one read the same value", fuser.notes(), False)
+            return record(program, self, "no projections that could be one read the same value", notes, False)
         made = ", ".join(f"{n} × {name}" for name, n in fuser.counts.items())
         return record(
-            program, self, f"fused: {made}", fuser.notes(),
+            program, self, f"fused: {made}", notes,
             graph=fuser.graph, modules=fuser.modules, parameters=fuser.parameters,
         )  # fmt: skip
 
@@ -61,19 +61,13 @@ class _Fuser:
         self.counts: Counter[str] = Counter()
         self.apart: dict[str, list[str]] = {}
 
-    def notes(self) -> tuple[str, ...]:
-        return tuple(
-            f"{paths[0]}{f' and {len(paths) - 1} like it' if len(paths) > 1 else ''}: {reason}"
-            for reason, paths in self.apart.items()
-        )
-
     # --- two bodies as one
 
     def merge(self) -> None:
         """Make bodies of one block that read the same value one, where their projections can be one."""
         groups: dict[tuple[fx.Node, int], list[fx.Node]] = {}
         for node in self.graph.nodes:
-            body = self.modules.get(str(node.target)) if node.op == "call_module" else None
+            body = called_module(node, self.modules)
             block = marks(node).block
             if isinstance(body, Body) and body.outputs == 1 and not body.stored and block is not None:
                 for index, value in enumerate(node.all_input_nodes):
@@ -87,7 +81,8 @@ class _Fuser:
                 continue
             if reason := self._why_apart(calls, value):
                 names = " and ".join(str(c.target).rpartition(".")[2] for c in calls)
-                self._leave(calls, f"its {names} stay apart: {reason}")
+                layer = str(calls[0].target).rpartition(".")[0]
+                self.apart.setdefault(f"its {names} stay apart: {reason}", []).append(layer)
             else:
                 self._merge(calls, done)
 
@@ -98,9 +93,6 @@ class _Fuser:
             assert isinstance(body, Body)
             leaves += entries(body, call.all_input_nodes.index(value))
         return why_apart(leaves)
-
-    def _leave(self, calls: Sequence[fx.Node], reason: str) -> None:
-        self.apart.setdefault(reason, []).append(str(calls[0].target).rpartition(".")[0])
 
     def _merge(self, calls: Sequence[fx.Node], done: dict[tuple[object, ...], Body]) -> None:
         paths = [str(c.target) for c in calls]
@@ -138,22 +130,18 @@ class _Fuser:
 
     # --- the projections
 
-    def _parameter(self, path: str, name: str) -> Parameter:
-        return self.parameters[f"{path}.{name}"]
-
     def fuse(self) -> None:
         """Fuse inside of every body of a layer; alike layers share the result."""
         done: dict[int, Fused] = {}
         tied = {*self.program.ties, *self.program.ties.values()}
         for node in self.graph.nodes:
-            path = str(node.target)
-            body = self.modules.get(path) if node.op == "call_module" else None
+            path, body = str(node.target), called_module(node, self.modules)
             if not isinstance(body, Body) or marks(node).layer is None:
                 continue
             if any(name.startswith(f"{path}.") for name in tied):
                 continue
             if id(body) not in done:
-                done[id(body)] = fuse_entries(body, partial(self._parameter, path))
+                done[id(body)] = fuse_entries(body, below(self.parameters, path))
             fused = done[id(body)]
             self.modules[path] = fused.body
             for note in fused.notes:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import torch
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.projections import resized
+from rewriter.analysis.projections import is_entry, outputs_layout, resized
 from rewriter.common.expressions import Concat
-from rewriter.ir import Body, Leaf, Module, Parameter, args_of, copy_graph
+from rewriter.ir import Body, Leaf, Module, Parameter, args_of, bypass, copy_graph, placeholders
 from rewriter.ir.marks import mark
 
 aten = torch.ops.aten
-
-# option that holds the number of outputs, and the dimension of the weight that they are
-_OUTPUTS = {"Linear": ("out_features", 0), "Conv1D": ("nf", 1)}
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,10 @@ class Fused:
     notes: tuple[str, ...] = ()
 
 
-def fuse_entries(body: Body, parameter: Callable[[str], Parameter]) -> Fused:
+def fuse_entries(body: Body, parameters: Mapping[str, Parameter]) -> Fused:
     """`body` where the projections of one value are one projection and a split; also inside of its children.
 
-    `parameter` gives a parameter of the body by its name in it.
+    `parameters` are those of the body by their names in it.
     """
     graph, _ = copy_graph(body.graph)
     modules: dict[str, Module] = dict(body.modules)
@@ -56,10 +52,10 @@ def fuse_entries(body: Body, parameter: Callable[[str], Parameter]) -> Fused:
             names = ", ".join(str(c.target) for c in calls)
             notes.append(f"{names} stay apart: {reason}")
             continue
-        fusions.append(_fuse(graph, modules, calls, parameter))
+        fusions.append(_fuse(graph, modules, calls, parameters))
     for path, child in body.modules.items():
         if isinstance(child, Body):
-            inner = fuse_entries(child, partial(_below, parameter, path))
+            inner = fuse_entries(child, below(parameters, path))
             modules[path] = inner.body
             fusions += [Fusion(f"{path}.{f.name}", tuple(f"{path}.{p}" for p in f.parts), f.dim) for f in inner.fusions]
             notes += [f"{path}: {note}" for note in inner.notes]
@@ -68,8 +64,9 @@ def fuse_entries(body: Body, parameter: Callable[[str], Parameter]) -> Fused:
     return Fused(replace(body, graph=graph, modules=modules), tuple(fusions), tuple(notes))
 
 
-def _below(parameter: Callable[[str], Parameter], path: str, name: str) -> Parameter:
-    return parameter(f"{path}.{name}")
+def below(parameters: Mapping[str, Parameter], path: str) -> dict[str, Parameter]:
+    """The parameters under `path`, by their names there."""
+    return {name.removeprefix(f"{path}."): p for name, p in parameters.items() if name.startswith(f"{path}.")}
 
 
 def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[list[fx.Node]]:
@@ -79,7 +76,7 @@ def entry_groups(graph: fx.Graph, modules: Mapping[str, Module]) -> Iterator[lis
     for node in graph.nodes:
         if node.op == "call_module" and called.count(str(node.target)) == 1:
             module = modules[str(node.target)]
-            if isinstance(module, Leaf) and _plain_kind(module) in _OUTPUTS:
+            if is_entry(module):
                 groups.setdefault((args_of(node)[0], module.kind), []).append(node)
     yield from (calls for calls in groups.values() if len(calls) > 1)
 
@@ -90,14 +87,10 @@ def why_apart(leaves: Sequence[Leaf]) -> str | None:
         return f"they are {' and '.join(sorted({leaf.kind for leaf in leaves}))}"
     if len({"bias" in leaf.parameters for leaf in leaves}) > 1:
         return "some have a bias and some have not"
-    key, _ = _OUTPUTS[_plain_kind(leaves[0])]
+    key, _ = outputs_layout(leaves[0])
     if len({str(sorted((k, v) for k, v in leaf.options.items() if k not in (key, "shared"))) for leaf in leaves}) > 1:
         return "their options differ"
     return None
-
-
-def _plain_kind(leaf: Leaf) -> str:
-    return leaf.kind.removeprefix("ColumnParallel")
 
 
 def _leaf(modules: Mapping[str, Module], call: fx.Node) -> Leaf:
@@ -107,14 +100,14 @@ def _leaf(modules: Mapping[str, Module], call: fx.Node) -> Leaf:
 
 
 def _fuse(
-    graph: fx.Graph, modules: dict[str, Module], calls: Sequence[fx.Node], parameter: Callable[[str], Parameter]
+    graph: fx.Graph, modules: dict[str, Module], calls: Sequence[fx.Node], parameters: Mapping[str, Parameter]
 ) -> Fusion:
     """Replace `calls` by one call and a split; the modules likewise."""
     paths = [str(c.target) for c in calls]
     leaves = [_leaf(modules, c) for c in calls]
-    key, dim = _OUTPUTS[_plain_kind(leaves[0])]
+    key, dim = outputs_layout(leaves[0])
     sizes = [leaf.options[key] for leaf in leaves]
-    weight = concatenated({p: parameter(f"{p}.weight") for p in paths}, dim)
+    weight = concatenated({p: parameters[f"{p}.weight"] for p in paths}, dim)
     options = {k: v for k, v in leaves[0].options.items() if k != "shared"} | {key: sum(sizes)}
     if weight.shared:
         assert weight.full_shape is not None
@@ -173,7 +166,7 @@ def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
     ranges = []
     for rank in range(ranks):
         held: list[tuple[int, int]] = []
-        for p, size, offset in zip(found, sizes, _offsets(sizes), strict=True):
+        for p, size, offset in zip(found, sizes, accumulate(sizes, initial=0), strict=False):
             held += [(offset + a, offset + b) for a, b in (p.ranges[rank] if p.ranges else ((0, size),))]
         ranges.append(tuple(held))
     shape = resized(full, dim, sum(p.shape[dim] for p in found))
@@ -181,20 +174,16 @@ def concatenated(parts: Mapping[str, Parameter], dim: int) -> Parameter:
     return Parameter(shape, expression, full, dim, tuple(ranges), shared, names)
 
 
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:i]) for i in range(len(sizes))]
-
-
 # --- two bodies as one -----------------------------------------------------------------------------------------------
 
 
 def entries(body: Body, index: int) -> list[Leaf]:
     """The projections that read input `index` of `body`, directly or where it enters rank-local computation."""
-    placeholder = [n for n in body.graph.nodes if n.op == "placeholder"][index]
-    values = [placeholder, *(n for n in placeholder.users if n.target is ops.copy_to_group)]
+    given = placeholders(body.graph)[index]
+    values = [given, *(n for n in given.users if n.target is ops.copy_to_group)]
     readers = [user for value in values for user in value.users]
     leaves = [body.modules[str(u.target)] for u in readers if u.op == "call_module"]
-    return [leaf for leaf in leaves if isinstance(leaf, Leaf) and _plain_kind(leaf) in _OUTPUTS]
+    return [leaf for leaf in leaves if is_entry(leaf)]
 
 
 def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]) -> tuple[Body, list[Any]]:
@@ -206,22 +195,27 @@ def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]
     graph = fx.Graph()
     given: dict[Any, fx.Node] = {}
     context: list[Any] = []
-    placeholders = {name: [n for n in b.graph.nodes if n.op == "placeholder"] for name, b in bodies.items()}
+    given_to = {name: placeholders(b.graph) for name, b in bodies.items()}
     for name in bodies:
-        for node, value in zip(placeholders[name], inputs[name], strict=True):
+        for node, value in zip(given_to[name], inputs[name], strict=True):
             if node.target == "ctx":
                 context = [(node, value)]
             elif value not in given:
-                given[value] = _placeholder(graph, node)
+                given[value] = graph.node_copy(node)
     for node, value in context:
-        given[value] = _placeholder(graph, node)
+        given[value] = graph.node_copy(node)
     results = []
     for name, body in bodies.items():
-        env = {n: given[v] for n, v in zip(placeholders[name], inputs[name], strict=True)}
+        env = {n: given[v] for n, v in zip(given_to[name], inputs[name], strict=True)}
         results.append(_append(graph, name, body, env))
     graph.output(tuple(results))
     _unify(graph)
-    constant = {p.name for value, p in given.items() if _is_constant(value, bodies, inputs, placeholders)}
+    differentiated = {
+        value
+        for name, body in bodies.items()
+        for node, value in zip(given_to[name], inputs[name], strict=True)
+        if node.name not in body.constant_inputs
+    }
     first = next(iter(bodies.values()))
     merged = Body(
         class_name=_class_name([b.class_name for b in bodies.values()]),
@@ -232,17 +226,11 @@ def merge_bodies(bodies: Mapping[str, Body], inputs: Mapping[str, Sequence[Any]]
         outputs=len(bodies),
         kept=first.kept,
         dropout=max(b.dropout for b in bodies.values()),
-        constant_inputs=frozenset(constant),
+        constant_inputs=frozenset(p.name for value, p in given.items() if value not in differentiated),
         shared={f"{n}.{k}": v for n, b in bodies.items() for k, v in b.shared.items()},
         merged=tuple(bodies),
     )
     return merged, list(given)
-
-
-def _placeholder(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    node = graph.placeholder(str(like.target))
-    node.meta = dict(like.meta)
-    return node
 
 
 def _append(graph: fx.Graph, name: str, body: Body, env: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -265,32 +253,14 @@ def _unify(graph: fx.Graph) -> None:
         if node.target in (ops.copy_to_group, aten.sym_size.int):
             first = seen.setdefault((node.target, *node.args), node)
             if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-
-
-def _is_constant(
-    value: Any,
-    bodies: Mapping[str, Body],
-    inputs: Mapping[str, Sequence[Any]],
-    placeholders: Mapping[str, Sequence[fx.Node]],
-) -> bool:
-    """Whether every body that is given `value` says that it needs no gradient."""
-    return all(
-        node.name in bodies[name].constant_inputs
-        for name in bodies
-        for node, given in zip(placeholders[name], inputs[name], strict=True)
-        if given is value
-    )
+                bypass(node, first)
 
 
 def _class_name(names: Sequence[str]) -> str:
     """LlamaAttention and LlamaMLP as LlamaAttentionMLP."""
     first, *others = names
     for other in others:
-        shared = 0
-        while shared < min(len(first), len(other)) and first[shared] == other[shared]:
-            shared += 1
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
         while shared and not other[shared : shared + 1].isupper():
             shared -= 1
         first += other[shared:]

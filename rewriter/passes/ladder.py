@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rewriter.analysis.residual import stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
-from rewriter.ir.marks import Mode, in_stream, mark
+from rewriter.ir.marks import Mode, mark
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
 from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, settle_reads
 from rewriter.passes.selection import Selection, resolve
@@ -60,7 +61,7 @@ class Ladder(Pass):
             mark(env[block.add], mode=LADDER if self.variant == "paper" else OWN_PARTIAL)
         rewired = settle_reads(program, graph, self.name)
         late = len(blocks) - (blocks[0].index == 0)
-        summary = f"{late} of {_count(program)} blocks read the stream one block earlier"
+        summary = f"{late} of {len(stream_values(graph)) - 1} blocks read the stream one block earlier"
         if self.variant == "own_partial":
             summary += ", with this rank's own partial sum of the block between"
         return record(rewired, self, summary)
@@ -68,7 +69,3 @@ class Ladder(Pass):
     def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
         mode = "ladder" if self.variant == "paper" else "own_partial"
         return {layer: {"mode": mode} for layer in resolve(self.layers, count)}
-
-
-def _count(program: Program) -> int:
-    return sum(in_stream(n) for n in program.graph.nodes) - 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
+from rewriter.ir import Program, args_of, bypass, edit_bodies
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
 
@@ -29,30 +31,20 @@ class NoCommunication(Pass):
             raise RewriterError("no_communication: the program runs on one device and does not communicate. Give --tp.")
         graph, _ = program.edit()
         removed = _silence(graph)
-
-        def silence(path: str, module: Module) -> Module:
-            if not isinstance(module, Body):
-                return module
-            inner, _ = copy_graph(module.graph)
-            _silence(inner)
-            modules = {name: silence(name, child) for name, child in module.modules.items()}
-            return Body(**{**module.__dict__, "graph": inner, "modules": modules})
-
-        modules = map_bodies(program.modules, silence)
+        modules = edit_bodies(program.modules, _silence)
         return record(program, self, f"{removed} collectives removed", graph=graph, modules=modules)
 
 
-def _silence(graph: object) -> int:
+def _silence(graph: fx.Graph) -> int:
+    """Remove every collective of a graph; returns how many."""
     removed = 0
-    for node in list(graph.nodes):  # type: ignore[attr-defined]
+    for node in list(graph.nodes):
         if node.target is ops.all_gather:
-            # every rank needs logits of the full width: its own, repeated
-            node.target, node.args = ops.repeat_shard, node.args
+            node.target = ops.repeat_shard  # every rank needs logits of the full width: its own, repeated
             removed += 1
         elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group):
             if in_stream(node):
                 mark(args_of(node)[0], stream=marks(node).stream)
-            node.replace_all_uses_with(args_of(node)[0])
-            graph.erase_node(node)  # type: ignore[attr-defined]
+            bypass(node, args_of(node)[0])
             removed += node.target is not ops.copy_to_group
     return removed

@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
-from rewriter.ir import Program, copy_graph
+from rewriter.ir import Program, copy_graph, put_behind
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.residual_rewrite import is_reduced
@@ -48,11 +48,8 @@ def _started(program: Program, names: Collection[str]) -> fx.Graph:
     graph, _ = copy_graph(program.graph)
     for node in list(graph.nodes):
         if node.target is ops.all_reduce and node.name in names:
-            with graph.inserting_after(node):
-                wait = graph.call_function(ops.all_reduce_wait, (node,))
-            wait.meta.update(node.meta)
+            put_behind(node, ops.all_reduce_wait).meta.update(node.meta)
             node.target = ops.all_reduce_start
-            node.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)
             mark(node, stream=None, mode=None, reduction=node.name)
     started = _last_start(graph)
 

@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from rewriter.analysis.residual import Block, blocks_of, computes, read_index
+from rewriter.analysis.residual import Block, blocks_of, by_layer, computes, read_index
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program
-from rewriter.ir.marks import Mode, in_stream, mark, marks, stream_index
-from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, record
+from rewriter.ir import Program, bypass
+from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, stream_index
+from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, record
 from rewriter.passes.residual_rewrite import chosen_blocks, replace_stream_value, settle_reads
 from rewriter.passes.selection import Selection, resolve
 
@@ -38,13 +38,10 @@ class ParallelBlock(Pass):
 
     name: ClassVar[str] = "parallel_block"
     effect: ClassVar[Effect] = "approximating"
-    scope: ClassVar[Scope] = "model"
 
     def apply(self, program: Program) -> Program:
-        by_layer: dict[int, list[Block]] = {}
-        for block in chosen_blocks(program, self.name, self.layers):
-            by_layer.setdefault(block.layer, []).append(block)
-        for layer, found in by_layer.items():
+        chosen = by_layer(chosen_blocks(program, self.name, self.layers))
+        for layer, found in chosen.items():
             if [b.kind == "attention" for b in found] != [True, False]:
                 kinds = ", ".join(b.kind for b in found)
                 raise RewriterError(
@@ -56,11 +53,11 @@ class ParallelBlock(Pass):
                     raise RewriterError(f"parallel_block: block {block.path} scales the stream before it adds to it")
         graph, _ = program.edit()
         blocks = blocks_of(graph, program.modules)
-        for first, _ in by_layer.values():
+        for first, _ in chosen.values():
             self._join(program, graph, blocks[first.index], blocks[first.index + 1])
         _renumber(graph)
         rewired = settle_reads(program, graph, self.name)
-        summary = f"attention and MLP of {len(by_layer)} layers side by side"
+        summary = f"attention and MLP of {len(chosen)} layers side by side"
         return record(rewired, self, summary)
 
     def reference_modes(self, count: int, reducing: Reducing) -> LayerModes:
@@ -79,33 +76,27 @@ class ParallelBlock(Pass):
         with graph.inserting_before(mlp.add):
             written, *others = (*attention.writes, *mlp.writes)
             for write in others:
-                written = graph.call_function(operator.add, (written, write))
-                mark(written, layer=attention.layer, block=mlp.index)
+                written = new_call(graph, Marks(layer=attention.layer, block=mlp.index), operator.add, written, write)
             total = graph.call_function(operator.add, (start, written))
         replace_stream_value(mlp.add, total, PARALLEL)
-        attention.add.replace_all_uses_with(start)
-        graph.erase_node(attention.add)
+        bypass(attention.add, start)
 
     def _share_norm(self, program: Program, attention: Block, mlp: Block) -> None:
-        norms = [_entry_norm(program, block) for block in (attention, mlp)]
-        for norm, block in zip(norms, (attention, mlp), strict=True):
-            if norm is None:
-                raise RewriterError(
-                    f"parallel_block: block {block.path} reads the residual stream without a norm, so no norm can "
-                    "serve both halves. Use norm: own."
-                )
-        first, second = (n for n in norms if n is not None)
+        first, second = (_entry_norm(program, block) for block in (attention, mlp))
         if self.norm == "mlp":
             first.append(second)  # it has to be there when attention begins
             first, second = second, first
         second.replace_all_uses_with(first)
 
 
-def _entry_norm(program: Program, block: Block) -> fx.Node | None:
-    """The one module through which the block reads the stream, if it is a norm."""
+def _entry_norm(program: Program, block: Block) -> fx.Node:
+    """The one module through which the block reads the stream, a norm. Raises RewriterError where there is none."""
     entries = [n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes)]
     if len(entries) != 1 or entries[0].op != "call_module" or computes(program.modules[str(entries[0].target)]):
-        return None
+        raise RewriterError(
+            f"parallel_block: block {block.path} reads the residual stream without a norm, so no norm can serve both "
+            "halves. Use norm: own."
+        )
     return entries[0]
 
 

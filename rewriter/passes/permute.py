@@ -13,7 +13,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Take
 from rewriter.ir import Parameter, Program
 from rewriter.ops import SequencePlan
-from rewriter.passes.base import Effect, Pass, Request, Scope, record
+from rewriter.passes.base import Effect, Pass, Request, record, with_paths
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -46,7 +46,6 @@ class Permute(Pass):
 
     name: ClassVar[str] = "permute"
     effect: ClassVar[Effect] = "exact"
-    scope: ClassVar[Scope] = "model"
     again: ClassVar[Mapping[str, Any]] = {"applied": True}
 
     def __post_init__(self) -> None:
@@ -132,11 +131,8 @@ class Permute(Pass):
         for block in blocks:
             if block.reason is not None:
                 refused.setdefault(block.reason, []).append(block.path)
-        notes = [
-            f"{paths[0]}{f' and {len(paths) - 1} like it' if len(paths) > 1 else ''} left in order: {reason}"
-            for reason, paths in refused.items()
-        ]
-        return (*notes, *([f"measured: {self.measured_on}"] if self.measured_on else ()))
+        measured = [f"measured: {self.measured_on}"] if self.measured_on else []
+        return (*with_paths(refused, " left in order"), *measured)
 
 
 def order_of(ranks: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import starts_sum
 from rewriter.analysis.sequence_layout import AXIS, attention_shapes, sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of
@@ -18,8 +19,6 @@ from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.sequence_parallel import replanned
-
-_REDUCTIONS = (ops.all_reduce, ops.all_reduce_start)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class QuantizeCollectives(Pass):
             raise RewriterError(f"min_bytes: {self.min_bytes}; expected a number of bytes from 0 (quantize everything)")
 
     def check_mesh(self, mesh: Mapping[str, int]) -> None:
-        if mesh[self.axis] == 1:
+        if mesh.get(self.axis, 1) == 1:
             raise RewriterError(f"{self.name}: one rank sends nothing. Give --{self.axis} 2 or more.")
 
     def shrunken(self, kept: Sequence[int], count: int, plan: ops.SequencePlan | None = None) -> Sequence[Pass]:
@@ -83,13 +82,12 @@ class QuantizeCollectives(Pass):
         return [replace(self, format=str(short) if self.axis == AXIS else self.format, min_bytes=0)]
 
     def apply(self, program: Program) -> Program:
-        if program.mesh.get(self.axis, 1) == 1:
-            raise RewriterError(f"{self.name}: one rank sends nothing. Give --{self.axis} 2 or more")
+        self.check_mesh(program.mesh)
         return self._keys_and_values(program) if self.axis == AXIS else self._reductions(program)
 
     def _reductions(self, program: Program) -> Program:
         graph, _ = program.edit()
-        found = [n for n in graph.nodes if n.target in _REDUCTIONS and args_of(n)[1] == self.axis]
+        found = [n for n in graph.nodes if starts_sum(n) and args_of(n)[1] == self.axis]
         blocks = [n for n in found if marks(n).layer is not None]
         if not blocks:
             raise RewriterError(
@@ -119,7 +117,7 @@ class QuantizeCollectives(Pass):
             raise RewriterError(
                 f"{self.name}: keys and values are quantized already ({plan.quantized}). Leave out the second"
             )
-        told = []
+        effects = []
         for shape in attention_shapes(program):
             sizes = (shape.head_dim, shape.value_dim)
             if format.block > max(SMALLEST_BLOCK, *sizes):
@@ -128,9 +126,9 @@ class QuantizeCollectives(Pass):
                     f"which would be filled up with zeros. Give {format.name}@{_longest(sizes)}"
                 )
             wire, exact = sum(vector_bytes(format, n) for n in sizes), sum(sizes) * shape.dtype_bytes
-            told.append(f"{shape.layers} attentions, {wire} bytes of a head's key and value instead of {exact}")
+            effects.append(f"{shape.layers} attentions, {wire} bytes of a head's key and value instead of {exact}")
         size = f" where a rank has {self.min_bytes:,} bytes of them or more" if self.min_bytes else ""
-        summary = f"keys and values travel as {format}{size}: {'; '.join(told)}"
+        summary = f"keys and values travel as {format}{size}: {'; '.join(effects)}"
         plan = replace(plan, quantized=str(format), min_bytes=self.min_bytes)
         return record(program, self, summary, **replanned(program, plan))
 
@@ -156,7 +154,7 @@ def is_quantized(program: Program) -> bool:
     """Whether anything of `program` travels quantized."""
     plan = sequence_plan(program)
     keys = plan is not None and plan.quantized is not None
-    return keys or any(n.target in _REDUCTIONS and n.kwargs for n in program.graph.nodes)
+    return keys or any(starts_sum(n) and n.kwargs for n in program.graph.nodes)
 
 
 def exact(program: Program) -> Program:
@@ -175,6 +173,6 @@ def _with(program: Program, change: Callable[[Mapping[str, Any]], Mapping[str, A
         program = program.with_(**replanned(program, replace(plan, **of_the_plan)))
     graph, _ = program.edit()
     for node in graph.nodes:
-        if node.target in _REDUCTIONS:
+        if starts_sum(node):
             node.kwargs = dict(change(node.kwargs))
     return program.with_(graph=graph)

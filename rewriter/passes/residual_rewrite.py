@@ -7,7 +7,7 @@ from the marks alone what each block reads, so that passes may come in any order
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -18,8 +18,8 @@ from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
 from rewriter.analysis.residual import Block, annotate, blocks_of, is_scaling, read_index, stream_values
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Program, args_of, drop_dead_nodes
-from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, set_marks, stream_index
+from rewriter.ir import Program, args_of, bypass, drop_dead_nodes, reachable
+from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, new_call, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
 
@@ -68,16 +68,13 @@ def is_reduced(write: fx.Node) -> bool:
     return write.target is ops.all_reduce or (linear and is_reduced(write.all_input_nodes[0]))
 
 
-def partial_of(write: fx.Node, block: Block, name: str) -> fx.Node:
-    """What this rank contributes to `write`: its value without the all-reduce.
-
-    Raises RewriterError when the write is not linear in the sum (a norm between the reduction and the add).
-    """
+def partial_of(write: fx.Node, block: Block) -> fx.Node:
+    """What this rank contributes to a reduced `write`: its value without the all-reduce."""
     if write.target is ops.all_reduce:
         summed: fx.Node = args_of(write)[0]
         return summed
     source = write.all_input_nodes[0]
-    inner = partial_of(source, block, name)
+    inner = partial_of(source, block)
     graph = write.graph
     with graph.inserting_after(write):
         scaled = graph.node_copy(write, lambda n: inner if n is source else n)
@@ -101,35 +98,21 @@ def split_writes(block: Block, name: str) -> tuple[list[fx.Node], list[fx.Node]]
     reduced = [w for w in block.writes if is_reduced(w)]
     whole = [w for w in block.writes if not is_reduced(w)]
     for write in whole:
-        if found := _reduction_behind(write, inside):
+        behind = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
+        if found := next((n for n in behind if n.target is ops.all_reduce), None):
+            described = write.target if write.op == "call_module" else write.name
             raise RewriterError(
-                f"{name}: block {block.path}: its reduction {found.name} is followed by {_described(write)}, which is "
-                "not linear: a rank's partial sum cannot be added in its place. Leave this layer out of the selection."
+                f"{name}: block {block.path}: its reduction {found.name} is followed by {described}, which is not "
+                "linear: a rank's partial sum cannot be added in its place. Leave this layer out of the selection."
             )
     return reduced, whole
-
-
-def _reduction_behind(write: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    todo = [write]
-    while todo:
-        node = todo.pop()
-        if node.target is ops.all_reduce:
-            return node
-        todo += [n for n in node.all_input_nodes if n in inside]
-    return None
-
-
-def _described(node: fx.Node) -> str:
-    return str(node.target) if node.op == "call_module" else node.name
 
 
 def replace_stream_value(old: fx.Node, new: fx.Node, mode: Mode) -> None:
     """Let `new` be the stream value that `old` was; `old` goes, and `new` takes its name."""
     name = old.name
     mark(new, stream=stream_index(old), layer=marks(old).layer, mode=mode)
-    old.replace_all_uses_with(new)
-    mark(old, stream=None)
-    new.graph.erase_node(old)
+    bypass(old, new)
     new._rename(name)
 
 
@@ -146,7 +129,8 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
         if block.mode.reads == "newest":
             continue
         before = blocks[block.index - 1] if block.index else None
-        if before is None or (before.mode != block.mode and _drained(before.mode)):
+        other = before is not None and before.mode != block.mode
+        if before is None or (other and (before.mode.own_residual or before.mode.reads != "newest")):
             value = stream[block.index]
         elif block.mode.reads == "earlier":
             value = before.skip
@@ -166,25 +150,15 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
     return _with_own_residuals(program, graph, bound)
 
 
-def _drained(mode: Mode) -> bool:
-    """Whether a block that reads late, in another way, reads everything behind a block of this mode."""
-    return mode.own_residual or mode.reads != "newest"
-
-
 def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
     """X before block `before`, plus this rank's part of what it writes; the sum itself where ranks hold all of it."""
     reduced, whole = split_writes(before, name)
     if not reduced:
         return before.add
     graph = before.add.graph
-    parts = [partial_of(w, before, name) for w in reduced]
+    parts = [partial_of(w, before) for w in reduced]
     first = next(n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes))
-
-    def made(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        mark(node, layer=block.layer, reads=before.index)
-        return node
-
+    made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
         value = made(ops.copy_to_group, before.carried, AXIS)
         for part in parts:
@@ -199,9 +173,7 @@ def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> P
     origin = program.origin or program
     if not bound:
         return program.with_(graph=graph, origin=origin)
-    modules: Mapping[str, Module] = program.modules
     paths = {str(node.target) for node in graph.nodes if node.op == "call_module" and marks(node).block in bound}
     without_idle_copies(graph, program.parameters)
-    modules = share_bias(modules, paths)
-    modules = localise(graph, modules, program.parameters)
+    modules = localise(graph, share_bias(program.modules, paths), program.parameters)
     return program.with_(graph=graph, modules=modules, origin=origin)

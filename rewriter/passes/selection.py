@@ -29,7 +29,7 @@ _PARTS = {
     "last-quarter": (3, 4),
 }
 _COUNT = re.compile(r"(first|last):([0-9]{1,6})")
-_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_RANGE = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?")
 
 
 def check(selection: object) -> None:
@@ -43,7 +43,14 @@ def check(selection: object) -> None:
     numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool)]
     if len(numbers) < len(layers):
         raise RewriterError(f"layers: {selection!r} is no selection of layers. Write {FORMS}.")
-    _check_numbers(numbers)
+    for layer in numbers:
+        if layer < 0:
+            raise RewriterError(
+                f"layers: {layer} is negative. Layers count from 0; for the last ones use last:{-layer}."
+            )
+    for layer, following in itertools.pairwise(sorted(numbers)):
+        if layer == following:
+            raise RewriterError(f"layers: {layer} is listed twice.")
 
 
 def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
@@ -70,14 +77,14 @@ def resolve(selection: Selection, num_layers: int) -> tuple[int, ...]:
                 f"Use {counted[1]}:{num_layers} or less, or all."
             )
         return tuple(range(count)) if counted[1] == "first" else tuple(range(num_layers - count, num_layers))
-    first, last = _bounds(text)
+    first, last = _ends(text)
     return _in_range(text, tuple(range(first, last + 1)) if last < num_layers else (first, last), num_layers)
 
 
-def runs_of(layers: Sequence[int]) -> Iterator[list[int]]:
-    """Layers that follow each other without a gap, of layers in ascending order."""
-    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
-        yield [layer for _, layer in run]
+def runs_of(numbers: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers that follow each other without a gap, of numbers in ascending order."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        yield [number for _, number in run]
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -85,10 +92,9 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(numbers))
 
 
-def _bounds(text: str) -> tuple[int, int]:
-    match = _RANGE.fullmatch(text)
-    assert match is not None, text
-    return int(match[1]), int(match[2] or match[1])
+def _ends(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
 
 
 def _check_text(text: str) -> None:
@@ -99,7 +105,7 @@ def _check_text(text: str) -> None:
             raise RewriterError(f"layers: {text} selects no layer. Use {counted[1]}:1 or more.")
         return
     if _RANGE.fullmatch(text):
-        first, last = _bounds(text)
+        first, last = _ends(text)
         if first > last:
             raise RewriterError(f"layers: {text} runs backwards. Did you mean {last}-{first}?")
         return
@@ -109,18 +115,6 @@ def _check_text(text: str) -> None:
         + (f"Did you mean {guess + '4' if guess.endswith(':') else guess}? " if guess else "")
         + f"Write {FORMS}."
     )
-
-
-def _check_numbers(layers: Sequence[int]) -> None:
-    for layer in layers:
-        if layer < 0:
-            raise RewriterError(
-                f"layers: {layer} is negative. Layers count from 0; for the last ones use last:{-layer}."
-            )
-    ascending = sorted(layers)
-    for layer, following in itertools.pairwise(ascending):
-        if layer == following:
-            raise RewriterError(f"layers: {layer} is listed twice.")
 
 
 def _in_range(selection: Selection, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import fx
@@ -14,8 +14,7 @@ from rewriter.analysis.sequence_layout import AXIS, attention_shapes, attentions
 from rewriter.analysis.sequence_plans import allowed, choose
 from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Module, Program, args_of, copy_graph, map_bodies
-from rewriter.ir.marks import mark
+from rewriter.ir import Module, Program, args_of, edit_bodies, placeholders, put_behind
 from rewriter.passes.base import Effect, Pass, Scope, record
 
 Grid = tuple[int, int, int]
@@ -75,14 +74,13 @@ class SequenceParallel(Pass):
         setting = planning(program, None if self.tokens == "auto" else self.tokens)
         options: dict[str, Any] = {"kind": self.kind, "grid": self.grid, "overlap": self.overlap}
         plan = choose(shapes, ranks, **options, setting=setting)
-        counts: Counter[str] = Counter(_mask(node) for _, node in attentions(program))
+        masks: Any = [node.kwargs["mask"] for _, node in attentions(program)]
+        counts = Counter(str(mask.kind) for mask in masks)
         text = ", ".join(f"{n} {what}" for what, n in counts.items())
         summary = f"{ranks} ranks, {plan.layout} tokens: {text} attention as {plan}"
         if len(allowed(shapes, ranks, **options)) > 1:
             summary += f", planned for {setting.tokens:,} tokens"
-        return record(
-            program, self, summary, graph=_wired(program, plan), modules=map_bodies(program.modules, _planned(plan))
-        )
+        return record(program, self, summary, graph=_wired(program, plan), modules=_planned(program, plan))
 
 
 def check_attention(program: Program) -> None:
@@ -100,28 +98,16 @@ def check_attention(program: Program) -> None:
 _NEXT = "Rewrite this model without it: --sp 1"
 
 
-def _mask(node: fx.Node) -> str:
-    mask: Any = node.kwargs["mask"]
-    return str(mask.kind)
-
-
 def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
     """The wiring between sharded inputs and gathered logits."""
     graph, _ = program.edit()
-
-    def insert(target: Any, source: fx.Node) -> fx.Node:
-        arguments: Any = (source, AXIS, plan)
-        node = graph.call_function(target, arguments)
-        mark(node, layer=None)
-        return node
-
-    for node in [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx" and n.users]:
-        with graph.inserting_after(node):
-            own = insert(ops.shard_tokens, node)
-        node.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+    for node in placeholders(graph):
+        if node.target != "ctx" and node.users:
+            put_behind(node, ops.shard_tokens, AXIS, plan)
     output = graph.output_node()
+    gathered: Any = (args_of(output)[0], AXIS, plan)
     with graph.inserting_before(output):
-        output.args = (insert(ops.gather_tokens, args_of(output)[0]),)
+        output.args = (graph.call_function(ops.gather_tokens, gathered),)
     return graph
 
 
@@ -131,20 +117,14 @@ def replanned(program: Program, plan: ops.SequencePlan) -> dict[str, Any]:
     for node in graph.nodes:
         if node.target in (ops.shard_tokens, ops.gather_tokens):
             node.args = (*node.args[:2], plan)
-    return {"graph": graph, "modules": map_bodies(program.modules, _planned(plan))}
+    return {"graph": graph, "modules": _planned(program, plan)}
 
 
-class _planned:
-    """Gives every attention of a body the plan."""
+def _planned(program: Program, plan: ops.SequencePlan) -> dict[str, Module]:
+    """The modules of `program`, where every attention has the plan."""
 
-    def __init__(self, plan: ops.SequencePlan) -> None:
-        self.plan = plan
+    def edit(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=ops.attention):
+            node.kwargs = {**node.kwargs, "sequence": plan}
 
-    def __call__(self, path: str, module: Module) -> Module:
-        if not isinstance(module, Body):
-            return module
-        graph, _ = copy_graph(module.graph)
-        for node in graph.nodes:
-            if node.target is ops.attention:
-                node.kwargs = {**node.kwargs, "sequence": self.plan}
-        return replace(module, graph=graph, modules=map_bodies(module.modules, self))
+    return edit_bodies(program.modules, edit)

@@ -17,11 +17,25 @@ from rewriter.analysis.placement import split_body
 from rewriter.analysis.placement_state import SplitBody
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
 from rewriter.analysis.residual import attends
-from rewriter.analysis.units import AXIS, Ranges
+from rewriter.analysis.sequence_layout import attentions
+from rewriter.analysis.units import AXIS, Ranges, equal_runs
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Body, Leaf, Module, Opaque, Parameter, Program, args_of, copy_graph, walk_modules
+from rewriter.ir import (
+    Body,
+    Leaf,
+    Module,
+    Opaque,
+    Parameter,
+    Program,
+    args_of,
+    bypass,
+    called_module,
+    copy_graph,
+    put_behind,
+    reachable,
+)
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
-from rewriter.passes.base import Effect, Pass, Scope, record
+from rewriter.passes.base import Effect, Pass, Scope, record, with_paths
 
 
 @dataclass(frozen=True)
@@ -62,13 +76,7 @@ class TensorParallel(Pass):
 
 def query_heads(program: Program) -> set[int]:
     """The numbers of query heads of the model's attention nodes."""
-    heads = set()
-    for _, module in walk_modules(program.modules):
-        if isinstance(module, Body):
-            heads |= {
-                reduced_shape(value_of(args_of(n)[0]))[1] for n in module.graph.nodes if n.target is ops.attention
-            }
-    return heads
+    return {reduced_shape(value_of(args_of(node)[0]))[1] for _, node in attentions(program)}
 
 
 def check_heads(program: Program, ranks: int) -> None:
@@ -82,14 +90,12 @@ def check_heads(program: Program, ranks: int) -> None:
 
 
 def _without_dropout(program: Program) -> fx.Graph:
-    """The wiring without dropout: a runtime module computes in eval mode, and between a partial sum and its
-    all-reduce they would only be in the way."""
+    """The wiring without dropout: a runtime module computes in eval mode, and a partial sum must meet its sum."""
     graph, _ = program.edit()
     for node in list(graph.nodes):
-        module = program.modules.get(str(node.target)) if node.op == "call_module" else None
+        module = called_module(node, program.modules)
         if node.target is ops.dropout or (isinstance(module, Leaf) and module.kind == "Dropout"):
-            node.replace_all_uses_with(args_of(node)[0])
-            graph.erase_node(node)
+            bypass(node, args_of(node)[0])
     return graph
 
 
@@ -103,7 +109,7 @@ class _Sharder:
 
     def notes(self) -> tuple[str, ...]:
         """One sentence per reason for which something stayed replicated."""
-        return tuple(f"{_several(paths)} replicated: {reason}" for reason, paths in self.refused.items())
+        return with_paths(self.refused, " replicated")
 
     def layers(self) -> None:
         done: dict[int, SplitBody | str] = {}
@@ -140,15 +146,11 @@ class _Sharder:
             if sizes != {size} or size % self.ranks:
                 self.refused.setdefault(f"{size} channels do not divide by {self.ranks}", []).append(path)
                 continue
-            local = size // self.ranks
-            ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
+            ranges = equal_runs(size, self.ranks)
             for entry in chain.entries:
-                self._split_leaf(entry, column_parallel(self._leaf(entry), ranges))
-                with self.graph.inserting_before(entry):
-                    entered = self.graph.call_function(ops.copy_to_group, (args_of(entry)[0], AXIS))
+                entered = self._split_columns(entry, ranges)
                 entered.meta.update(entry.meta)
                 mark(entered, python=None)
-                entry.args = (entered,)
             self._split_leaf(chain.exit, row_parallel(self._leaf(chain.exit), ranges))
             self._reduce(chain.exit)
             self.counts["MLP blocks"] += 1
@@ -157,6 +159,14 @@ class _Sharder:
         leaf = self.modules[str(node.target)]
         assert isinstance(leaf, Leaf)
         return leaf
+
+    def _split_columns(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> fx.Node:
+        """Split a projection by outputs. Returns the `copy_to_group` that it reads now."""
+        self._split_leaf(node, column_parallel(self._leaf(node), ranges))
+        with self.graph.inserting_before(node):
+            entered = self.graph.call_function(ops.copy_to_group, (args_of(node)[0], AXIS))
+        node.args = (entered,)
+        return entered
 
     def _split_leaf(self, node: fx.Node, split: tuple[Leaf, dict[str, Shard]]) -> None:
         """Give every rank its part of a projection; tied parameters are sharded under their first name."""
@@ -171,8 +181,7 @@ class _Sharder:
         heads = [n for n in self.graph.nodes if self._is_head(n)]
         by_weight: dict[str, list[fx.Node]] = {}
         for node in (*lookups, *heads):
-            name = f"{node.target}.weight"
-            by_weight.setdefault(self.program.ties.get(name, name), []).append(node)
+            by_weight.setdefault(self._weight(node), []).append(node)
         vocabularies = {self.program.parameters[self._weight(n)].shape[0] for n in heads}
         for weight, users in by_weight.items():
             rows = self.program.parameters[weight].shape[0]
@@ -183,34 +192,31 @@ class _Sharder:
                     str(u.target) for u in users
                 )
                 continue
-            local = rows // self.ranks
-            ranges = tuple(((r * local, (r + 1) * local),) for r in range(self.ranks))
+            ranges = equal_runs(rows, self.ranks)
             for node in users:
-                self._split_lookup(node, local) if node in lookups else self._split_head(node, ranges)
+                self._split_lookup(node, held(ranges)) if node in lookups else self._split_head(node, ranges)
             self._shard(weight, Shard(0, ranges))
 
     def _weight(self, node: fx.Node) -> str:
         return self.program.ties.get(f"{node.target}.weight", f"{node.target}.weight")
 
     def _is_lookup(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or marks(node).layer is not None or not _reads_tokens(node):
+        module = called_module(node, self.modules)
+        if module is None or marks(node).layer is not None or not _reads_tokens(node):
             return False
-        module = self.modules[str(node.target)]
         if isinstance(module, Leaf):
             return module.kind == "Embedding"
         return "weight" in module.parameters and any(n.target is aten.embedding.default for n in module.graph.nodes)
 
     def _is_head(self, node: fx.Node) -> bool:
-        if node.op != "call_module" or marks(node).layer is not None:
-            return False
-        module = self.modules[str(node.target)]
-        return isinstance(module, Leaf) and module.kind == "Linear"
+        module = called_module(node, self.modules)
+        return isinstance(module, Leaf) and module.kind == "Linear" and marks(node).layer is None
 
     def _split_lookup(self, node: fx.Node, rows: int) -> None:
         path = str(node.target)
         module = self.modules[path]
+        width = module.parameters["weight"][1]
         if isinstance(module, Leaf):
-            width = module.parameters["weight"][1]
             options = {"num_embeddings": rows, "embedding_dim": width}
             self.modules[path] = Leaf("VocabParallelEmbedding", options, {"weight": (rows, width)})
         elif isinstance(module, Body):
@@ -219,31 +225,21 @@ class _Sharder:
                 if inner.target is aten.embedding.default:
                     weight, ids = args_of(inner)[:2]
                     inner.target, inner.args, inner.kwargs = ops.vocab_embedding, (ids, weight, AXIS), {}
-            width = module.parameters["weight"][1]
             self.modules[path] = replace(module, graph=body_graph, parameters={"weight": (rows, width)})
         self._reduce(node)
         self.counts["embeddings"] += 1
 
     def _split_head(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> None:
-        self._split_leaf(node, column_parallel(self._leaf(node), ranges))
-        with self.graph.inserting_before(node):
-            entered = self.graph.call_function(ops.copy_to_group, (args_of(node)[0], AXIS))
-        node.args = (entered,)
-        with self.graph.inserting_after(node):
-            gathered = self.graph.call_function(ops.all_gather, (node, AXIS, -1))
-        mark(gathered, layer=None)
-        mark(entered, layer=None)
-        node.replace_all_uses_with(gathered, delete_user_cb=lambda user: user is not gathered)
+        self._split_columns(node, ranges)
+        put_behind(node, ops.all_gather, AXIS, -1)
         self.counts["heads"] += 1
 
     def _reduce(self, node: fx.Node) -> None:
-        with self.graph.inserting_after(node):
-            total = self.graph.call_function(ops.all_reduce, (node, AXIS))
+        total = put_behind(node, ops.all_reduce, AXIS)
         set_marks(total, marks(node).only("layer", "block"))
         if in_stream(node):
             mark(total, stream=marks(node).stream)
             mark(node, stream=None)
-        node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
     def _shard(self, name: str, shard: Shard) -> None:
         full = self.program.parameters[name]
@@ -255,15 +251,5 @@ class _Sharder:
 
 def _reads_tokens(node: fx.Node) -> bool:
     """Whether a module is given token ids. Positions are ids too, and their table may have as many rows."""
-    todo = list(node.all_input_nodes)
-    while todo:
-        source = todo.pop()
-        if source.op == "placeholder" and source.target == "input_ids":
-            return True
-        if source.target is not aten.sym_size.int:
-            todo += source.all_input_nodes
-    return False
-
-
-def _several(paths: list[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
+    behind = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
+    return any(n.op == "placeholder" and n.target == "input_ids" for n in behind)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rewriter.recipes.pass_spec import PassSpec
+    from rewriter.recipes.pass_options import PassSpec
     from rewriter.recipes.recipe import Adaptation, Recipe
 
 __all__ = ["Adaptation", "PassSpec", "Recipe"]

@@ -1,4 +1,4 @@
-"""From names and options to pass instances: an option is a typed field of the pass's dataclass, nothing else."""
+"""One entry of a recipe's pass list, and how it becomes a pass: its options are the typed fields of the dataclass."""
 
 from __future__ import annotations
 
@@ -6,13 +6,39 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Problem
 from rewriter.passes import selection
-from rewriter.recipes.pass_spec import PassSpec
+
+
+class Strict(BaseModel):
+    """A frozen model that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PassSpec(Strict):
+    """One entry of the pass list. In YAML the options stand beside `pass`: `{pass: ladder, layers: upper-half}`."""
+
+    pass_name: str = Field(alias="pass", min_length=1)
+    optional: bool = False
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_options(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        own = {key: value[key] for key in ("pass", "optional") if key in value}
+        return {**own, "options": {key: value[key] for key in value if key not in own}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in YAML."""
+        return {"pass": self.pass_name, **self.options, **({"optional": True} if self.optional else {})}
+
 
 Where = Callable[[int, str | None], Problem]
 """Line and name of an option (or of the pass itself, where the option is None) of the pass at an index."""
@@ -25,10 +51,8 @@ def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where
     for index, spec in enumerate(specs):
         found = known.get(spec.pass_name)
         if found is None:
-            place = where(index, None)
-            problems.append(
-                Problem(place.line, f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}")
-            )
+            unknown = f"unknown pass {spec.pass_name!r}. {did_you_mean(spec.pass_name, known)}"
+            problems.append(Problem(where(index, None).line, unknown))
             continue
         options, faults = _options(found, spec, index, where)
         problems += faults
@@ -37,8 +61,7 @@ def instances(specs: Sequence[PassSpec], known: Mapping[str, type], where: Where
         try:
             built.append(found(**options))
         except (RewriterError, ValueError) as error:
-            place = where(index, None)
-            problems.append(Problem(place.line, f"{place.message}: {error}"))
+            problems.append(_at(where(index, None), str(error)))
     return built, problems
 
 
@@ -51,26 +74,25 @@ def _options(pass_type: type, spec: PassSpec, index: int, where: Where) -> tuple
         place = where(index, name)
         if name not in fields:
             known = did_you_mean(name, fields, what=f"options of {spec.pass_name}")
-            problems.append(Problem(place.line, f"{place.message}: unknown option {name!r}. {known}"))
+            problems.append(_at(place, f"unknown option {name!r}. {known}"))
             continue
         try:
             if name == "layers":
                 selection.check(value)
             options[name] = TypeAdapter(hints[name]).validate_python(value)
         except ValidationError:
-            problems.append(
-                Problem(place.line, f"{place.message}: expected {_readable(hints[name])}, not {value!r:.60}.")
-            )
+            problems.append(_at(place, f"expected {_readable(hints[name])}, not {value!r:.60}."))
         except RewriterError as error:
-            problems.append(Problem(place.line, f"{place.message}: {str(error).removeprefix('layers: ')}"))
+            problems.append(_at(place, str(error).removeprefix("layers: ")))
     for name, field in fields.items():
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and name not in spec.options:
-            place = where(index, None)
-            problems.append(
-                Problem(place.line, f"{place.message}: option {name} ({_readable(hints[name])}) is missing.")
-            )
+            problems.append(_at(where(index, None), f"option {name} ({_readable(hints[name])}) is missing."))
     return options, problems
+
+
+def _at(place: Problem, fault: str) -> Problem:
+    return Problem(place.line, f"{place.message}: {fault}")
 
 
 def _readable(hint: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
 import yaml
@@ -13,7 +14,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
 from rewriter.recipes import catalogue
-from rewriter.recipes.pass_spec import PassSpec, Strict
+from rewriter.recipes.pass_options import PassSpec, Strict, instances
 from rewriter.recipes.recipe_errors import explain, report
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -129,7 +130,6 @@ class Recipe(Strict):
         Raises RewriterError with every unknown pass, unknown option and value of the wrong type, each with its line.
         """
         from rewriter import passes
-        from rewriter.recipes.pass_options import instances
 
         built, problems = instances(self.passes, {**passes.available(), **self._own_passes}, self._where)
         if problems:
@@ -187,15 +187,12 @@ def _problems_of_readable_passes(document: Document) -> list[Problem]:
     specs: list[PassSpec] = []
     places: list[int] = []
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
-        try:
+        with suppress(ValidationError):
             specs.append(PassSpec.model_validate(entry))
             places.append(index)
-        except ValidationError:
-            continue
     if not specs:
         return []
     from rewriter import passes
-    from rewriter.recipes.pass_options import instances
 
     def where(index: int, option: str | None) -> Problem:
         name = specs[index].pass_name

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rewriter.common.errors import RewriterError
+from rewriter.runtime.pytree_node import register_node
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 
 NEVER = torch.iinfo(torch.int64).max  # a position that no query reaches
@@ -67,6 +67,11 @@ class _SlotMemory:
     def _entry(self, slot: int) -> int:
         return 0 if self.only_slot else slot
 
+    def _write(self, entry: int, index: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the last tokens of k and v, as many as `index` has, at its places."""
+        for memory, new in ((self.keys[entry], k), (self.values[entry], v)):
+            memory.index_copy_(2, index, new[:, :, new.shape[2] - len(index) :].to(memory.dtype))
+
     def _refuse_gradients(self, k: Tensor, v: Tensor) -> None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RewriterError(
@@ -76,11 +81,8 @@ class _SlotMemory:
 
 
 class StaticCache(_SlotMemory):
-    """K [B, kv_heads, length, head_dim_k] and V likewise for every slot. Positions count left padding.
-
-    The length is max_length, and position t is at index t; a slot with a window w keeps min(w, max_length) positions
-    as a ring, t at index t modulo the length.
-    """
+    """Position t, left padding counted, is at index t of max_length; a slot with a window w keeps min(w, max_length)
+    positions as a ring, t at index t modulo the length."""
 
     def __init__(
         self,
@@ -118,27 +120,22 @@ class StaticCache(_SlotMemory):
             if not ring and new > length:
                 raise RewriterError(f"StaticCache: {new} tokens, but it was made for max_length={length}")
             kept = min(new, length)  # of a long prompt, a ring keeps the end
-            index = torch.arange(new - kept, new, device=keys.device) % length
-            keys.index_copy_(2, index, k_BKSD[:, :, new - kept :].to(keys.dtype))
-            values.index_copy_(2, index, v_BKSE[:, :, new - kept :].to(values.dtype))
+            self._write(entry, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
             return k_BKSD, v_BKSE, None
         index = position + torch.arange(new, device=keys.device)
         if not ring:
-            keys.index_copy_(2, index, k_BKSD.to(keys.dtype))
-            values.index_copy_(2, index, v_BKSE.to(values.dtype))
+            self._write(entry, index, k_BKSD, v_BKSE)
             return keys, values, torch.arange(length, device=keys.device)
         # Several new tokens may overwrite what the first of them still sees, so look at old and new side by side.
         seen = torch.cat([keys, k_BKSD.to(keys.dtype)], 2), torch.cat([values, v_BKSE.to(values.dtype)], 2)
         last = position - 1
         stored = last - (last - torch.arange(length, device=keys.device)) % length
-        kept = min(new, length)
-        keys.index_copy_(2, index[new - kept :] % length, k_BKSD[:, :, new - kept :].to(keys.dtype))
-        values.index_copy_(2, index[new - kept :] % length, v_BKSE[:, :, new - kept :].to(values.dtype))
+        self._write(entry, index[new - min(new, length) :] % length, k_BKSD, v_BKSE)
         return *seen, torch.cat([stored, index])
 
 
 class SequenceCache(_SlotMemory):
-    """K [B, kv_heads, room + 1, head_dim_k] and V likewise for every slot, for about max_length / ranks tokens.
+    """All slots have the length room + 1, for about max_length / ranks tokens.
 
     A prompt's tokens stay where prefill had them: in a rank's order, padding included. The j-th token after the prompt
     goes to rank j modulo the ranks, behind those, so that ranks stay within one token of each other in any layout.
@@ -198,8 +195,7 @@ class SequenceCache(_SlotMemory):
         own = behind % self.axis.ranks == self.axis.rank
         index = torch.where(own, self.prompt[1] + behind // self.axis.ranks, end)
         index = torch.where(token < self.max_length, index, end + 1)  # no index of the memory
-        keys.index_copy_(2, index, k_BKSD.to(keys.dtype))
-        values.index_copy_(2, index, v_BKSE.to(values.dtype))
+        self._write(entry, index, k_BKSD, v_BKSE)
         return keys, values, self.places
 
     def _begin(self, shards: Shards | None) -> None:
@@ -216,20 +212,5 @@ class SequenceCache(_SlotMemory):
         return RewriterError(f"SequenceCache: {length} tokens, but it was made for max_length={self.max_length}")
 
 
-def _register(kind: type[_SlotMemory], tensors: Sequence[str], constants: Sequence[str]) -> None:
-    """Make a cache a pytree node of the attributes `tensors`."""
-
-    def flatten(cache: _SlotMemory) -> tuple[list[Any], list[Any]]:
-        return [getattr(cache, name) for name in tensors], [getattr(cache, name) for name in constants]
-
-    def unflatten(parts: Any, context: Any) -> _SlotMemory:
-        cache = kind.__new__(kind)
-        vars(cache).update(zip((*tensors, *constants), (*parts, *context), strict=True))
-        return cache
-
-    name = f"rewriter.runtime.{kind.__name__}"
-    pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
-
-
-_register(StaticCache, ("keys", "values"), ("rings", "only_slot"))
-_register(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length", "only_slot"))
+register_node(StaticCache, ("keys", "values"), ("rings", "only_slot"))
+register_node(SequenceCache, ("keys", "values", "places", "prompt"), ("axis", "max_length", "only_slot"))

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
@@ -37,6 +35,7 @@ from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
+from rewriter.runtime.with_gradient import identity, with_gradient
 
 # --- all-reduce ---
 
@@ -76,10 +75,7 @@ def all_reduce_start(
 def all_reduce(
     x: Tensor, group: ProcessGroup | None, name: str = "", *, format: str | None = None, min_bytes: int = 0
 ) -> Tensor:
-    """Sum of the partial `x` over `group`, in place on `x`'s memory (see `all_reduce_start`); gradient: identity.
-
-    With a `format`, an `x` of `min_bytes` bytes or more travels quantized.
-    """
+    """Sum of the partial `x` over `group`, with arguments, gradient and effects of `all_reduce_start`."""
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce(x, group, format=format, name=name)
     return all_reduce_wait(all_reduce_start(x, group, name))
@@ -88,31 +84,20 @@ def all_reduce(
 # --- gather and its relatives ---
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") -> Tensor:
+    """Equal shards concatenated along `dim` in rank order. The gradient, a shard's own slice, is right when what
+    follows is replicated: every rank then holds the full gradient already."""
+    if group is None or group.size() == 1:
+        return x
+
+    def gathered(x: Tensor) -> Tensor:
         shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(shards, x.contiguous(), group=group)
         return torch.cat(shards, dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
-
-
-def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") -> Tensor:
-    """Equal shards concatenated along `dim` in rank order; the gradient of a shard is its own slice.
-
-    That gradient is right when what follows is replicated: every rank then holds the full gradient already.
-    """
-    if group is None or group.size() == 1:
-        return x
     with record_function(f"rewriter::all_gather {name}".rstrip()):
         observe("all_gather", name, x, group)
-        gathered: Tensor = _AllGather.apply(x, group, dim)
-    return gathered
+        return with_gradient(x, gathered, lambda gradient: own_shard(gradient, group, dim).contiguous())
 
 
 def repeat_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
@@ -126,26 +111,12 @@ def own_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return x.narrow(dim, group_rank(group) * local, local)
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
-        return x.view_as(x) if first else torch.zeros_like(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def once(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
-    """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None.
-
-    The gradient is the identity on every rank: after the sum each holds the full gradient, so replicas stay equal.
-    """
+    """`x` on the group's first rank and zeros elsewhere, so that a following sum adds it once; None stays None. After
+    the sum each rank holds the full gradient, so replicas stay equal."""
     if x is None or group is None or group.size() == 1:
         return x
-    result: Tensor = _Once.apply(x, group.rank() == 0)
-    return result
+    return with_gradient(x, identity if group.rank() == 0 else torch.zeros_like)
 
 
 def share(x: Tensor | None, group: ProcessGroup | None) -> Tensor | None:
@@ -187,16 +158,11 @@ class Shared:
         return cls(size, ranges[group_rank(group)], group)
 
 
-class _SharedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: Shared) -> Tensor:
-        ctx.shared = shared
-        return x.view_as(x)
+def shared_gradient(x: Tensor, shared: Shared) -> Tensor:
+    """`x` [local rows, ...] itself; its gradient sums those of every copy of a row, on all ranks of the group. Else
+    each copy would learn from its own query heads only, and the copies would drift apart."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shared: Shared = ctx.shared
+    def of_every_copy(gradient: Tensor) -> Tensor:
         total = gradient.new_zeros((shared.size, *gradient.shape[1:]))
         offset = 0
         for start, end in shared.ranges:
@@ -204,13 +170,6 @@ class _SharedGradient(torch.autograd.Function):
             offset += end - start
         if shared.group is not None and shared.group.size() > 1:
             dist.all_reduce(total, group=shared.group)
-        return torch.cat([total[start:end] for start, end in shared.ranges]), None
+        return torch.cat([total[start:end] for start, end in shared.ranges])
 
-
-def shared_gradient(x: Tensor, shared: Shared) -> Tensor:
-    """`x` [local rows, ...] itself; its gradient sums those of every copy of a row, on all ranks of the group.
-
-    Without it each copy would learn from its own query heads only, and the copies would drift apart.
-    """
-    result: Tensor = _SharedGradient.apply(x, shared)
-    return result
+    return with_gradient(x, backward=of_every_copy)

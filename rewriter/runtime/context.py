@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.cache import SequenceCache, StaticCache
+from rewriter.runtime.pytree_node import register_node
 from rewriter.runtime.sequence_axis import Shards
 
 
@@ -57,13 +56,4 @@ def segment_positions(segment_ids_BS: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
-def _flatten(ctx: Context) -> tuple[list[Any], Shards | None]:
-    return [ctx.cache, ctx.position, ctx.first_valid, ctx.segment_ids], ctx.shards
-
-
-def _unflatten(values: Any, shards: Shards | None) -> Context:
-    cache, position, first_valid, segment_ids = values
-    return Context(cache, position, first_valid, segment_ids, shards)
-
-
-pytree.register_pytree_node(Context, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Context")
+register_node(Context, ("cache", "position", "first_valid", "segment_ids"), ("shards",))

@@ -15,78 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 from torch.distributed import ProcessGroup
 
 from rewriter.runtime.collective_log import observe
+from rewriter.runtime.with_gradient import with_gradient
 
-
-class _WaitCount(threading.local):
-    """How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on
-    the thread of a device's backward."""
-
-    count = 0
-
-
-_waits = _WaitCount()
-
-
-class _CopyToGroup(Function):
-    """In one step: for parameters, and for torch.compile, whose graphs have an order of their own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _PendingSum:
-    """The gradient's all-reduce of one backward pass, between the two functions below."""
-
-    __slots__ = ("work",)
-
-    def __init__(self) -> None:
-        self.work: Any = None
-
-
-class _Started(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _PendingSum) -> Tensor:
-        ctx.group, ctx.sum = group, sum
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # a new tensor: autograd may hand the same gradient to other branches
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        observe("gradient start", "copy_to_group", total, ctx.group)
-        ctx.sum.work = dist.all_reduce(total, group=ctx.group, async_op=True)
-        if torch.is_anomaly_enabled():  # which looks for NaN in what is still on its way
-            ctx.sum.work.wait()
-        return total, None, None
-
-
-class _Awaited(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sum: _PendingSum) -> Tensor:
-        ctx.group, ctx.sum = group, sum
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        observe("gradient wait", "copy_to_group", gradient, ctx.group)
-        ctx.sum.work.wait()
-        ctx.sum.work = None
-        return gradient, None, None
+# How many this thread has made. Autograd numbers functions by thread, too: reentrant checkpointing makes them on the
+# thread of a device's backward.
+_waits = threading.local()
 
 
 def _last_of_all(x: Tensor) -> None:
@@ -96,8 +32,9 @@ def _last_of_all(x: Tensor) -> None:
     """
     node: Any = x.grad_fn
     # fewer than any function's number: each of these was counted there too
-    node._set_sequence_nr(_waits.count)
-    _waits.count += 1
+    count = getattr(_waits, "count", 0)
+    node._set_sequence_nr(count)
+    _waits.count = count + 1
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -110,12 +47,32 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return x
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
     if x.is_leaf or torch.compiler.is_compiling():
-        # FSDP2 reduces a layer's parameters once the gradients of its inputs are there: no later one would be seen
-        copied: Tensor = _CopyToGroup.apply(x, group)
-        return copied
-    sum = _PendingSum()
-    awaited: Tensor = _Awaited.apply(x, group, sum)
+        # In one step: FSDP2 reduces a layer's parameters once the gradients of its inputs are there, and would not see
+        # a later one; compiled graphs have an order of their own.
+        return with_gradient(x, backward=summed)
+    works: list[Any] = []  # the all-reduce of one backward pass, between its start and its wait
+
+    def start(gradient: Tensor) -> Tensor:
+        # a new tensor: autograd may hand the same gradient to other branches
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        observe("gradient start", "copy_to_group", total, group)
+        works.append(dist.all_reduce(total, group=group, async_op=True))
+        if torch.is_anomaly_enabled():  # which looks for NaN in what is still on its way
+            works[0].wait()
+        return total
+
+    def wait(gradient: Tensor) -> Tensor:
+        observe("gradient wait", "copy_to_group", gradient, group)
+        works.pop().wait()
+        return gradient
+
+    awaited = with_gradient(x, backward=wait)
     _last_of_all(awaited)
-    started: Tensor = _Started.apply(awaited, group, sum)
-    return started
+    return with_gradient(awaited, backward=start)

@@ -72,6 +72,11 @@ def _bytes(x: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def shapes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Tensors:
+    """Tensors on the meta device that are like what `pack` makes of these, for `unpack`."""
+    return tuple(torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(tensors, dtypes, strict=True))
+
+
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> Tensors:
     """Tensors of the shapes and dtypes of `like` from their bytes: contiguous, views of `buffer` where it can be."""
     parts = buffer.split([t.nbytes for t in like])
@@ -109,8 +114,7 @@ def gather_rows_start(rows_PB: Tensor, group: ProcessGroup, name: str, axis: str
     if rows_PB.is_cuda:
         works = [all_gather_flat(rows_PB.view(-1), rows[own].view(-1), group=group, async_op=True)]
     else:  # gloo's passes blocks on from rank to rank, and a pair of ranks sends in turns; see `_start`
-        peers = _peers(group)
-        works = _start(dict.fromkeys(peers, rows[own]), {p: rows[r] for p, r in peers.items()}, group)
+        works = _all_to_all([rows[own]] * len(rows), rows, group)
     return Transfer(works, lambda: rows_PB)
 
 
@@ -124,8 +128,7 @@ def all_to_all_rows_start(sent_PB: Tensor, group: ProcessGroup, name: str, axis:
     if sent_PB.is_cuda:  # which copies the own row too, on the device
         works = [dist.all_to_all_single(received_PB.view(-1), sent_PB.view(-1), group=group, async_op=True)]
     else:
-        peers = _peers(group)
-        works = _start({p: leaving[r] for p, r in peers.items()}, {p: arriving[r] for p, r in peers.items()}, group)
+        works = _all_to_all(leaving, arriving, group)
     return Transfer(works, lambda: received_PB, (sent_PB,))
 
 
@@ -146,13 +149,9 @@ def all_to_all_uneven_start(
     if sent_ND.is_cuda:
         work = dist.all_to_all_single(received_ND, sent_ND, list(receives), list(sends), group=group, async_op=True)
         return Transfer([work], lambda: received_ND, (sent_ND,))
-    leaving, arriving, peers = sent_ND.split(list(sends)), received_ND.split(list(receives)), _peers(group)
+    leaving, arriving = sent_ND.split(list(sends)), received_ND.split(list(receives))
     arriving[own].copy_(leaving[own])
-    works = _start(
-        {p: _bytes(leaving[r]) for p, r in peers.items() if sends[r]},
-        {p: _bytes(arriving[r]) for p, r in peers.items() if receives[r]},
-        group,
-    )
+    works = _all_to_all([_bytes(rows) for rows in leaving], [_bytes(rows) for rows in arriving], group)
     return Transfer(works, lambda: received_ND, (sent_ND,))
 
 
@@ -178,9 +177,8 @@ def all_to_all_start(
     splits = [0 if r == own else sent.nbytes // (ranks - 1) for r in range(ranks)]
     leaving, arriving = sent.split(splits), received.split(splits)
     observe("wire", name, sent, group, sent.nbytes, sent.nbytes, axis)
-    peers = _peers(group)
-    works = _start({p: leaving[r] for p, r in peers.items()}, {p: arriving[r] for p, r in peers.items()}, group)
-    like = [torch.empty_like(t, dtype=dtype, device="meta") for t, dtype in zip(given, dtypes, strict=True)]
+    works = _all_to_all(leaving, arriving, group)
+    like = shapes(given, dtypes)
 
     def finish() -> list[Tensors]:
         return [tuple(parts[own]) if r == own else unpack(row, like) for r, row in enumerate(arriving)]
@@ -188,9 +186,7 @@ def all_to_all_start(
     return Transfer(works, finish, (sent,))
 
 
-def exchange_start(
-    tensors: Sequence[Tensor], to: int, source: int, name: str, group: ProcessGroup | None, axis: str = ""
-) -> Transfer:
+def exchange_start(tensors: Sequence[Tensor], to: int, source: int, name: str, group: ProcessGroup | None) -> Transfer:
     """Send `tensors` to global rank `to`; `wait` gives those, of the same shapes and dtypes, that `source` sent here.
 
     All ranks that exchange at one time call this together.
@@ -198,16 +194,21 @@ def exchange_start(
     like = tuple(tensors)
     sent = pack(like)
     arriving = torch.empty(sum(t.nbytes for t in like), dtype=torch.uint8, device=sent.device)
-    observe("wire", name, sent, None, sent.nbytes, arriving.nbytes, axis)
+    observe("wire", name, sent, None, sent.nbytes, arriving.nbytes)
     works = _start({to: sent}, {source: arriving}, group)
     return Transfer(works, lambda: unpack(arriving, like), (sent,))
 
 
-def _peers(group: ProcessGroup) -> dict[int, int]:
-    """{global rank: rank in `group`} of the others, the next one first, so that each is some rank's first."""
+def _all_to_all(leaving: Sequence[Tensor], arriving: Sequence[Tensor], group: ProcessGroup) -> list[Any]:
+    """Begin messages to and from the other ranks of `group`, except empty ones; the next rank first, so that each is
+    some rank's first."""
     members, own = dist.get_process_group_ranks(group), group.rank()
-    ranks = [(own + step) % len(members) for step in range(1, len(members))]
-    return {members[r]: r for r in ranks}
+    others = [(own + step) % len(members) for step in range(1, len(members))]
+    return _start(
+        {members[r]: leaving[r] for r in others if leaving[r].numel()},
+        {members[r]: arriving[r] for r in others if arriving[r].numel()},
+        group,
+    )
 
 
 def _start(sends: dict[int, Tensor], receives: dict[int, Tensor], group: ProcessGroup | None) -> list[Any]:

@@ -31,13 +31,12 @@ class _Model(Protocol):
 
 
 def sum_gradients(model: _Model) -> None:
-    """See to it that backward leaves in `.grad` the sum over all ranks of a sequence, averaged over replicas.
+    """Have backward leave in `.grad` the sum over all ranks of a sequence, averaged over replicas.
 
-    By a hook on every parameter that requires a gradient: an all-reduce in fp32 of what one backward adds to `.grad`,
-    so that gradients of several backward passes accumulate. A tied weight is summed once. A parameter that takes no
-    part in a backward pass gets no gradient, on any rank. The model's forward calls this, which finds parameters that
-    were added since, such as adapters; it does nothing for those that have their hook. A model whose parameters FSDP2
-    holds is left alone.
+    A hook on every parameter that requires a gradient all-reduces in fp32 what one backward adds to `.grad`. A tied
+    weight is summed once. A parameter that takes no part in a backward pass gets no gradient, on any rank. The model's
+    forward calls this: parameters that were added since, such as adapters, get their hook then. A model whose
+    parameters FSDP2 holds is left alone.
 
     Raises RewriterError for a model with sequence ranks that `fully_shard` was called on directly, since FSDP2 then
     divides gradients by the number of sequence ranks.

@@ -7,15 +7,13 @@ mean over all targets, however unevenly these are sharded.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rewriter.runtime.collectives import all_reduce
 from rewriter.runtime.replicas import Replicas
+from rewriter.runtime.with_gradient import with_gradient
 
 IGNORED = -100
 
@@ -26,19 +24,6 @@ def next_tokens(labels_BS: Tensor) -> Tensor:
     For full sequences: within a rank's tokens the next label is not that of the next token.
     """
     return F.pad(labels_BS[:, 1:], (0, 1), value=IGNORED)
-
-
-class _WithValue(torch.autograd.Function):
-    """`value`, with the gradient of `local`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def global_loss(logits_BSV: Tensor, targets_BS: Tensor, replicas: Replicas) -> Tensor:
@@ -57,5 +42,4 @@ def global_loss(logits_BSV: Tensor, targets_BS: Tensor, replicas: Replicas) -> T
     total, targets = all_reduce(totals, replicas.group, "loss").unbind()
     targets = targets.clamp(min=1)
     scaled = own * (replicas.data_parallel / targets).to(dtype)
-    loss: Tensor = _WithValue.apply(scaled, (total / targets).to(dtype))
-    return loss
+    return with_gradient(scaled, lambda _: (total / targets).to(dtype))

@@ -6,6 +6,8 @@ None of them communicates in forward: sums are printed where the schedule puts t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,13 +43,14 @@ class ColumnParallelLinear(nn.Linear):
         return F.linear(input, weight, bias)
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer split by inputs: weight [out_features, in_features (local)], bias [out_features] on every rank.
+def _matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+    """[out_features, in_features]."""
+    return weight.t() if isinstance(layer, Conv1D) else weight
 
-    Takes this rank's x [..., in_features (local)] and returns a partial [..., out_features]: the caller sums it over
-    `group`. The bias is added on the first rank only; with `bias_share` each rank adds an equal share of it, for
-    partials that are also read without the sum.
-    """
+
+class _RowParallel(nn.Module):
+    weight: Any  # as the other base has them
+    bias: Any
 
     def __init__(
         self,
@@ -57,12 +60,21 @@ class RowParallelLinear(nn.Linear):
         group: ProcessGroup | None = None,
         bias_share: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias)  # of nn.Linear or Conv1D
         self.group = group
         self.bias_of_rank = share if bias_share else once
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias_of_rank(self.bias, self.group))
+        return F.linear(input, _matrix(self, self.weight), self.bias_of_rank(self.bias, self.group))
+
+
+class RowParallelLinear(_RowParallel, nn.Linear):
+    """A linear layer split by inputs: weight [out_features, in_features (local)], bias [out_features] on every rank.
+
+    Takes this rank's x [..., in_features (local)] and returns a partial [..., out_features]: the caller sums it over
+    `group`. The bias is added on the first rank only; with `bias_share` each rank adds an equal share of it, for
+    partials that are also read without the sum.
+    """
 
 
 class Conv1D(nn.Module):
@@ -91,52 +103,34 @@ class ColumnParallelConv1D(Conv1D):
     """`Conv1D` split by outputs: weight [in_features, out_features (local)], bias [out_features (local)]."""
 
 
-class RowParallelConv1D(Conv1D):
+class RowParallelConv1D(_RowParallel, Conv1D):
     """`Conv1D` split by inputs: weight [in_features (local), out_features], bias [out_features]; returns a partial.
 
     `bias_share` is as in `RowParallelLinear`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        group: ProcessGroup | None = None,
-        bias_share: bool = False,
-    ) -> None:
-        super().__init__(in_features, out_features, bias)
-        self.group = group
-        self.bias_of_rank = share if bias_share else once
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias_of_rank(self.bias, self.group))
-
-
-class PerRankLinear(nn.Linear):
-    """A full linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
+class _PerRank(nn.Module):
+    weight: Any  # as the other base has them
+    bias: Any
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias)  # of nn.Linear or Conv1D
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, copy_to_group(self.weight, self.group), _copied(self.bias, self.group))
+        weight = _matrix(self, copy_to_group(self.weight, self.group))
+        return F.linear(input, weight, _copied(self.bias, self.group))
 
 
-class PerRankConv1D(Conv1D):
+class PerRankLinear(_PerRank, nn.Linear):
+    """A full linear layer on every rank, whose input differs by rank: gradients are summed over `group`."""
+
+
+class PerRankConv1D(_PerRank, Conv1D):
     """A full `Conv1D` on every rank, whose input differs by rank: gradients are summed over `group`."""
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, group: ProcessGroup | None = None
-    ) -> None:
-        super().__init__(in_features, out_features, bias)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, copy_to_group(self.weight, self.group).t(), _copied(self.bias, self.group))
 
 
 class PerRankLayerNorm(nn.LayerNorm):

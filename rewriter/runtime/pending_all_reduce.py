@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
 from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
 from rewriter.runtime.collective_log import observe
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.process_groups import RankSet
+from rewriter.runtime.pytree_node import register_node
+from rewriter.runtime.with_gradient import identity, with_gradient
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Pending:
     """An all-reduce on its way. `value` is readable only through `all_reduce_wait`.
 
@@ -29,27 +29,7 @@ class Pending:
     group: RankSet | None = None
 
 
-def _flatten(pending: Pending) -> tuple[list[Tensor], tuple[Any, str, RankSet | None]]:
-    return [pending.value], (pending.work, pending.name, pending.group)
-
-
-def _unflatten(values: Any, context: tuple[Any, str, RankSet | None]) -> Pending:
-    (value,) = values
-    return Pending(value, *context)
-
-
-pytree.register_pytree_node(Pending, _flatten, _unflatten, serialized_type_name="rewriter.runtime.Pending")
-
-
-class _ArrivedSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
-        return total.view_as(total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+register_node(Pending, ("value",), ("work", "name", "group"))
 
 
 def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
@@ -65,6 +45,6 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
             observe("wait", pending.name, pending.value, pending.group)
             arrived = pending.work.wait()
         if isinstance(pending.work, Transfer):  # others sum in the memory of `value`
-            pending.value = _ArrivedSum.apply(pending.value, arrived)
+            pending.value = with_gradient(pending.value, lambda _: identity(arrived))
         pending.work = None
     return pending.value

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
+
+
+class MadeOnce(Generic[_Given, _Made]):
+    """`make`, called once for each object as long as it lives, not for those that it equals: a mesh equals one that was
+    made of other process groups."""
+
+    def __init__(self, make: Callable[[_Given], _Made]) -> None:
+        self.make = make
+        self.found: dict[int, tuple[weakref.ref[_Given], _Made]] = {}
+
+    def __call__(self, given: _Given) -> _Made:
+        place = id(given)
+        if place not in self.found:
+            made = self.make(given)  # first: it may refuse what nothing can refer to
+            self.found[place] = weakref.ref(given, lambda _: self.found.pop(place, None)), made
+        return self.found[place][1]
 
 
 class RankSet(Protocol):

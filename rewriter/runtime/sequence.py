@@ -14,16 +14,14 @@ gradient already. What a parameter gets is the part of a rank's own tokens, to b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.context import Context
 from rewriter.runtime.exchange import gather_start
-from rewriter.runtime.sequence_axis import SequenceAxis, Shards
+from rewriter.runtime.sequence_axis import Shards
+from rewriter.runtime.with_gradient import with_gradient
 from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
@@ -47,46 +45,28 @@ def _own_tokens(x: Tensor, shards: Shards, fill: float = 0) -> Tensor:
     return take_tokens(x, 1, shards.axis.plan.layout, shards.axis.rank, shards.axis.ranks, fill)
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
-        ctx.shards = shards
-        parts = [part for (part,) in gather_start([x], shards.axis.group, "tokens").wait()]
-        return join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_tokens(gradient, ctx.shards), None
-
-
 def gather_tokens(x: Tensor, ctx: Context) -> Tensor:
     """The full tensor [B, S, ...], without padding, of every rank's own tokens `x` [B, count, ...].
 
     `x` itself where tokens are not sharded.
     """
-    if ctx.shards is None:
+    shards = ctx.shards
+    if shards is None:
         return x
-    _check_count(x, ctx.shards, "gather_tokens")
-    full: Tensor = _GatherTokens.apply(x, ctx.shards)
-    return full
+    _check_count(x, shards, "gather_tokens")
+
+    def joined(x: Tensor) -> Tensor:
+        parts = [part for (part,) in gather_start([x], shards.axis.group, "tokens").wait()]
+        return join_tokens(parts, 1, shards.axis.plan.layout, shards.length)
+
+    return with_gradient(x, joined, lambda gradient: _own_tokens(gradient, shards))
 
 
-class _LastTokens(torch.autograd.Function):
-    """Of the rows x [B, n, ...] that each rank sends, row j of rank owner[j]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Tensor, axis: SequenceAxis) -> Tensor:
-        parts = torch.stack([part for (part,) in gather_start([x], axis.group, "last tokens").wait()])
-        return parts[owner, :, torch.arange(len(owner), device=x.device)].transpose(0, 1).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        raise RewriterError(
-            "logits_to_keep: no gradient where tokens are sharded, since each rank computes the same last logits, "
-            "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
-        )
+def _no_gradient(gradient: Tensor) -> Tensor:
+    raise RewriterError(
+        "logits_to_keep: no gradient where tokens are sharded, since each rank computes the same last logits, "
+        "and the head's gradient would be counted once per rank. Leave it out, or pass labels"
+    )
 
 
 def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
@@ -104,8 +84,12 @@ def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
     owner = where // count
     # every rank sends n rows, of which only its own are read
     rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))
-    last: Tensor = _LastTokens.apply(rows, owner, axis)
-    return last
+
+    def of_owners(rows: Tensor) -> Tensor:
+        parts = torch.stack([part for (part,) in gather_start([rows], axis.group, "last tokens").wait()])
+        return parts[owner, :, torch.arange(len(owner), device=x.device)].transpose(0, 1).contiguous()
+
+    return with_gradient(rows, of_owners, _no_gradient)
 
 
 def _check_count(x: Tensor, shards: Shards, name: str) -> None:

@@ -197,11 +197,11 @@ def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
             labels.set(source, rows.expand(shape).clone())
     try:
         for each in graph.nodes:
-            if each.op == "call_function" and labels.get(each) is None:
+            if each.op == "call_function" and labels.of.get(each) is None:
                 labels.forward(each)
     except Unsplittable:
         return 1
-    found = labels.get(node)
+    found = labels.of.get(node)
     if found is None:
         return 1
     rows = found[0, :, 0]

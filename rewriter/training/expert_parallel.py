@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.attention.mesh import flattened
 from rewriter.runtime.collective_log import observe
-from rewriter.runtime.exchange import all_to_all_rows_start, all_to_all_uneven_start, gather_start
+from rewriter.runtime.exchange import all_to_all_uneven_start, gather_start
 from rewriter.training.zero.buckets import BUCKET_BYTES, bucketed
 from rewriter.training.zero.master_weights import clip
 
@@ -108,11 +108,8 @@ class ParallelExperts(nn.Module):
 
     def _exchange_counts(self, counts_E: Tensor) -> Tensor:
         """int64 [E] of rows for each expert → int64 [ranks, E / ranks] of rows that come from each rank for each."""
-        own_PE = counts_E.view(self.ranks.size(), -1)
-        sent = own_PE.contiguous().view(torch.uint8).view(self.ranks.size(), -1)
-        found = all_to_all_rows_start(sent, self.ranks, "experts counts", AXIS).wait()
-        arriving_PE: Tensor = found.view(torch.int64).view_as(own_PE).clone()
-        arriving_PE[self.ranks.rank()] = own_PE[self.ranks.rank()]
+        own_PE, each = counts_E.view(self.ranks.size(), -1), [1] * self.ranks.size()
+        arriving_PE: Tensor = all_to_all_uneven_start(own_PE, each, each, self.ranks, "experts counts", AXIS).wait()
         return arriving_PE
 
 

@@ -33,8 +33,7 @@ TORCH_DTYPES: Mapping[str, str] = {
 
 
 class Checkpoint:
-    """The tensors of one checkpoint. Made by `Checkpoint.open`; nothing but headers is read until a tensor is asked
-    for.
+    """The tensors of one checkpoint, made by `Checkpoint.open`. Only headers are read until a tensor is asked for.
 
     `tensors` maps each name to where it is, file by file and in the order of the data; `files` are the weight files
     in that order; `metadata` is each file's own. The files must not change while this object is in use.
@@ -80,8 +79,7 @@ class Checkpoint:
         return {name: info.shape for name, info in self.tensors.items()}
 
     def fingerprint(self) -> str:
-        """A sha256 over what can be known without reading the data: every name, dtype, shape, place, file size and
-        time.
+        """A sha256 over what headers and files say: every name, dtype, shape, place, file size and time.
 
         For recognising that an interrupted job is continued on unchanged files; not a proof against forgery.
         """
@@ -100,11 +98,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def mapping(self, path: Path) -> mmap.mmap:
-        """The whole file as private memory: pages come from the file when touched, and nothing written there reaches
-        it.
-
-        What is written there is lost at the next `release`.
-        """
+        """The file as private memory, read when touched. What is written there is lost at the next `release`."""
         with self._lock:
             if path not in self._mappings:
                 with open(path, "rb") as file:
@@ -120,8 +114,7 @@ class Checkpoint:
                 mapping.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as it is on disk, without a copy: a CPU tensor over the mapped file, of the stored dtype and
-        shape.
+        """A tensor as it is on disk, without a copy: a CPU tensor over the mapped file, of the stored dtype.
 
         Raises RewriterError for an unknown name and for packed dtypes (F4, F6), which torch cannot address.
         """
@@ -131,10 +124,8 @@ class Checkpoint:
         dtype = torch_dtype(info.dtype, name)
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
-        mapping = self.mapping(info.file)
-        return torch.frombuffer(mapping, dtype=dtype, count=prod(info.shape), offset=info.offsets[0]).reshape(
-            info.shape
-        )
+        mapping, start = self.mapping(info.file), info.offsets[0]
+        return torch.frombuffer(mapping, dtype=dtype, count=prod(info.shape), offset=start).reshape(info.shape)
 
     def evaluate(self, expression: Expression) -> torch.Tensor:
         """The tensor that an expression describes: a view of the file where that is possible, else a copy in memory.
@@ -206,13 +197,8 @@ def _read_index(path: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         # By name only: the files of a hub cache are symlinks to outside the directory, and those are fine.
         pure = PurePosixPath(name)
-        if (
-            pure.is_absolute()
-            or ".." in pure.parts
-            or "\\" in name
-            or "\0" in name
-            or not name.endswith(".safetensors")
-        ):
+        leaves = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name
+        if leaves or not name.endswith(".safetensors"):
             raise RewriterError(
                 f"{path}: it places {tensor!r} in {name!r}. Expected the name of a .safetensors file inside "
                 f"{path.parent}; an index that points elsewhere is not followed."

@@ -8,8 +8,9 @@ model and its tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression
 from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes
 from rewriter.weights.header import BITS, encode_header
-from rewriter.weights.regions import Block, blocks, fill, tiles
+from rewriter.weights.regions import fill, regions, tiles
 from rewriter.weights.sink import reflink_into
 from rewriter.weights.space import available, disk_full, is_disk_full
 from rewriter.weights.streams import Finished, Stream, StreamPiece, StreamRun
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 1 << 20
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,9 @@ def convert_files(
         raise
 
 
-def write_shards(
-    checkpoint: Checkpoint, plans: Sequence[ShardPlan], finished: Finished | None = None
-) -> dict[Path, str]:
+def write_shards(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> dict[Path, str]:
     """Write safetensors files from a checkpoint: `convert_files` without copies."""
-    return convert_files(checkpoint, [], plans, finished=finished)
+    return convert_files(checkpoint, [], plans)
 
 
 def plan_bytes(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> int:
@@ -137,7 +137,7 @@ def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
             raise mixed_dtypes(checkpoint, expression)
         dtype = next(iter(stored)) if target is None else names[str(target).removeprefix("torch.")]
         for source_dtype in stored - {dtype}:
-            if not _converts(source_dtype) or not _converts(dtype):
+            if not {source_dtype, dtype} <= FLOATING:
                 raise RewriterError(
                     f"{name}: {source_dtype} cannot become {dtype}: only floating-point weights are converted."
                 )
@@ -156,38 +156,33 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _converts(dtype: str) -> bool:
-    return dtype in ("F64", "F32", "F16", "BF16")
-
-
 def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[StreamPiece]:
     header = encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, plan.metadata)
     yield from _constant(header)
     for item in items:
-        parts = blocks(checkpoint, item.expression)
         element, done = BITS[item.dtype] // 8, 0
-        for part, shape in tiles(parts, item.shape, element, PIECE):
-            nbytes, mapped = element * prod(shape), sum(block.span for block in part)
+        for parts, shape in tiles(regions(checkpoint, item.expression), item.shape, element, PIECE):
+            nbytes, mapped = element * prod(shape), sum(region.span for region in parts)
             position = item.span[0] + item.span[1] * done // item.nbytes
-            yield StreamPiece(nbytes, position, mapped, _filler(part, shape, item.dtype))
+            yield StreamPiece(nbytes, position, mapped, partial(fill, parts, shape, item.dtype))
             done += nbytes
-
-
-def _filler(parts: list[Block], shape: tuple[int, ...], dtype: str) -> Callable[[memoryview], None]:
-    return lambda target: fill(parts, shape, dtype, target)
 
 
 def _constant(data: bytes) -> Iterator[StreamPiece]:
     for start in range(0, len(data), PIECE):
         part = data[start : start + PIECE]
-        yield StreamPiece(len(part), 0, 0, lambda target, part=part: target.__setitem__(slice(None), part))  # type: ignore[misc]
+        yield StreamPiece(len(part), 0, 0, partial(_put, part))
+
+
+def _put(data: bytes, target: memoryview) -> None:
+    target[:] = data
 
 
 def _file_pieces(path: Path, place: int) -> Iterator[StreamPiece]:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
 
-        def read(target: memoryview, offset: int) -> None:
+        def read(offset: int, target: memoryview) -> None:
             while target:
                 count = os.preadv(file.fileno(), [target], offset)
                 if count == 0:
@@ -197,5 +192,4 @@ def _file_pieces(path: Path, place: int) -> Iterator[StreamPiece]:
                 target, offset = target[count:], offset + count
 
         for offset in range(0, size, PIECE):
-            nbytes = min(PIECE, size - offset)
-            yield StreamPiece(nbytes, place + offset, 0, lambda target, offset=offset: read(target, offset))  # type: ignore[misc]
+            yield StreamPiece(min(PIECE, size - offset), place + offset, 0, partial(read, offset))

@@ -84,7 +84,9 @@ def read_header(path: Path) -> SafetensorsHeader:
         raise RewriterError(f"{path}: cannot be read: {error.strerror}.") from error
     if len(text) != length:
         raise _broken(path, "it became shorter while being read")
-    entries = _parse(path, text)
+    if not text.startswith(b"{"):
+        raise _broken(path, "its header does not start with '{'")
+    entries = parse_json(path, text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _broken(path, "its __metadata__ is not a table of strings")
@@ -102,11 +104,8 @@ def read_header(path: Path) -> SafetensorsHeader:
     return SafetensorsHeader(in_order, metadata, size, hashlib.sha256(text).hexdigest())
 
 
-def encode_header(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str], align: int = 8
-) -> bytes:
-    """The bytes before the data: the header's length and the header, padded with spaces so that the data starts at a
-    multiple of `align`.
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the data: the header's length and the header, padded with spaces to a multiple of 8 bytes.
 
     `tensors` maps each name to (dtype, shape, size in bytes), in the order of the data.
     """
@@ -116,7 +115,7 @@ def encode_header(
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % align)
+    text += b" " * (-(8 + len(text)) % 8)
     if len(text) > MAX_HEADER:
         raise RewriterError(
             f"a header of {len(text)} bytes exceeds the format's limit of {MAX_HEADER}: write more, smaller files."
@@ -145,12 +144,6 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise _broken(path, "its header does not start with '{'")
-    return dict(parse_json(path, text))
-
-
 def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> TensorInfo:
     try:
         name.encode()
@@ -162,20 +155,15 @@ def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> TensorI
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _broken(path, f"{name!r} has the dtype {dtype!r}; known are {', '.join(BITS)}")
     if not _counts(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _broken(
-            path, f"{name!r} has the shape {_short(shape)}, which is no list of at most {MAX_DIMENSIONS} sizes"
-        )
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1] or offsets[1] > size - start:
-        raise _broken(
-            path, f"{name!r} has the data_offsets {_short(offsets)}; the file has {size - start} bytes of data"
-        )
-    bits = prod(shape) * BITS[dtype]
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise _broken(
-            path,
-            f"{name!r} has {offsets[1] - offsets[0]} bytes of data, "
-            f"but {dtype} of shape {_short(shape)} takes {-(-bits // 8)}",
-        )
+        wrong = f"{_short(shape)}, which is no list of at most {MAX_DIMENSIONS} sizes"
+        raise _broken(path, f"{name!r} has the shape {wrong}")
+    available = size - start
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1] or offsets[1] > available:
+        raise _broken(path, f"{name!r} has the data_offsets {_short(offsets)}; the file has {available} bytes of data")
+    bits, nbytes = prod(shape) * BITS[dtype], offsets[1] - offsets[0]
+    if bits != 8 * nbytes:
+        needed = f"{dtype} of shape {_short(shape)} takes {-(-bits // 8)}"
+        raise _broken(path, f"{name!r} has {nbytes} bytes of data, but {needed}")
     return TensorInfo(dtype, tuple(shape), path, (start + offsets[0], start + offsets[1]))
 
 

@@ -1,8 +1,8 @@
 """An expression as copies of rectangles: which region of the result comes from which view of the mapped files.
 
-Slices, concatenations, stacks and transpositions only move elements, so every expression is a list of `Block`s. A
-block's view is strided memory over the file: cutting it costs nothing, and a tile of the result is read without the
-rest of it. Where rows or columns are taken in another order, a block keeps the places, and the tile gathers them.
+Slices, concatenations, stacks and transpositions only move elements, so every expression is a list of `Region`s. A
+region's view is strided memory over the file: cutting it costs nothing, and a tile of the result is read without the
+rest of it. Where rows or columns are taken in another order, a region keeps the places, and the tile gathers them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Block:
+class Region:
     """`result[start0:start0+shape0, ...] = view`, of which `taken` names the places of some dimensions, in order.
 
     The view holds raw integers, wide as dtype.
@@ -43,6 +43,11 @@ class Block:
         return tuple(len(self.taken[d]) if d in self.taken else size for d, size in enumerate(self.view.shape))
 
     @property
+    def place(self) -> tuple[slice, ...]:
+        """What it fills, as an index of the result."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
     def span(self) -> int:
         """Bytes of the file that reading it may map into memory: from its first element to its last, at most."""
         if not self.view.size:
@@ -53,7 +58,7 @@ class Block:
             return min(whole, len(self.taken[0]) * (abs(self.view.strides[0]) + 2 * PAGE))
         return whole
 
-    def cut(self, dim: int, low: int, high: int) -> Block | None:
+    def cut(self, dim: int, low: int, high: int) -> Region | None:
         """The part whose result indices along `dim` are in [low, high), in the same coordinates; None: no such part."""
         begin, size = self.start[dim], self.shape[dim]
         if low <= begin and begin + size <= high:
@@ -64,22 +69,22 @@ class Block:
         inside = slice(first - begin, last - begin)
         start = _at(self.start, dim, first)
         if dim in self.taken:
-            return Block(start, self.view, self.dtype, {**self.taken, dim: self.taken[dim][inside]})
-        return Block(start, self.view[(slice(None),) * dim + (inside,)], self.dtype, self.taken)
+            return Region(start, self.view, self.dtype, {**self.taken, dim: self.taken[dim][inside]})
+        return Region(start, self.view[(slice(None),) * dim + (inside,)], self.dtype, self.taken)
 
-    def moved(self, dim: int, by: int) -> Block:
+    def moved(self, dim: int, by: int) -> Region:
         """The same elements, `by` further along `dim` of the result."""
-        return Block(_at(self.start, dim, self.start[dim] + by), self.view, self.dtype, self.taken)
+        return Region(_at(self.start, dim, self.start[dim] + by), self.view, self.dtype, self.taken)
 
-    def take(self, dim: int, places: NDArray[np.intp]) -> Block:
+    def take(self, dim: int, places: NDArray[np.intp]) -> Region:
         """Its elements at `places` along `dim`, counted from its start, in their order; it starts at 0 there."""
         places = self.taken[dim][places] if dim in self.taken else places
-        return Block(_at(self.start, dim, 0), self.view, self.dtype, {**self.taken, dim: places})
+        return Region(_at(self.start, dim, 0), self.view, self.dtype, {**self.taken, dim: places})
 
-    def row(self) -> Block:
+    def row(self) -> Region:
         """Itself without its first dimension, of size 1."""
         row = self.view[self.taken[0][0] if 0 in self.taken else 0]
-        return Block(self.start[1:], row, self.dtype, {d - 1: places for d, places in self.taken.items() if d})
+        return Region(self.start[1:], row, self.dtype, {d - 1: places for d, places in self.taken.items() if d})
 
     def read(self) -> NDArray[Any]:
         """Its elements, of its shape: the view itself where nothing is taken in another order."""
@@ -89,57 +94,58 @@ class Block:
         return found
 
 
-def blocks(checkpoint: Checkpoint, expression: Expression) -> list[Block]:
-    """The blocks that together fill `expression`'s result, each element exactly once. Shapes must have been checked."""
+def regions(checkpoint: Checkpoint, expression: Expression) -> list[Region]:
+    """The regions that together fill `expression`'s result, each element once. Shapes must have been checked."""
     match expression:
         case Tensor(name):
             return [_whole(checkpoint, name)]
         case Slice(source, dim, ranges):
-            inner, result, end = blocks(checkpoint, source), [], 0
+            inner, result, end = regions(checkpoint, source), [], 0
             for start, stop in ranges:
-                parts = (block.cut(dim, start, stop) for block in inner)
+                parts = (region.cut(dim, start, stop) for region in inner)
                 result += [part.moved(dim, end - start) for part in parts if part]
                 end += stop - start
             return result
         case Concat(parts_, dim):
             result, end, shapes = [], 0, checkpoint.shapes
             for piece in parts_:
-                result += [block.moved(dim, end) for block in blocks(checkpoint, piece)]
+                result += [region.moved(dim, end) for region in regions(checkpoint, piece)]
                 end += piece.shape(shapes)[dim]
             return result
         case Stack(parts_, dim):
-            return [_stacked(b, dim, index) for index, piece in enumerate(parts_) for b in blocks(checkpoint, piece)]
+            return [_stacked(b, dim, index) for index, piece in enumerate(parts_) for b in regions(checkpoint, piece)]
         case Transpose(source, dim0, dim1):
-            return [_transposed(b, dim0, dim1) for b in blocks(checkpoint, source)]
+            return [_transposed(b, dim0, dim1) for b in regions(checkpoint, source)]
         case Take(source, dim, places):
-            return [part for b in blocks(checkpoint, source) for part in _taken(b, dim, np.array(places, np.intp))]
+            return [part for b in regions(checkpoint, source) for part in _taken(b, dim, np.array(places, np.intp))]
 
 
-def _stacked(block: Block, dim: int, index: int) -> Block:
-    places = {d + (d >= dim): found for d, found in block.taken.items()}
-    start = (*block.start[:dim], index, *block.start[dim:])
-    return Block(start, np.expand_dims(block.view, dim), block.dtype, places)
+def _stacked(region: Region, dim: int, index: int) -> Region:
+    places = {d + (d >= dim): found for d, found in region.taken.items()}
+    start = (*region.start[:dim], index, *region.start[dim:])
+    return Region(start, np.expand_dims(region.view, dim), region.dtype, places)
 
 
-def _transposed(block: Block, dim0: int, dim1: int) -> Block:
-    places = {{dim0: dim1, dim1: dim0}.get(d, d): found for d, found in block.taken.items()}
-    return Block(_swap(block.start, dim0, dim1), block.view.swapaxes(dim0, dim1), block.dtype, places)
+def _transposed(region: Region, dim0: int, dim1: int) -> Region:
+    other = {dim0: dim1, dim1: dim0}
+    places = {other.get(d, d): found for d, found in region.taken.items()}
+    start = tuple(region.start[other.get(d, d)] for d in range(len(region.start)))
+    return Region(start, region.view.swapaxes(dim0, dim1), region.dtype, places)
 
 
-def _taken(block: Block, dim: int, places: NDArray[np.intp]) -> Iterator[Block]:
-    """The blocks of the result whose elements are in `block`: one for each run of places inside it."""
-    begin = block.start[dim]
-    inside = (begin <= places) & (places < begin + block.shape[dim])
+def _taken(region: Region, dim: int, places: NDArray[np.intp]) -> Iterator[Region]:
+    """The regions of the result whose elements are in `region`: one for each run of places inside it."""
+    begin = region.start[dim]
+    inside = (begin <= places) & (places < begin + region.shape[dim])
     edges = np.flatnonzero(np.diff(inside.astype(np.int8), prepend=0, append=0))
     for low, high in edges.reshape(-1, 2).tolist():
-        yield block.take(dim, places[low:high] - begin).moved(dim, low)
+        yield region.take(dim, places[low:high] - begin).moved(dim, low)
 
 
-def tiles(parts: list[Block], shape: Shape, element: int, limit: int) -> Iterator[tuple[list[Block], Shape]]:
-    """Cut a result into pieces of at most `limit` bytes that follow each other in memory (row-major, `element` bytes
-    each).
+def tiles(parts: list[Region], shape: Shape, element: int, limit: int) -> Iterator[tuple[list[Region], Shape]]:
+    """Cut a row-major result, of `element` bytes each, into consecutive pieces of at most `limit` bytes.
 
-    Yields the blocks of each piece, in its own coordinates, and its shape. A result without elements has no pieces.
+    Yields the regions of each piece, in its own coordinates, and its shape. A result without elements has no pieces.
     """
     if prod(shape) == 0:
         return
@@ -150,39 +156,39 @@ def tiles(parts: list[Block], shape: Shape, element: int, limit: int) -> Iterato
     step = max(1, limit // row)
     for low in range(0, shape[0], step):
         high = min(low + step, shape[0])
-        inside = [part.moved(0, -low) for block in parts if (part := block.cut(0, low, high))]
+        inside = [part.moved(0, -low) for region in parts if (part := region.cut(0, low, high))]
         if row <= limit:
             yield inside, (high - low, *shape[1:])
         else:  # one row alone is too big: cut it along its own dimensions
-            yield from tiles([block.row() for block in inside], shape[1:], element, limit)
+            yield from tiles([region.row() for region in inside], shape[1:], element, limit)
 
 
-def fill(parts: list[Block], shape: Shape, dtype: str, target: memoryview) -> None:
-    """Write the blocks of a piece into `target`, row-major, as elements of `dtype`: rounded to it if theirs differs."""
-    if all(block.dtype == dtype for block in parts):
+def fill(parts: list[Region], shape: Shape, dtype: str, target: memoryview) -> None:
+    """Write the regions of a piece into `target`, row-major, as elements of `dtype`, rounded if theirs differs."""
+    if all(region.dtype == dtype for region in parts):
         out: NDArray[Any] = np.ndarray(shape, _raw(dtype), buffer=target)
-        for block in parts:
-            out[_region(block)] = block.read()
+        for region in parts:
+            out[region.place] = region.read()
         return
     import torch
 
     converted = torch.frombuffer(target, dtype=torch_dtype(dtype, "result")).reshape(shape)
-    for block in parts:
-        source = torch.from_numpy(block.read()).view(torch_dtype(block.dtype, "source"))
-        converted[_region(block)].copy_(source)
+    for region in parts:
+        source = torch.from_numpy(region.read()).view(torch_dtype(region.dtype, "source"))
+        converted[region.place].copy_(source)
 
 
-def _whole(checkpoint: Checkpoint, name: str) -> Block:
+def _whole(checkpoint: Checkpoint, name: str) -> Region:
     if sys.byteorder != "little":
         raise RewriterError("weights can be rewritten on little-endian machines only; this one is big-endian.")
     info = checkpoint.info(name)
     raw = _raw(info.dtype, name)
     start = (0,) * len(info.shape)
     if info.nbytes == 0:
-        return Block(start, np.empty(info.shape, raw), info.dtype)
+        return Region(start, np.empty(info.shape, raw), info.dtype)
     mapping = checkpoint.mapping(info.file)
     view = np.frombuffer(mapping, raw, prod(info.shape), info.offsets[0]).reshape(info.shape)
-    return Block(start, view, info.dtype)
+    return Region(start, view, info.dtype)
 
 
 def _raw(dtype: str, name: str = "") -> np.dtype[Any]:
@@ -194,15 +200,5 @@ def _raw(dtype: str, name: str = "") -> np.dtype[Any]:
     return np.dtype(f"<u{BITS[dtype] // 8}")
 
 
-def _region(block: Block) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(block.start, block.shape, strict=True))
-
-
 def _at(start: Shape, dim: int, value: int) -> Shape:
     return (*start[:dim], value, *start[dim + 1 :])
-
-
-def _swap(start: Shape, dim0: int, dim1: int) -> Shape:
-    order = list(start)
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return tuple(order)

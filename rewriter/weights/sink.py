@@ -8,11 +8,12 @@ writes as usual.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Offsets, lengths and addresses of O_DIRECT are multiples of this on every Linux file system of today.
@@ -53,9 +54,7 @@ class Sink:
                 error.filename = str(self.path)
                 raise
             data, offset = data[done:], offset + done
-            if (
-                data and done % ALIGNMENT
-            ):  # a short write left O_DIRECT's grid; the next one says why (a full disk, mostly)
+            if data and done % ALIGNMENT:  # a short write left O_DIRECT's grid; the next one says why (a full disk)
                 self._buffered()
 
     def finish(self, rest: bytes, offset: int) -> None:
@@ -73,14 +72,10 @@ class Sink:
             self._fd = -1
 
     def _direct(self) -> bool:
-        import fcntl
-
         return bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & O_DIRECT)
 
     def _buffered(self) -> None:
         """Write through the page cache from now on."""
-        import fcntl
-
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~O_DIRECT)
 
@@ -94,10 +89,7 @@ class WriteBehind:
         # Anonymous maps start at a page, as O_DIRECT wants.
         for _ in range(count):
             self._free.put(memoryview(mmap.mmap(-1, BUFFER)))
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"write-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(threads, "write")
 
     def buffer(self) -> memoryview:
         """A buffer for the caller to fill; waits until one is free. It must come back through `submit` or `release`."""
@@ -113,32 +105,22 @@ class WriteBehind:
         def run() -> None:
             try:
                 job()
+            except BaseException as error:
+                self._failed(error)
             finally:
                 if buffer is not None:
                     self._free.put(buffer)
 
-        self._jobs.put(run)
+        self._pool.submit(run)
 
     def close(self) -> None:
         """Run what was submitted, then stop the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:
-                self._failed(error)
+        self._pool.shutdown()
 
 
 def reflink_into(fd: int, source: Path) -> bool:
     """Make the open, empty file `fd` share the data of `source` (the FICLONE ioctl); False where that cannot be done:
     on another file system, or on one without reflinks."""
-    import fcntl
-
     ficlone = 0x40049409
     with open(source, "rb") as original:
         try:

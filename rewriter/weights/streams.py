@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,20 +122,16 @@ class StreamRun:
 
     def run(self, workers: int) -> dict[Path, str]:
         behind = WriteBehind(count=workers + 8, threads=2, failed=self._fail)
-        threads = [
-            threading.Thread(target=self._work, args=(behind,), name=f"read-{i}", daemon=True) for i in range(workers)
-        ]
+        pool = ThreadPoolExecutor(workers, "read")
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            for _ in range(workers):
+                pool.submit(self._work, behind)
+            pool.shutdown()
         except BaseException as error:  # Ctrl-C reaches only this thread
             self._fail(error)
             raise
         finally:
-            for thread in threads:
-                thread.join()
+            pool.shutdown()
             behind.close()
             for stream in self._streams:
                 stream.close()

@@ -18,6 +18,7 @@ from rewriter.runtime.attention import attention2d_gathered, attention2d_overlap
 from rewriter.runtime.attention.attention_call import RankAttention
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
+from rewriter.runtime.known_format import known_format
 
 # For each kind (the algorithm, that with overlap), after the exchange of heads, of which Ulysses consists.
 ALGORITHMS: Mapping[SequenceKind, tuple[RankAttention, RankAttention]] = {
@@ -71,10 +72,7 @@ def register(plan: SequencePlan, mesh: AttentionMesh) -> str:
             f"{plan}: the mesh is a grid of {list(sizes)} (heads, rows, columns). Make it with "
             f"sequence_mesh(device, {plan.grid})"
         )
-    try:
-        format = None if plan.quantized is None else parse_format(plan.quantized)
-    except ValueError as error:
-        raise RewriterError(f"{plan}: {error}") from None
+    format = None if plan.quantized is None else known_format(plan.quantized, str(plan), parse_format)
     by_heads = (mesh.rank,) if mesh.by_heads is None else tuple(dist.get_process_group_ranks(mesh.by_heads))
     place = f"{mesh.head_index} {mesh.row} {mesh.column} {by_heads} {mesh.members}"
     key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"

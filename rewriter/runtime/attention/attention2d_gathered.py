@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.kernels import accumulation_dtype, merge
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import unseen
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
@@ -54,23 +54,15 @@ def forward(
     return *call.finished(o, lse, q_BHSD.dtype), k_kept, v_kept
 
 
-def backward(
-    do_BHSE: Tensor,
-    q_BHSD: Tensor,
-    k_kept: Tensor,
-    v_kept: Tensor,
-    o_BHSE: Tensor,
-    lse_BHS: Tensor,
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(own: OwnTensors, kept: KeysAndValues, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `RankAttention`. Alg. 3."""
-    mesh, dtype = call.mesh, q_BHSD.dtype
-    coming_q = gather_start([lse_BHS, q_BHSD, o_BHSE, do_BHSE], mesh.in_row, "attention2d.q")
-    k, v = call.opened(interleaved(gather_start([k_kept, v_kept], mesh.in_column, "attention2d.kv").wait()))
+    mesh, dtype, tokens = call.mesh, own.q_BHSD.dtype, own.q_BHSD.shape[2]
+    coming_q = gather_start([own.lse_BHS, own.q_BHSD, own.o_BHSE, own.do_BHSE], mesh.in_row, "attention2d.q")
+    k, v = call.opened(interleaved(gather_start(kept, mesh.in_column, "attention2d.kv").wait()))
     lse, q, o, do = interleaved(coming_q.wait())
     del coming_q  # and with it what arrived, now copied in order
     into = Gradients(*(torch.zeros_like(x, dtype=accumulation_dtype(dtype)) for x in (q, k, v)))
-    tile_backward(do, q, k, v, o, lse, *runs(mesh, q_BHSD.shape[2]), call.seen, call.scale, into)
+    tile_backward(do, q, k, v, o, lse, *runs(mesh, tokens), call.seen, call.scale, into)
     del k, v, q, o, do, lse
     coming_dq = scatter_start([into.dq], [dtype], mesh.columns, mesh.in_row, "attention2d.dq")
     dkv = [into.dk, into.dv]
@@ -93,22 +85,20 @@ def moves(mesh: AttentionMesh) -> bool:
 
 def to_rows(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, ...]:
     """Those of class c·i + j from those of class i + r·j: keys and values in row-major order (Alg. 1, line 1)."""
-    held, wanted = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
-    wanted_by = held // mesh.columns + mesh.rows * (held % mesh.columns)
-    return _exchanged(tensors, mesh, wanted_by, wanted, "attention2d.to_rows")
+    return _exchanged(tensors, mesh, False, "attention2d.to_rows")
 
 
 def to_columns(tensors: Sequence[Tensor], mesh: AttentionMesh) -> tuple[Tensor, ...]:
     """The way back of `to_rows` (Alg. 3, line 6)."""
-    wanted, held = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
-    held_by = wanted // mesh.columns + mesh.rows * (wanted % mesh.columns)
-    return _exchanged(tensors, mesh, held, held_by, "attention2d.to_columns")
+    return _exchanged(tensors, mesh, True, "attention2d.to_columns")
 
 
-def _exchanged(tensors: Sequence[Tensor], mesh: AttentionMesh, to: int, source: int, name: str) -> tuple[Tensor, ...]:
-    """`to` and `source` are places in `mesh.members`."""
+def _exchanged(tensors: Sequence[Tensor], mesh: AttentionMesh, back: bool, name: str) -> tuple[Tensor, ...]:
     if not moves(mesh):
         return tuple(tensors)
+    by_columns, by_rows = mesh.row + mesh.rows * mesh.column, mesh.columns * mesh.row + mesh.column
+    wanted_by = by_columns // mesh.columns + mesh.rows * (by_columns % mesh.columns)
+    to, source = (by_rows, wanted_by) if back else (wanted_by, by_rows)
     arrived = exchange_start(tensors, mesh.members[to], mesh.members[source], name, mesh.in_grid).wait()
     return tuple(t.clone() for t in arrived)  # they are kept: without the buffer of the message
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
 from rewriter.runtime.attention.attention2d_gathered import to_columns, to_rows
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.partial_merge import Merger, merge_in_turn, unseen
 from rewriter.runtime.attention.ring_exchange import Returns, RingExchange
@@ -60,33 +60,22 @@ def forward(
     return *call.finished(*merger.result(), q_BHSD.dtype), k_kept, v_kept
 
 
-def backward(
-    do_BHSE: Tensor,
-    q_BHSD: Tensor,
-    k_kept: Tensor,
-    v_kept: Tensor,
-    o_BHSE: Tensor,
-    lse_BHS: Tensor,
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(own: OwnTensors, kept: KeysAndValues, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `RankAttention`. Alg. 8."""
-    mesh, dtype, row, column = call.mesh, q_BHSD.dtype, RingExchange.row(call.mesh), RingExchange.column(call.mesh)
-    own = do_BHSE, q_BHSD, o_BHSE, lse_BHS
+    mesh, row, column = call.mesh, RingExchange.row(call.mesh), RingExchange.column(call.mesh)
+    q_BHSD, dtype = own.q_BHSD, own.q_BHSD.dtype
     blocks = row.blocks(own, "overlap.q")
     next(blocks)
     own_dq = _zeros(q_BHSD, q_BHSD.shape)
-    own_dk, own_dv = (_zeros(q_BHSD, (*k_kept.shape[:3], x.shape[3])) for x in (q_BHSD, do_BHSE))
+    own_dk, own_dv = (_zeros(q_BHSD, (*kept[0].shape[:3], x.shape[3])) for x in (q_BHSD, own.do_BHSE))
 
     def add_keys(dk_part: Tensor, dv_part: Tensor) -> None:
         own_dk.add_(dk_part)
         own_dv.add_(dv_part)
 
-    keys, queries = (
-        Returns(column, "overlap.dkv", add_keys),
-        Returns(row, "overlap.dq", own_dq.add_),
-    )
-    gathered: list[tuple[int, tuple[Tensor, Tensor], Tensor, Tensor]] = []
-    for i, arrived in column.blocks((k_kept, v_kept), "overlap.kv"):  # Alg. 9
+    keys, queries = Returns(column, "overlap.dkv", add_keys), Returns(row, "overlap.dq", own_dq.add_)
+    gathered: list[tuple[int, KeysAndValues, Tensor, Tensor]] = []
+    for i, arrived in column.blocks(kept, "overlap.kv"):  # Alg. 9
         kv = call.opened(arrived)
         dk, dv = (own_dk, own_dv) if i == mesh.row else (_zeros(x, x.shape) for x in kv)
         _add_gradients(own, kv, Gradients(own_dq, dk, dv), mesh.column, i, call)

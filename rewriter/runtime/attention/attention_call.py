@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from rewriter.runtime.attention import sinks
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
 from rewriter.runtime.attention.visibility import Visibility
+
+KeysAndValues = tuple[Tensor, Tensor]
+
+
+class OwnTensors(NamedTuple):
+    """What backward has of queries, of a rank's own tokens or of gathered ones."""
+
+    do_BHSE: Tensor
+    q_BHSD: Tensor
+    o_BHSE: Tensor
+    lse_BHS: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class AttentionCall:
     quantized: QuantizedKV | None = None
     sinks_H: Tensor | None = None
 
-    def opened(self, kv: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def opened(self, kv: Sequence[Tensor]) -> KeysAndValues:
         """(k_BKSD, v_BKSE) from keys and values as they travel."""
         k, v = kv
         return (k, v) if self.quantized is None else self.quantized.opened(k, v)
@@ -54,14 +65,5 @@ class RankAttention(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(o_BHSE, lse_BHS, k_kept, v_kept)."""
 
-    def backward(
-        self,
-        do_BHSE: Tensor,
-        q_BHSD: Tensor,
-        k_kept: Tensor,
-        v_kept: Tensor,
-        o_BHSE: Tensor,
-        lse_BHS: Tensor,
-        call: AttentionCall,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+    def backward(self, own: OwnTensors, kept: KeysAndValues, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) from the tensors of the own queries and (k_kept, v_kept)."""

@@ -69,7 +69,8 @@ def attention(
     visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
     if explicit:
         return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)
-    return _sdpa(q_BHSD, k_BKSD, v_BKSE, visible if bias is None else _biased(bias, visible, q_BHSD), False, scale)
+    added = visible if bias is None else torch.where(visible, bias.to(q_BHSD.dtype), float("-inf"))
+    return _sdpa(q_BHSD, k_BKSD, v_BKSE, added, False, scale)
 
 
 def _over_ranks(
@@ -133,11 +134,6 @@ def _stored_visible(mask: MaskSpec, ctx: Context, s: Tensor, t: Tensor) -> Tenso
         s, t = s - ctx.first_valid[:, None], t - ctx.first_valid[:, None]
     seen = mask.visible(s, t) & stored[..., None, :]
     return seen[:, None] if seen.dim() == 3 else seen[None, None]
-
-
-def _biased(bias: Tensor, visible: Tensor, q_BHSD: Tensor) -> Tensor:
-    """The additive form of a bias with a mask."""
-    return torch.where(visible, bias.to(q_BHSD.dtype), float("-inf"))
 
 
 def _sdpa(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

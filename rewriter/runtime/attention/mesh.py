@@ -110,35 +110,19 @@ class AttentionMesh:
             index, size = mesh.get_local_rank(), mesh.size()
             group = None if size == 1 else mesh.get_group()
             return cls(1, size, 1, 0, index, 0, tuple(mesh.mesh.tolist()), None, None, group)
-        where = {name: mesh.get_local_rank(name) if name in names else 0 for name in DIMENSIONS}
-        sizes = {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
-        groups = {name: mesh.get_group(name) if sizes[name] > 1 else None for name in DIMENSIONS}
-        moves = sizes["rows"] > 1 and sizes["columns"] > 1
+        axes = [mesh[name] if name in names else None for name in ("heads", "rows", "columns")]
+        heads, rows, columns = (1 if axis is None else axis.size() for axis in axes)
+        head_index, row, column = (0 if axis is None else axis.get_local_rank() for axis in axes)
+        groups = (None if axis is None or axis.size() == 1 else axis.get_group() for axis in axes)
+        by_heads, in_column, in_row = groups  # a rank's column is the ranks along "rows"
+        moves = rows > 1 and columns > 1
         grid = flattened(mesh, [n for n in names if n in ("columns", "rows")], "grid") if moves else None
-        return cls(
-            sizes["heads"],
-            sizes["rows"],
-            sizes["columns"],
-            where["heads"],
-            where["rows"],
-            where["columns"],
-            _members(mesh),
-            groups["heads"],
-            groups["columns"],
-            groups["rows"],
-            None if grid is None else grid.get_group(),
-        )
+        in_grid, members = None if grid is None else grid.get_group(), _members(mesh)
+        return cls(heads, rows, columns, head_index, row, column, members, by_heads, in_row, in_column, in_grid)
 
 
 def _members(mesh: DeviceMesh) -> tuple[int, ...]:
     """Global ranks of this rank's columns × rows, rows fastest."""
-    names = mesh.mesh_dim_names or ()
-    ranks, coordinate = mesh.mesh, mesh.get_coordinate()
-    assert coordinate is not None, "this process is not in the mesh"
-    kept = [name for name in ("columns", "rows") if name in names]
-    for dim in reversed(range(mesh.ndim)):
-        if names[dim] not in kept:
-            ranks = ranks.select(dim, coordinate[dim])
-    if len(kept) == 2 and names.index("rows") < names.index("columns"):
-        ranks = ranks.T
-    return tuple(int(r) for r in ranks.flatten())
+    kept = tuple(name for name in mesh.mesh_dim_names or () if name in ("columns", "rows"))
+    ranks = mesh[kept].mesh if kept else torch.tensor([dist.get_rank()])
+    return tuple((ranks.T if kept == ("rows", "columns") else ranks).flatten().tolist())

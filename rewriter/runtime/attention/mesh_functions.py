@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -14,6 +13,7 @@ from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
 from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.process_groups import MadeOnce
 from rewriter.sequence.sequence_plan import KINDS
 
 
@@ -130,16 +130,10 @@ def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool, quantized: str | N
     return register(plan, found)
 
 
-_meshes: dict[int, tuple[weakref.ref[DeviceMesh], AttentionMesh]] = {}
-
-
+@MadeOnce
 def _attention_mesh(mesh: DeviceMesh) -> AttentionMesh:
-    """`AttentionMesh.of(mesh)`, made once for each mesh: it takes a millisecond, and eager code calls this in every
-    layer."""
-    place = id(mesh)  # not the mesh, which equals one that was made of other process groups
-    if place not in _meshes:
-        _meshes[place] = weakref.ref(mesh, lambda _: _meshes.pop(place, None)), AttentionMesh.of(mesh)
-    return _meshes[place][1]
+    """Kept, as it takes a millisecond, and eager code asks for it in every layer."""
+    return AttentionMesh.of(mesh)
 
 
 def _mask(name: str, causal: bool, window: int | None) -> MaskSpec:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, KeysAndValues, OwnTensors
 from rewriter.runtime.attention.partial_merge import Merger, unseen
 from rewriter.runtime.attention.ring_exchange import RingExchange
 from rewriter.runtime.attention.tiles import Gradients, tile_backward, tile_forward
@@ -59,37 +59,28 @@ def forward(
     return *call.finished(*merger.result(), q_BHSD.dtype), k_BKSD, v_BKSE
 
 
-def backward(
-    do_BHSE: Tensor,
-    q_BHSD: Tensor,
-    k_kept: Tensor,
-    v_kept: Tensor,
-    o_BHSE: Tensor,
-    lse_BHS: Tensor,
-    call: AttentionCall,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(own: OwnTensors, kept: KeysAndValues, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `RankAttention`."""
-    ring = RingExchange.column(call.mesh)
-    queries = do_BHSE, q_BHSD, o_BHSE, lse_BHS
+    ring, q_BHSD = RingExchange.column(call.mesh), own.q_BHSD
     dtype, sums = q_BHSD.dtype, accumulation_dtype(q_BHSD.dtype)
     dq = torch.zeros_like(q_BHSD, dtype=sums)
-    dk, dv = (q_BHSD.new_zeros(*k_kept.shape[:3], x.shape[3], dtype=sums) for x in (q_BHSD, do_BHSE))
-    kv_heads = k_kept.shape[1]
+    dk, dv = (q_BHSD.new_zeros(*kept[0].shape[:3], x.shape[3], dtype=sums) for x in (q_BHSD, own.do_BHSE))
+    kv_heads = kept[0].shape[1]
     at_start, at_end = slice(0, -(-kv_heads // 2)), slice(-(-kv_heads // 2), kv_heads)
     coming: Transfer | None = None  # the sum that this rank is the next to add to
-    for source, arrived in _rounds((k_kept, v_kept), ring):
+    for source, arrived in _rounds(kept, ring):
         k, v = call.opened(arrived)
         if source == ring.place:
-            _add_gradients(queries, k, v, Gradients(dq, dk, dv), call, source, at_start)
+            _add_gradients(own, k, v, Gradients(dq, dk, dv), call, source, at_start)
             continue
         message = k.new_zeros(k.numel() + v.numel(), dtype=sums)
         into = Gradients(dq, *_views(message, k, v))
-        _add_gradients(queries, k, v, into, call, source, slice(0, kv_heads))
+        _add_gradients(own, k, v, into, call, source, slice(0, kv_heads))
         if coming is not None:
             message += coming.wait()[0]
         coming = ring.shift(message, 1, "ring.dkv")
         del arrived, k, v, message, into
-    _add_gradients(queries, *call.opened((k_kept, v_kept)), Gradients(dq, dk, dv), call, ring.place, at_end)
+    _add_gradients(own, *call.opened(kept), Gradients(dq, dk, dv), call, ring.place, at_end)
     if coming is not None:
         for total, part in zip((dk, dv), _views(coming.wait()[0], dk, dv), strict=True):
             total += part

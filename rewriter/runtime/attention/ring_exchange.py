@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.runtime.attention.mesh import AttentionMesh
-from rewriter.runtime.exchange import Tensors, Transfer, exchange_start, pack, unpack
+from rewriter.runtime.exchange import Tensors, Transfer, exchange_start, pack, shapes, unpack
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,7 @@ class Returns:
 
     def send(self, parts: Tensors, dtypes: Sequence[torch.dtype], places: int) -> None:
         """Begin to send `parts`, rounded to `dtypes`, to the rank `places` on, after the message before has arrived."""
-        like = tuple(
-            torch.empty_like(part, dtype=dtype, device="meta") for part, dtype in zip(parts, dtypes, strict=True)
-        )
-        message = pack(parts, dtypes)
+        like, message = shapes(parts, dtypes), pack(parts, dtypes)
         del parts  # wider sums are let go before what arrives is added
         self.finish()
         self.pending = self.ring.shift(message, places, self.name), like

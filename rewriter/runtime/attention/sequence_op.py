@@ -20,7 +20,7 @@ from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import heads
 from rewriter.runtime.attention import sinks as sink_logits
 from rewriter.runtime.attention.algorithms import AttentionAxis, axis
-from rewriter.runtime.attention.attention_call import AttentionCall
+from rewriter.runtime.attention.attention_call import AttentionCall, OwnTensors
 from rewriter.runtime.attention.local import check_kernels, in_autocast_dtype
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.quantized_kv import QuantizedKV
@@ -203,7 +203,7 @@ def _backward(
     call = AttentionCall(where.mesh, _seen(kind, size, length, first_valid, segments), scale, quantized)
     with messages_under_way("sequence attention"):
         (do,) = heads.to_heads([do.contiguous()], where.mesh, "heads.do")
-        dq, dk, dv = where.algorithm.backward(do, q, k, v, o, lse, call)
+        dq, dk, dv = where.algorithm.backward(OwnTensors(do, q, o, lse), (k, v), call)
         dsinks = q.new_empty(0)
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)

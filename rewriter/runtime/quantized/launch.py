@@ -3,8 +3,8 @@
 Each gives a Transfer, whose `wait` gives the result. With `wait=True` nothing is to be done meanwhile: this thread runs
 all of it, on the current stream. Otherwise all messages go out while the caller computes; see `worker`.
 
-P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node), made once for each;
-an axis of one rank sends nothing, and where there is one rank all is exact. Formats are names
+P ranks of `topology`: a ProcessGroup, a mesh of one dimension, or of two (nodes, ranks of a node); an axis of one rank
+sends nothing, and where there is one rank all is exact. Formats are names
 (`rewriter.kernels.formats`), "INSIDE/BETWEEN" for two steps. bf16, fp16 and fp32; sums are fp32.
 
 With `seed`, an int that all ranks give alike and that no two calls share, messages are dithered, so that the error has
@@ -15,6 +15,7 @@ result has been waited for. All ranks start and wait in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,16 +23,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import Format, slice_length
+from rewriter.kernels import DTYPES, Format, slice_length
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.quantized import schedule_worker, schedules
 from rewriter.runtime.quantized.schedule_worker import Schedule
-from rewriter.runtime.quantized.schedules import MessageSeeds, StepFormats, chunks, step_formats
+from rewriter.runtime.quantized.schedules import Chunk, StepFormats, chunks, step_formats
 from rewriter.runtime.quantized.topology import Topology, background, topology_of
 
 MeshOrGroup = Topology | DeviceMesh | ProcessGroup | None
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def reduce_scatter_start(
@@ -54,18 +53,16 @@ def reduce_scatter_start(
 
     Raises RewriterError for shapes that do not divide by P, other dtypes and formats, and meshes of more dimensions.
     """
-    where, what = topology_of(topology), _called("reduce_scatter", name)
-    check(x_PN, what)
-    x_PN = _rows(x_PN, where.ranks, what)
-    y_N = x_PN.new_empty(x_PN.shape[1], dtype=x_PN.dtype if dtype is None else dtype)
-    formats_of = step_formats(formats, where, what)
-    if where.ranks == 1:
+    call = _call("reduce_scatter", x_PN, topology, formats, name, seed)
+    x_PN = _rows(x_PN, "reduce_scatter", call)
+    y_N = x_PN.new_empty(x_PN.shape[1], dtype=dtype)
+    if call.topology.ranks == 1:
         return _there(y_N.copy_(x_PN[0].to(torch.float32) * factor))
 
-    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
-        return schedules.reduce_scatter(x_PN[:, part], y_N[part], factor, where, formats_of, seeds, name)
+    def schedule(part: slice, chunk: Chunk) -> Schedule:
+        return schedules.reduce_scatter(x_PN[:, part], y_N[part], factor, chunk)
 
-    return _start(chunk, 1, x_PN, y_N, where, formats_of, seed, stages, wait)
+    return _start(schedule, 1, x_PN, y_N, call, stages, wait)
 
 
 def all_gather_start(
@@ -86,26 +83,24 @@ def all_gather_start(
     Quantized once: with two steps, payloads go between nodes first, in the second format, and are passed on inside the
     node as they are. Raises RewriterError as `reduce_scatter_start`.
     """
-    where, what = topology_of(topology), _called("all_gather", name)
-    check(x_N, what)
-    x_N = x_N.reshape(-1)
+    call = _call("all_gather", x_N, topology, format, name, seed)
+    x_N, ranks = x_N.reshape(-1), call.topology.ranks
     if out is None:
-        out = x_N.new_empty(where.ranks, x_N.shape[0], dtype=dtype)
-    elif out.numel() != where.ranks * x_N.shape[0] or out.dtype != dtype or not out.is_contiguous():
+        out = x_N.new_empty(ranks, x_N.shape[0], dtype=dtype)
+    elif out.numel() != ranks * x_N.shape[0] or out.dtype != dtype or not out.is_contiguous():
         raise RewriterError(
-            f"{what}: out is {out.dtype} {list(out.shape)}, expected contiguous {dtype} of {where.ranks} × "
-            f"{x_N.shape[0]} elements"
+            f"{called('all_gather', name)}: out is {out.dtype} {list(out.shape)}, expected contiguous {dtype} of "
+            f"{ranks} × {x_N.shape[0]} elements"
         )
-    x_PN = out.view(where.ranks, x_N.shape[0])
-    formats_of = step_formats(format, where, what)
-    if where.ranks == 1:
+    x_PN = out.view(ranks, x_N.shape[0])
+    if ranks == 1:
         x_PN[0].copy_(x_N)
         return _there(x_PN)
 
-    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
-        return schedules.all_gather(x_N[part], x_PN[:, part], where, formats_of, seeds, name)
+    def schedule(part: slice, chunk: Chunk) -> Schedule:
+        return schedules.all_gather(x_N[part], x_PN[:, part], chunk)
 
-    return _start(chunk, 1, x_N, x_PN, where, formats_of, seed, stages, wait)
+    return _start(schedule, 1, x_N, x_PN, call, stages, wait)
 
 
 def all_reduce_start(
@@ -123,23 +118,22 @@ def all_reduce_start(
     A reduce-scatter whose sums are quantized once more, in the last step's format, and gathered. x is padded with zeros
     to `slice_length(n, P, formats)` elements for each rank. Raises RewriterError as `reduce_scatter_start`.
     """
-    where, what = topology_of(topology), _called("all_reduce", name)
-    check(x, what)
-    formats_of = step_formats(formats, where, what)
-    if where.ranks == 1 or x.numel() == 0:
+    call = _call("all_reduce", x, topology, formats, name, seed)
+    ranks = call.topology.ranks
+    if ranks == 1 or x.numel() == 0:
         return _there(x.clone(memory_format=torch.contiguous_format))
-    size = slice_length(x.numel(), where.ranks, formats)
+    size = slice_length(x.numel(), ranks, formats)
     x_PN = x.reshape(-1)
-    padding = where.ranks * size - x.numel()
+    padding = ranks * size - x.numel()
     if padding:
         x_PN = torch.nn.functional.pad(x_PN, (0, padding))
-    x_PN = x_PN.view(where.ranks, size)
+    x_PN = x_PN.view(ranks, size)
     y_PN = torch.empty_like(x_PN)
 
-    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
-        return schedules.all_reduce(x_PN[:, part], y_PN[:, part], where, formats_of, seeds, name)
+    def schedule(part: slice, chunk: Chunk) -> Schedule:
+        return schedules.all_reduce(x_PN[:, part], y_PN[:, part], chunk)
 
-    transfer = _start(chunk, 2, x_PN, y_PN, where, formats_of, seed, stages, wait)
+    transfer = _start(schedule, 2, x_PN, y_PN, call, stages, wait)
     return Transfer([transfer], lambda: y_PN.view(-1)[: x.numel()].view(x.shape))
 
 
@@ -151,34 +145,45 @@ def all_to_all_start(
     Quantized once, to the nearest; one's own row is given back as it is. With two steps, what is for other nodes goes
     through the local rank at the receiver's place. Raises RewriterError as `reduce_scatter_start`.
     """
-    where, what = topology_of(topology), _called("all_to_all", name)
-    check(x_PN, what)
-    x_PN = _rows(x_PN, where.ranks, what)
+    call = _call("all_to_all", x_PN, topology, formats, name)
+    x_PN = _rows(x_PN, "all_to_all", call)
     y_PN = torch.empty_like(x_PN, memory_format=torch.contiguous_format)
-    formats_of = step_formats(formats, where, what)
-    if where.ranks == 1:
+    if call.topology.ranks == 1:
         return _there(y_PN.copy_(x_PN))
 
-    def chunk(where: Topology, part: slice, seeds: MessageSeeds) -> Schedule:
-        return schedules.all_to_all(x_PN[:, part], y_PN[:, part], where, formats_of, name)
+    def schedule(part: slice, chunk: Chunk) -> Schedule:
+        return schedules.all_to_all(x_PN[:, part], y_PN[:, part], chunk)
 
-    return _start(chunk, 1, x_PN, y_PN, where, formats_of, None, 1, wait)
-
-
-def check(x: Tensor, what: str) -> None:
-    """Raises RewriterError for dtypes that cannot be quantized."""
-    if x.dtype not in DTYPES:
-        raise RewriterError(f"{what}: x is {x.dtype}, expected bfloat16, float16 or float32")
+    return _start(schedule, 1, x_PN, y_PN, call, 1, wait)
 
 
-def _called(function: str, name: str) -> str:
+def called(function: str, name: str) -> str:
+    """What errors call the collective."""
     return f"quantized_{function} {name}".rstrip()
 
 
-def _rows(x: Tensor, ranks: int, what: str) -> Tensor:
+def checked_formats(function: str, x: Tensor, topology: Topology, formats: str | Format, name: str) -> StepFormats:
+    """Raises RewriterError for dtypes that cannot be quantized, and for formats."""
+    what = called(function, name)
+    if x.dtype not in DTYPES:
+        raise RewriterError(f"{what}: x is {x.dtype}, expected bfloat16, float16 or float32")
+    return step_formats(formats, topology, what)
+
+
+def _call(
+    function: str, x: Tensor, mesh_or_group: MeshOrGroup, formats: str | Format, name: str, seed: int | None = None
+) -> Chunk:
+    """The first chunk, as which a collective is described before it is cut."""
+    topology = topology_of(mesh_or_group)
+    return Chunk(topology, checked_formats(function, x, topology, formats, name), name, seed)
+
+
+def _rows(x: Tensor, function: str, call: Chunk) -> Tensor:
+    ranks = call.topology.ranks
     if x.dim() == 2 and x.shape[0] == ranks and (x.shape[1] < 2 or x.stride(1) == 1):
         return x
     if x.numel() % ranks:
+        what = called(function, call.name)
         raise RewriterError(f"{what}: {list(x.shape)}, {x.numel()} elements do not divide by {ranks} ranks")
     return x.reshape(ranks, x.numel() // ranks)
 
@@ -188,24 +193,23 @@ def _there(result: Tensor) -> Transfer:
 
 
 def _start(
-    chunk: Callable[[Topology, slice, MessageSeeds], Schedule],
+    schedule: Callable[[slice, Chunk], Schedule],
     messages: int,
     x: Tensor,
     result: Tensor,
-    where: Topology,
-    formats: StepFormats,
-    seed: int | None,
+    call: Chunk,
     stages: int,
     wait: bool,
 ) -> Transfer:
-    """`chunk` makes the schedule of a part of the last dimension of x; it sends `messages` on each axis."""
+    """`schedule` makes that of a part of the last dimension of x; it sends `messages` on each axis."""
     if stages < 1:
         raise RewriterError(f"quantized collectives: stages={stages}, expected at least 1")
-    parts = chunks(x.shape[-1], stages, formats.block)
+    parts = chunks(x.shape[-1], stages, call.formats.block)
 
     def made(where: Topology) -> list[Schedule]:
-        return [chunk(where, slice(*part), MessageSeeds(seed, i, where)) for i, part in enumerate(parts)]
+        return [schedule(part, replace(call, topology=where, index=i)) for i, part in enumerate(parts)]
 
+    where = call.topology
     if wait or not parts:
         return _there(schedule_worker.run(made(where), result))
     if len(parts) == 1 and messages * where.steps == 1:

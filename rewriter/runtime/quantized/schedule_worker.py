@@ -149,16 +149,6 @@ os.register_at_fork(after_in_child=_forget)
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class _Recorded:
-    """A point of a stream, for which `wait` makes the current stream wait."""
-
-    def __init__(self) -> None:
-        self.event = torch.cuda.current_stream().record_event()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-
 def _start_on_stream(schedules: Sequence[Schedule], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
     # `keep` and `result` belong to the caller's stream. They are held until it waits for this one, and what is freed
     # afterwards is used again behind that.
@@ -169,5 +159,4 @@ def _start_on_stream(schedules: Sequence[Schedule], result: Tensor, keep: Sequen
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _messages():
             pipelined(schedules)
-            recorded = _Recorded()
-    return Transfer([recorded], lambda: result, (*keep,))
+    return Transfer([stream.record_event()], lambda: result, (*keep,))

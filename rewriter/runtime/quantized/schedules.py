@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from rewriter.kernels import (
 )
 from rewriter.kernels.blocks import mix
 from rewriter.runtime.exchange import Transfer
+from rewriter.runtime.known_format import known_format
 from rewriter.runtime.quantized.schedule_worker import Schedule
 from rewriter.runtime.quantized.topology import Topology
 
@@ -43,10 +45,7 @@ def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFo
 
     Raises RewriterError for names that are none, and for two formats where there is one group.
     """
-    try:
-        intra, inter = parse_formats(formats)
-    except ValueError as error:
-        raise RewriterError(f"{name}: {error}") from None
+    intra, inter = known_format(formats, name, parse_formats)
     if intra != inter and not topology.nodes:
         raise RewriterError(
             f'{name}: "{formats}" is a format inside nodes and one between them, but there is one group of '
@@ -60,41 +59,49 @@ def step_formats(formats: str | Format, topology: Topology, name: str) -> StepFo
     return StepFormats(intra, inter, block)
 
 
-def chunks(n: int, stages: int, block: int) -> list[tuple[int, int]]:
-    """(start, end) of at most `stages` parts of a slice of n elements, multiples of `block` except for the last."""
+def chunks(n: int, stages: int, block: int) -> list[slice]:
+    """At most `stages` parts of a slice of n elements, multiples of `block` except for the last."""
     size = max(-(-n // (stages * block)) * block, block)
-    return [(start, min(start + size, n)) for start in range(0, n, size)]
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 @dataclass(frozen=True)
-class MessageSeeds:
-    """The seeds of one chunk of a collective. Messages whose errors may be summed have different ones.
+class Chunk:
+    """One chunk of a collective: the ranks, the formats, the name, and the seeds of its messages.
 
-    A message is dithered with the seed of its step + the sender's rank on the axis. None where nothing is dithered.
-    They follow a hash of the collective's: those of another, with more chunks or fewer, would else be the same.
+    Messages whose errors may be summed have different seeds: a message is dithered with the seed of its step + the
+    sender's rank on the axis. None where nothing is dithered. They follow a hash of the collective's `seed`: those of
+    another, with more chunks or fewer, would else be the same.
     """
 
-    seed: int | None
-    chunk: int
     topology: Topology
+    formats: StepFormats
+    name: str = ""
+    seed: int | None = None
+    index: int = 0
 
     @property
-    def intra(self) -> int | None:
-        return self._base(0, self.topology.inter.rank * self.topology.intra.ranks)
+    def intra_seed(self) -> int | None:
+        return self._seed(0, self.topology.inter.rank * self.topology.intra.ranks)
 
     @property
-    def inter(self) -> int | None:
-        return self._base(1, self.topology.intra.rank * self.topology.inter.ranks)
+    def inter_seed(self) -> int | None:
+        return self._seed(1, self.topology.intra.rank * self.topology.inter.ranks)
 
     @property
-    def gather(self) -> int | None:
+    def gather_seed(self) -> int | None:
         """Of local rank 0 of node 0; that of local rank l of node y is larger by l · Y + y."""
-        return self._base(2, 0)
+        return self._seed(2, 0)
 
-    def _base(self, message: int, first: int) -> int | None:
+    @property
+    def own_gather_seed(self) -> int | None:
+        intra, inter = self.topology.intra, self.topology.inter
+        return plus(self.gather_seed, intra.rank * inter.ranks + inter.rank)
+
+    def _seed(self, message: int, first: int) -> int | None:
         if self.seed is None:
             return None
-        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + self.chunk * self.topology.ranks + first
+        return mix((self.seed * _DITHERED + message) & 0xFFFFFFFF) + self.index * self.topology.ranks + first
 
 
 def plus(seed: int | None, rank: int) -> int | None:
@@ -117,30 +124,14 @@ class Summands:
 
     def total(self, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
         """[R, C], summed in fp32."""
-        return dequantize_reduce(
-            self.payload_PRB,
-            self.format,
-            self.own_RC.shape[1],
-            dtype,
-            seed=self.seed,
-            skip=self.own,
-            add=self.own_RC,
-            factor=factor,
-        )
+        return dequantize_reduce(self.payload_PRB, self.format, dtype=dtype, factor=factor, **self._options())
 
-    def requantized(self, to: Format, to_seed: int | None, factor: float = 1.0) -> Tensor:
+    def requantized(self, to: Format, to_seed: int | None) -> Tensor:
         """The payload [R, B] of the total."""
-        return dequantize_reduce_quantize(
-            self.payload_PRB,
-            self.format,
-            self.own_RC.shape[1],
-            to,
-            seed=self.seed,
-            skip=self.own,
-            add=self.own_RC,
-            factor=factor,
-            to_seed=to_seed,
-        )
+        return dequantize_reduce_quantize(self.payload_PRB, self.format, to=to, to_seed=to_seed, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"n": self.own_RC.shape[1], "seed": self.seed, "skip": self.own, "add": self.own_RC}
 
 
 def but(own: int, ranks: int) -> list[slice]:
@@ -148,82 +139,68 @@ def but(own: int, ranks: int) -> list[slice]:
     return [run for run in (slice(0, own), slice(own + 1, ranks)) if run.start < run.stop]
 
 
-def reduced(
-    x_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Generator[Transfer, None, Summands]:
+def reduced(x_PC: Tensor, chunk: Chunk) -> Generator[Transfer, None, Summands]:
     """What remains to be summed for the own slice, after all messages of qgZ (arXiv 2306.10209, section 3.3)."""
-    inter, own = topology.inter, topology.inter.rank
+    topology, formats = chunk.topology, chunk.formats
+    inter, own, seed = topology.inter, topology.inter.rank, chunk.inter_seed
     node = None
     if topology.intra.ranks > 1:
-        node = yield from _inside_node(x_PC, topology, formats, seeds, name)
+        node = yield from _inside_node(x_PC, chunk)
         if inter.ranks == 1:
             return node
     own_YC = x_PC.unflatten(0, (inter.ranks, topology.intra.ranks))[:, topology.intra.rank]
     sent_YRB = x_PC.new_empty(inter.ranks, 1, formats.inter.payload_bytes(x_PC.shape[1]), dtype=torch.uint8)
     for some in but(own, inter.ranks):
         if node is None:
-            quantize_rows(own_YC[some], formats.inter, seed=plus(seeds.inter, own), out=sent_YRB[some, 0])
+            quantize_rows(own_YC[some], formats.inter, seed=plus(seed, own), out=sent_YRB[some, 0])
         else:
-            sent_YRB[some, 0] = node.rows(some).requantized(formats.inter, plus(seeds.inter, own))
-    transfer = inter.all_to_all_start(sent_YRB, name)
+            sent_YRB[some, 0] = node.rows(some).requantized(formats.inter, plus(seed, own))
+    transfer = inter.all_to_all_start(sent_YRB, chunk.name)
     own_node = slice(own, own + 1)  # summed while that is on its way
     own_RC = own_YC[own_node] if node is None else node.rows(own_node).total(torch.float32)
     yield transfer
-    return Summands(transfer.wait(), formats.inter, seeds.inter, own, own_RC)
+    return Summands(transfer.wait(), formats.inter, seed, own, own_RC)
 
 
-def _inside_node(
-    x_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Generator[Transfer, None, Summands]:
+def _inside_node(x_PC: Tensor, chunk: Chunk) -> Generator[Transfer, None, Summands]:
     """The parts of the node's sum of the slices [Y, C] that are this local rank's in every node.
 
     Slices for place l of every node go to local rank l: the order of Eq. 2, made while quantizing.
     """
-    intra, inter = topology.intra, topology.inter
-    size = formats.intra.payload_bytes(x_PC.shape[1])
+    intra, inter, format = chunk.topology.intra, chunk.topology.inter, chunk.formats.intra
+    size = format.payload_bytes(x_PC.shape[1])
     sent_XYB = x_PC.new_empty(intra.ranks, inter.ranks, size, dtype=torch.uint8)
     for some in but(intra.rank, intra.ranks):
         order = [y * intra.ranks + x for x in range(intra.ranks)[some] for y in range(inter.ranks)]
-        seed = plus(seeds.intra, intra.rank)
-        quantize_rows(x_PC, formats.intra, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
-    transfer = intra.all_to_all_start(sent_XYB, name)
+        seed = plus(chunk.intra_seed, intra.rank)
+        quantize_rows(x_PC, format, order=order, seed=seed, out=sent_XYB[some].flatten(0, 1))
+    transfer = intra.all_to_all_start(sent_XYB, chunk.name)
     yield transfer
     own_YC = x_PC.unflatten(0, (inter.ranks, intra.ranks))[:, intra.rank]
-    return Summands(transfer.wait(), formats.intra, seeds.intra, intra.rank, own_YC)
+    return Summands(transfer.wait(), format, chunk.intra_seed, intra.rank, own_YC)
 
 
-def reduce_scatter(
-    x_PC: Tensor, out_C: Tensor, factor: float, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Schedule:
+def reduce_scatter(x_PC: Tensor, out_C: Tensor, factor: float, chunk: Chunk) -> Schedule:
     """`out_C` becomes the own slice of the sum, times `factor`."""
-    summands = yield from reduced(x_PC, topology, formats, seeds, name)
+    summands = yield from reduced(x_PC, chunk)
     out_C.copy_(summands.total(out_C.dtype, factor)[0])
 
 
-def all_gather(
-    x_C: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Schedule:
+def all_gather(x_C: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
     """`out_PC` becomes what every rank's payload of `x_C` says, one's own too."""
-    seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
-    payload_RB = quantize_rows(x_C[None], formats.inter, seed=seed)
-    yield from gathered(payload_RB, out_PC, topology, formats, seeds, name)
+    payload_RB = quantize_rows(x_C[None], chunk.formats.inter, seed=chunk.own_gather_seed)
+    yield from gathered(payload_RB, out_PC, chunk)
 
 
-def all_reduce(
-    x_PC: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Schedule:
+def all_reduce(x_PC: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
     """Every rank's slice of the sum, quantized once more, goes to all."""
-    summands = yield from reduced(x_PC, topology, formats, seeds, name)
-    seed = plus(seeds.gather, topology.intra.rank * topology.inter.ranks + topology.inter.rank)
-    payload_RB = summands.requantized(formats.inter, seed)
-    yield from gathered(payload_RB, out_PC, topology, formats, seeds, name)
+    summands = yield from reduced(x_PC, chunk)
+    yield from gathered(summands.requantized(chunk.formats.inter, chunk.own_gather_seed), out_PC, chunk)
 
 
-def gathered(
-    payload_RB: Tensor, out_PC: Tensor, topology: Topology, formats: StepFormats, seeds: MessageSeeds, name: str
-) -> Schedule:
+def gathered(payload_RB: Tensor, out_PC: Tensor, chunk: Chunk) -> Schedule:
     """Payloads go between nodes first, and inside the node the same bytes are passed on."""
-    intra, inter = topology.intra, topology.inter
+    intra, inter, format, name = chunk.topology.intra, chunk.topology.inter, chunk.formats.inter, chunk.name
     all_XYB = payload_RB.new_empty(intra.ranks, inter.ranks, payload_RB.shape[1])
     all_XYB[intra.rank, inter.rank] = payload_RB[0]
     if inter.ranks > 1:
@@ -231,23 +208,23 @@ def gathered(
     if intra.ranks > 1:
         yield intra.gather_start(all_XYB, name)
     if intra.ranks == 1 or inter.ranks == 1:  # rows are in rank order
-        dequantize_rows(
-            all_XYB.flatten(0, 1), formats.inter, out_PC.shape[1], out_PC.dtype, seed=seeds.gather, out=out_PC
-        )
+        rows_PB, seed = all_XYB.flatten(0, 1), chunk.gather_seed
+        dequantize_rows(rows_PB, format, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_PC)
         return
     out_YXC = out_PC.unflatten(0, (inter.ranks, intra.ranks))
     for x in range(intra.ranks):
-        seed = plus(seeds.gather, x * inter.ranks)
-        dequantize_rows(all_XYB[x], formats.inter, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
+        seed = plus(chunk.gather_seed, x * inter.ranks)
+        dequantize_rows(all_XYB[x], format, out_PC.shape[1], out_PC.dtype, seed=seed, out=out_YXC[:, x])
 
 
-def all_to_all(x_PN: Tensor, out_PN: Tensor, topology: Topology, formats: StepFormats, name: str) -> Schedule:
+def all_to_all(x_PN: Tensor, out_PN: Tensor, chunk: Chunk) -> Schedule:
     """Row r of `x_PN` goes to rank r; `out_PN` becomes what the ranks sent here, one's own row as it is.
 
     Quantized once, to the nearest. With two steps, local rank x gets what is for itself and what is for its place in
     other nodes, in the formats inside and between, and passes the latter on.
     """
-    intra, inter, n = topology.intra, topology.inter, x_PN.shape[1]
+    topology, formats, name, n = chunk.topology, chunk.formats, chunk.name, x_PN.shape[1]
+    intra, inter = topology.intra, topology.inter
     locals_, nodes = but(intra.rank, intra.ranks), but(inter.rank, inter.ranks)
     away = [y for some in nodes for y in range(inter.ranks)[some]]
     out_PN[topology.rank] = x_PN[topology.rank]

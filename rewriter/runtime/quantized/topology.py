@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime import exchange
-from rewriter.runtime.process_groups import group_rank, group_size, new_groups
+from rewriter.runtime.process_groups import MadeOnce, group_rank, group_size, new_groups
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,12 @@ class CollectiveAxis:
         return group_rank(self.group)
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """Global ranks."""
-        group = self.group
-        if group is None:
-            return (dist.get_rank() if dist.is_initialized() else 0,)
-        return tuple(dist.get_process_group_ranks(group))
-
-    @property
     def place(self) -> str:
         """The ranks, and the names of their group: the same in every run that makes its groups in the same order."""
         group = self.group
-        return f"{self.members} {self.name} {'' if group is None else group.group_name}"
+        if group is None:
+            return f"{dist.get_rank() if dist.is_initialized() else 0} {self.name}"
+        return f"{dist.get_process_group_ranks(group)} {self.name} {group.group_name}"
 
     def all_to_all_start(self, sent_PB: Tensor, name: str) -> exchange.Transfer:
         """Row r goes to rank r; see `exchange.all_to_all_rows_start`."""
@@ -111,9 +105,7 @@ class Topology:
         return self.ranks
 
 
-_topologies: dict[int, tuple[weakref.ref[DeviceMesh | ProcessGroup], Topology]] = {}
 _by_key: dict[str, Topology] = {}
-_backgrounds: dict[int, tuple[weakref.ref[Topology], Topology]] = {}
 
 
 def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> Topology:
@@ -126,14 +118,15 @@ def topology_of(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> T
         return mesh_or_group
     if mesh_or_group is None:
         return Topology(CollectiveAxis())
-    place = id(mesh_or_group)  # not the mesh, which equals one that was made of other process groups
-    if place not in _topologies:
-        made = _made(mesh_or_group)
-        if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
-            _by_key[made.key] = made
-        found = _by_key[made.key]
-        _topologies[place] = weakref.ref(mesh_or_group, lambda _: _topologies.pop(place, None)), found
-    return _topologies[place][1]
+    return _registered(mesh_or_group)
+
+
+@MadeOnce
+def _registered(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
+    made = _made(mesh_or_group)
+    if _by_key.get(made.key) != made:  # or it was that of groups with the same names, which were destroyed
+        _by_key[made.key] = made
+    return _by_key[made.key]
 
 
 def _made(mesh_or_group: DeviceMesh | ProcessGroup) -> Topology:
@@ -187,20 +180,13 @@ def by_key(key: str) -> Topology:
     return _by_key[key]
 
 
+@MadeOnce
 def background(topology: Topology) -> Topology:
     """The same ranks with process groups that only the worker thread uses, made at the first call.
 
     Two threads that use one group would start its messages in an order of their own on each rank, and take one for the
     other. On CUDA one thread starts everything.
     """
-    place = id(topology)
-    if place not in _backgrounds:
-        _backgrounds[place] = weakref.ref(topology, lambda _: _backgrounds.pop(place, None)), _duplicate(topology)
-    return _backgrounds[place][1]
-
-
-def _duplicate(topology: Topology) -> Topology:
-    """The same ranks with messages of their own, for tensors on CPU."""
     axes = topology.intra, topology.inter
     groups = [axis.group for axis in axes if axis.group is not None]
     made = iter(new_groups([dist.get_process_group_ranks(group) for group in groups], groups, backend="gloo"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +109,8 @@ class Bucket:
             used = [True] * len(section.parameters) if complete else self._used(section)
             for i, is_used in zip(section.parameters, used, strict=True):
                 held = self.parameters[i]
-                place = next(
-                    place for (place, _), piece in zip(self.places[i], held.pieces, strict=True) if piece is held.mine
-                )
-                if is_used:
+                if is_used and held.mine is not None:
+                    place, _ = self.places[i][held.pieces.index(held.mine)]
                     held.accumulate(self.buffer[place].div_(divide))
         self.filled.clear()
         if not keep:
@@ -161,15 +160,9 @@ class Reducer:
         self._flying: deque[tuple[Bucket, list[Any]]] = deque()
         for b, bucket in enumerate(buckets):
             for i, held in enumerate(bucket.parameters):
-                held.parameter.register_post_accumulate_grad_hook(self._hook(b, i))
+                held.parameter.register_post_accumulate_grad_hook(partial(self._take, b, i))
 
-    def _hook(self, b: int, i: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            with torch.no_grad():
-                self._take(b, i, parameter)
-
-        return hook
-
+    @torch.no_grad()
     def _take(self, b: int, i: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None

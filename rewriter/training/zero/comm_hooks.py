@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -21,9 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import parse_format, parse_formats
 from rewriter.runtime.collective_log import observe
-from rewriter.runtime.quantized import all_gather_start, reduce_scatter_start
+from rewriter.runtime.quantized.launch import all_gather_start, reduce_scatter_start
 from rewriter.training.zero.flat_layout import BlockLayout
-from rewriter.training.zero.fsdp import AllGather, DefaultAllGather, ParameterGroup, ReduceScatter, reduction_factor
+from rewriter.training.zero.fsdp import (
+    AllGather,
+    DefaultAllGather,
+    DefaultAllocMixin,
+    ParameterGroup,
+    ReduceScatter,
+    reduction_factor,
+)
 
 _exact = False  # whether a block of `exact_weights` is running
 
@@ -51,7 +57,7 @@ def free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-class QuantizedAllGather(AllGather):
+class QuantizedAllGather(DefaultAllocMixin, AllGather):
     """qwZ (arXiv 2306.10209, section 3.1): weights travel quantized, and every rank computes with what arrived.
 
     A rank's own shard too is replaced by its dequantized values, in the gathered copy only: all ranks hold equal bits,
@@ -67,18 +73,14 @@ class QuantizedAllGather(AllGather):
         self.layout = BlockLayout(sizes, parse_format(format).block)
         self._exact = DefaultAllGather()
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         ranks = group.size()
-        if _exact:
-            return self._exact(output_tensor, input_tensor, group, async_op)
-        if ranks != self.mesh.size():
-            received = input_tensor.nbytes * (ranks - 1)
-            observe("wire", f"{self.name} secondary", input_tensor, group, received, received, self.secondary_axis)
+        if _exact or ranks != self.mesh.size():
+            if not _exact:
+                received = input_tensor.nbytes * (ranks - 1)
+                observe("wire", f"{self.name} secondary", input_tensor, group, received, received, self.secondary_axis)
             return self._exact(output_tensor, input_tensor, group, async_op)
         # `input_tensor` is a part of `output_tensor`: it is quantized before anything is written there
         mine = self.layout.blocked(input_tensor.view(1, -1))[0]
@@ -91,7 +93,7 @@ class QuantizedAllGather(AllGather):
         return None
 
 
-class QuantizedReduceScatter(ReduceScatter):
+class QuantizedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """qgZ (sections 3.3 and B.3): gradients are summed inside the node, requantized, then summed between nodes.
 
     Sums are made in fp32 and rounded once, to FSDP2's reduction dtype; a rank's own part is never quantized. Dither
@@ -105,9 +107,6 @@ class QuantizedReduceScatter(ReduceScatter):
         self.mesh, self.format, self.name, self.seeds = mesh, format, name, seeds
         self.parameters = parameters
         self.block = max(hop.block for hop in parse_formats(format))
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False

@@ -39,10 +39,15 @@ class FlatParameter:
     def accumulate(self, part: Tensor) -> None:
         assert self.master is not None
         assert self.gradient is not None
-        if self.master.grad is None:
-            self.master.grad = self.gradient.copy_(part)
-        else:
-            self.master.grad.add_(part)
+        accumulate(self.master, self.gradient, part)
+
+
+def accumulate(master: nn.Parameter, memory: Tensor, part: Tensor) -> None:
+    """Add `part` to the gradient of a master weight, which stands in `memory`."""
+    if master.grad is None:
+        master.grad = memory.copy_(part)
+    else:
+        master.grad.add_(part)
 
 
 class FlatParameters:

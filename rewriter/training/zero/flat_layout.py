@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """Elements `start` to `end` of a parameter, which stand from `at` on in the slice of rank `owner`."""
+    """Elements `start` to `end` of a parameter (`source`), which stand from `at` on in the slice of rank `owner`
+    (`place`)."""
 
     parameter: int
     owner: int
@@ -27,12 +29,10 @@ class OwnedPiece:
 
     @property
     def source(self) -> slice:
-        """Where it is in the parameter."""
         return slice(self.start, self.end)
 
     @property
     def place(self) -> slice:
-        """Where it is in the owner's slice."""
         return slice(self.at, self.at + self.end - self.start)
 
 
@@ -50,24 +50,14 @@ class BlockLayout:
     (M in all, a multiple of `block`)."""
 
     def __init__(self, sizes: Sequence[int], block: int) -> None:
-        self.sizes, self.block = tuple(sizes), block
-
-    @cached_property
-    def padded(self) -> tuple[int, ...]:
-        return tuple(-(-size // self.block) * self.block for size in self.sizes)
-
-    @property
-    def n(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def m(self) -> int:
-        return sum(self.padded)
+        self.sizes = tuple(sizes)
+        self.padded = tuple(-(-size // block) * block for size in sizes)
+        self.n, self.m = sum(self.sizes), sum(self.padded)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Of each parameter in blocks."""
-        return tuple(sum(self.padded[:i]) for i in range(len(self.sizes)))
+        return tuple(accumulate(self.padded, initial=0))[:-1]
 
     def blocked(self, x_RN: Tensor) -> Tensor:
         """x_RM; `x_RN` itself where every parameter fills its blocks."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, parse_format, quantize_rows
+from rewriter.runtime.known_format import known_format
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,7 @@ def quantize_frozen(model: nn.Module, format: str, *, min_elements: int = 1 << 1
     Raises RewriterError for a format that does not exist, a model that is sharded already, and one with nothing frozen
     to quantize.
     """
-    try:
-        parsed = parse_format(format)
-    except ValueError as error:
-        raise RewriterError(f"quantize_frozen: {error}") from None
+    parsed = known_format(format, "quantize_frozen", parse_format)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise RewriterError(

@@ -17,14 +17,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rewriter.common.errors import RewriterError
 
-__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ParameterGroup", "ReduceScatter", "groups_of"]
+__all__ = ["AllGather", "DefaultAllGather", "DefaultAllocMixin", "ParameterGroup", "ReduceScatter", "groups_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,6 @@ class ShardedParameter:
     first `local` are the rank's own shard, in its order."""
 
     parameter: nn.Parameter
-    name: str
     padded: int
     local: int
     whole: int
@@ -44,11 +47,11 @@ class ParameterGroup:
 
     def __init__(self, module: FSDPModule, group: Any, outermost: bool) -> None:
         self.module, self._group, self._outermost = module, group, outermost
-        self._reduced: list[ShardedParameter] = []
+        self.reduced: list[ShardedParameter] = []  # by the reduction under way, in its order; see `watch_reductions`
 
     @property
     def name(self) -> str:
-        """The name of its first parameter's module, or of its class."""
+        """Of its module's class."""
         return type(self.module).__name__.removeprefix("FSDP")
 
     @property
@@ -66,7 +69,6 @@ class ParameterGroup:
         return [
             ShardedParameter(
                 p.sharded_param,
-                p._module_info.param_name,
                 p.padded_sharded_param_size.numel(),
                 p.sharded_size.numel(),
                 p._orig_size.numel(),
@@ -85,7 +87,7 @@ class ParameterGroup:
         reduce = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            self._reduced = [
+            self.reduced = [
                 p for p, held in zip(self.parameters, self._group.fsdp_params, strict=True) if self._takes_part(held)
             ]
             reduce(*unused)
@@ -100,11 +102,6 @@ class ParameterGroup:
             return True
         unused = getattr(self._group, "reduce_scatter_unused_params", False)  # torch 2.13
         return bool(unused and p.unsharded_param.requires_grad)
-
-    @property
-    def reduced(self) -> list[ShardedParameter]:
-        """Those whose gradients the reduction under way holds, in its order; after `watch_reductions`."""
-        return self._reduced
 
     @property
     def replicas(self) -> tuple[int, int]:
@@ -138,18 +135,14 @@ class ParameterGroup:
 
     @property
     def reshards(self) -> bool:
-        """Whether parameters are freed after forward and gathered again in backward.
-
-        An outermost module whose `reshard_after_forward` was left to FSDP2 keeps them.
-        """
+        """Whether parameters are freed after forward and gathered again in backward. An outermost module whose
+        `reshard_after_forward` was left to FSDP2 keeps them."""
         left = self._outermost and self.module._get_fsdp_state()._auto_reshard_after_forward
         return self._group.post_forward_mesh_info is not None and not left
 
     def set_comms(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Put ours in the place of FSDP2's own; None leaves what is there.
-
-        Raises RewriterError where there is something else than FSDP2's default already.
-        """
+        """Put ours in the place of FSDP2's own; None leaves what is there. Raises RewriterError where that is not
+        FSDP2's default."""
         for comm, present, default in (
             (all_gather, self._group._all_gather_comm, DefaultAllGather),
             (reduce_scatter, self._group._reduce_scatter_comm, DefaultReduceScatter),
@@ -229,11 +222,8 @@ def _optimizer_steps() -> list[int]:
 
 
 def groups_of(model: nn.Module, caller: str) -> list[ParameterGroup]:
-    """FSDP2's parameter groups of `model`, in the order of its modules; at least one.
-
-    Raises RewriterError for FSDP1, a model that is not sharded, and groups of
-    several meshes in one module.
-    """
+    """FSDP2's parameter groups of `model`, in the order of its modules; at least one. Raises RewriterError for FSDP1, a
+    model that is not sharded, and groups of several meshes in one module."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise RewriterError(
             f"{caller}: {type(model).__name__} is wrapped in FullyShardedDataParallel (FSDP1). Use "

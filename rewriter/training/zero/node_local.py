@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, parse_format
+from rewriter.runtime.known_format import known_format
 from rewriter.training.zero.comm_hooks import SeedCounter
 from rewriter.training.zero.fsdp import groups_of
 from rewriter.training.zero.master_weights import (
@@ -53,11 +54,8 @@ def node_local_optimizer(
             fully_shard(layer, mesh=mesh["local"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         optimizer = node_local_optimizer(model, mesh, lambda groups: torch.optim.AdamW(groups, lr=1e-4))
 
-    mesh: two dimensions, between nodes and inside the node. optimizer: called with groups of parameters, as
-    torch.optim's classes take them; it gets fp32 master weights, one-dimensional pieces that together hold each element
-    on one rank, so its update must be elementwise (SGD, Adam, AdamW, Lion; not Muon, Shampoo or Adafactor). params:
-    parameters of the model, or groups of them with their options; default all that require a gradient.
-    gradients, weights: formats of what nodes exchange; gradients are dithered.
+    mesh: two dimensions, between nodes and inside the node. optimizer, params: as of `zero_optimizer`, with elementwise
+    updates only. gradients, weights: formats of what nodes exchange; gradients are dithered.
 
     Keep the model in the 16-bit dtype that it computes in: master weights are kept here. Call it on all ranks, with the
     same weights on all nodes, once parameters that are not trained are frozen. Gradients are averaged over all ranks,
@@ -73,16 +71,11 @@ def node_local_optimizer(
             f"node_local_optimizer: a mesh of {mesh.ndim} dimensions named {mesh.mesh_dim_names}, expected two with "
             "names, nodes and the ranks of a node, as rewriter.training.node_mesh makes"
         )
-    return NodeLocalOptimizer(
-        model, mesh, optimizer, params, _format("gradients", gradients), _format("weights", weights)
-    )
-
-
-def _format(what: str, name: str) -> Format:
-    try:
-        return parse_format(name)
-    except ValueError as error:
-        raise RewriterError(f"node_local_optimizer: {what}: {error}") from None
+    formats = {
+        what: known_format(name, f"node_local_optimizer: {what}", parse_format)
+        for what, name in (("gradients", gradients), ("weights", weights))
+    }
+    return NodeLocalOptimizer(model, mesh, optimizer, params, **formats)
 
 
 class NodeLocalOptimizer(MasterWeightOptimizer):

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import parse_format, parse_formats
+from rewriter.kernels import DTYPES, parse_format, parse_formats
+from rewriter.runtime.known_format import known_format
 from rewriter.training.zero.comm_hooks import QuantizedAllGather, QuantizedReduceScatter, SeedCounter
 from rewriter.training.zero.fsdp import ParameterGroup, groups_of
 from rewriter.training.zero.nodes import LOCAL, divides, node_groups, ranks_per_node
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels quantize
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,9 @@ def zero_plus_plus(
     if weights is None and gradients is None and secondary is None:
         raise RewriterError("zero_plus_plus: nothing to do. Pass weights=, gradients= or secondary=")
     if weights is not None:
-        _require_known("weights", weights, parse_format)
+        known_format(weights, "zero_plus_plus: weights", parse_format)
     if gradients is not None:
-        _require_known("gradients", gradients, parse_formats)
+        known_format(gradients, "zero_plus_plus: gradients", parse_formats)
     groups = [group for group in groups_of(model, "zero_plus_plus") if group.process_group.size() > 1]
     ranks = _ranks(model, groups)
     if secondary is not None:
@@ -84,33 +80,20 @@ def zero_plus_plus(
             for group in groups:
                 _one_dtype(group)
     inside = secondary is not None and local is not None and local % secondary == 0
-    meshes, seeds = _Meshes(), SeedCounter()
+    made, seeds = cache(node_groups), SeedCounter()  # parameter groups share process groups of each shape
     for index, group in enumerate(groups):
-        name = f"{group.name} {index}"
+        name, device = f"{group.name} {index}", group.mesh.device_type
         gather = scatter = None
         if local is not None and weights is not None:
             sizes = [p.padded for p in group.parameters]
             axis = LOCAL if inside else "secondary"
-            gather = QuantizedAllGather(meshes.of(group, local), weights, sizes, name, axis)
+            gather = QuantizedAllGather(made(group.process_group, local, device), weights, sizes, name, axis)
         if local is not None and gradients is not None:
-            scatter = QuantizedReduceScatter(meshes.of(group, local), gradients, group, name, seeds)
+            scatter = QuantizedReduceScatter(made(group.process_group, local, device), gradients, group, name, seeds)
         group.set_comms(gather, scatter)
         if secondary is not None and secondary < ranks and group.reshards:
-            group.keep_in(meshes.of(group, secondary) if secondary > 1 else None)
+            group.keep_in(made(group.process_group, secondary, device) if secondary > 1 else None)
     return _memory(groups, ranks, local, secondary)
-
-
-class _Meshes:
-    """The meshes of ("node", "local") that parameter groups share: process groups are made once for each shape."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[ProcessGroup, int], DeviceMesh] = {}
-
-    def of(self, group: ParameterGroup, local: int) -> DeviceMesh:
-        key = (group.process_group, local)
-        if key not in self._made:
-            self._made[key] = node_groups(group.process_group, local, group.mesh.device_type)
-        return self._made[key]
 
 
 def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
@@ -122,13 +105,6 @@ def _ranks(model: nn.Module, groups: list[ParameterGroup]) -> int:
             "number. Call it on each part that is sharded alike"
         )
     return found.pop() if found else 1
-
-
-def _require_known(what: str, name: str, parse: Callable[[str], object]) -> None:
-    try:
-        parse(name)
-    except ValueError as error:
-        raise RewriterError(f"zero_plus_plus: {what}: {error}") from None
 
 
 def _one_dtype(group: ParameterGroup) -> None:

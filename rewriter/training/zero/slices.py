@@ -14,8 +14,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.kernels import Format, dequantize_rows, quantize_rows
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.exchange import Transfer, gather_start
-from rewriter.runtime.quantized import reduce_scatter_start
+from rewriter.runtime.quantized.launch import reduce_scatter_start
 from rewriter.training.zero.comm_hooks import SeedCounter
+from rewriter.training.zero.flat import accumulate
 from rewriter.training.zero.flat_layout import BlockLayout, OwnedPiece, owned_pieces
 from rewriter.training.zero.fsdp import ParameterGroup, local_shard
 from rewriter.training.zero.nodes import NODE
@@ -50,7 +51,7 @@ class SlicedGroup:
         self.gradient = torch.zeros(self.size, device=device)
         self.kept: Tensor | None = None  # gradients that the other nodes have not seen yet
         self.master_weights = [nn.Parameter(self.master[piece.place]) for piece in self.pieces[self.node]]
-        self.read_master_weights()
+        self.master.copy_(self._replica())
         group.watch_reductions()
         group.module.set_all_reduce_hook(self._reduce)
         for i in range(len(self.parameters)):
@@ -63,10 +64,6 @@ class SlicedGroup:
 
     def _watch(self, index: int) -> None:
         self.parameters[index].register_post_accumulate_grad_hook(lambda p: self._take(index, p))
-
-    def read_master_weights(self) -> None:
-        """Take the replica's values."""
-        self.master.copy_(self._replica())
 
     @torch.no_grad()
     def loaded(self, index: int) -> None:
@@ -134,13 +131,8 @@ class SlicedGroup:
         shard = local_shard(parameter.grad)
         hold(shard)
         for piece, master in zip(self.pieces[self.node], self.master_weights, strict=True):
-            if piece.parameter != index:
-                continue
-            place = self.gradient[piece.place]
-            if master.grad is None:
-                master.grad = place.copy_(shard[piece.source])
-            else:
-                master.grad += shard[piece.source]
+            if piece.parameter == index:
+                accumulate(master, self.gradient[piece.place], shard[piece.source])
         parameter.grad = None
 
     # --- weights, after a step ---

@@ -9,7 +9,7 @@ parameters (DeepSpeed's communication post, sections 2 and 3). Stage 3, which sh
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import checksum
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.training.zero.buckets import BUCKET_BYTES, Reducer, buckets_of
-from rewriter.training.zero.flat import FlatParameter, FlatParameters
+from rewriter.training.zero.flat import FlatParameters
 from rewriter.training.zero.master_weights import (
     MakeOptimizer,
     MasterWeightOptimizer,
@@ -83,16 +83,9 @@ def zero_optimizer(
         raise RewriterError(f"zero_optimizer: bucket_bytes {bucket_bytes}, expected more than 0")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise RewriterError("zero_optimizer: the model is sharded by FSDP2, which is stage 3. Use a plain optimizer")
-    return ZeroOptimizer(
-        model,
-        optimizer,
-        group,
-        stage=stage,
-        params=params,
-        divide=float(group_size(group)) if divide is None else divide,
-        bucket_bytes=bucket_bytes,
-        multi_rank_buckets=multi_rank_buckets,
-    )
+    divide = float(group_size(group)) if divide is None else divide
+    reduction = {"divide": divide, "per_owner": not multi_rank_buckets, "keep": stage == 1}
+    return ZeroOptimizer(model, optimizer, group, stage, params, bucket_bytes, reduction)
 
 
 class ZeroOptimizer(MasterWeightOptimizer):
@@ -110,12 +103,10 @@ class ZeroOptimizer(MasterWeightOptimizer):
         model: nn.Module,
         optimizer: MakeOptimizer,
         group: ProcessGroup | None,
-        *,
         stage: int,
         params: Parameters | None,
-        divide: float,
         bucket_bytes: int,
-        multi_rank_buckets: bool,
+        reduction: dict[str, Any],
     ) -> None:
         self.group, self.stage = group, stage
         groups = groups_of_parameters(model, params)
@@ -127,13 +118,11 @@ class ZeroOptimizer(MasterWeightOptimizer):
         held = [held for _, held in self._places]
         for each in held:
             setattr(each.parameter, _OWNED, True)
-        self.reducer = Reducer(
-            buckets_of(held, group, bucket_bytes),
-            divide=divide,
-            per_owner=not multi_rank_buckets,
-            keep=stage == 1,
+        self.reducer = Reducer(buckets_of(held, group, bucket_bytes), **reduction)
+        masters = {each.parameter: each.master for each in held if each.master is not None}
+        super().__init__(
+            optimizer([{**given, "params": [masters[p] for p in given["params"] if p in masters]} for given in groups])
         )
-        super().__init__(optimizer([{**given, "params": _master_weights(given["params"], places)} for given in groups]))
         self.follow(model, [each.parameter for each in held], self._loaded)
 
     def _check_replicas(self) -> None:
@@ -247,17 +236,13 @@ def _trained(model: nn.Module, groups: list[dict[str, Any]]) -> list[tuple[str, 
     for group in groups:
         for parameter in group["params"]:
             name = names.get(parameter, f"of shape {list(parameter.shape)}")
-            why = (
-                "is not the model's"
-                if parameter not in names
-                else "does not require a gradient"
-                if not parameter.requires_grad
-                else "comes twice"
-                if parameter in wanted
-                else "belongs to another zero_optimizer"
-                if getattr(parameter, _OWNED, False)
-                else None
-            )
+            faults = {
+                "is not the model's": parameter not in names,
+                "does not require a gradient": not parameter.requires_grad,
+                "comes twice": parameter in wanted,
+                "belongs to another zero_optimizer": getattr(parameter, _OWNED, False),
+            }
+            why = next((fault for fault, found in faults.items() if found), None)
             if why is not None:
                 raise RewriterError(
                     f"zero_optimizer: parameter {name} {why}. Pass parameters of the model that are trained, each once"
@@ -278,10 +263,3 @@ def _by_kind(named: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.P
     for name, parameter in named:
         kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
     return list(kinds.values())
-
-
-def _master_weights(
-    parameters: Sequence[nn.Parameter], places: dict[nn.Parameter, tuple[FlatParameters, FlatParameter]]
-) -> list[nn.Parameter]:
-    found = [places[parameter][1].master for parameter in parameters if parameter in places]
-    return [master for master in found if master is not None]

@@ -1,0 +1,56 @@
+"""The model of the tests of ZeRO stages 1 and 2, its rows, and its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB, WIDTH, LENGTH = 53, 12, 9
+
+
+class Model(nn.Module):
+    """Odd shapes, a tied weight, a frozen one, one that takes no part, and one that takes part on the last rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.up = nn.Linear(WIDTH, 31)
+        self.gain = nn.Parameter(torch.ones(31))
+        self.down = nn.Linear(31, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Parameter(torch.randn(17))
+        self.sometimes = nn.Parameter(torch.randn(VOCAB))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, ids, last):
+        x = self.embed(ids)
+        x = x + self.down(torch.tanh(self.up(x)) * self.gain) + self.frozen(x)
+        logits = self.head(x)
+        if last:
+            logits = logits + self.sometimes
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float().to(self.gain.dtype), ids[:, 1:].flatten())
+
+
+@functools.cache
+def original():
+    torch.manual_seed(3)
+    return Model()
+
+
+def model(dtype=torch.float64):
+    return copy.deepcopy(original()).to(dtype)
+
+
+def rows(step, micro, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+
+
+def adam(groups):
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.05)
