@@ -85,7 +85,7 @@ Link = Annotated[
 Materialize = Annotated[
     bool,
     typer.Option(
-        "--materialize", help="Write each rank's weights to a file. Else ranks read ranges of the checkpoint."
+        "--materialize", help="Write each rank's weights to one file per rank."
     ),
 ]
 
