@@ -31,5 +31,5 @@ def test_the_notebook_runs_in_a_fresh_kernel(tmp_path, monkeypatch):
     printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
     assert "ladder            approximating" in printed
     assert "KL 0." in printed
-    assert "runtime/tp2/rank-1.safetensors" in printed
+    assert "runtime/tp2/weights.json" in printed
     assert "def read_lines(path):" in printed

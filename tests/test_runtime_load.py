@@ -135,7 +135,7 @@ BREAKAGES = {
     ),
     "a cut file": (
         lambda root: os.truncate(root / "runtime/tp1/rank-0.safetensors", 1000),
-        "cannot be read as safetensors",
+        "rank-0.safetensors: not a valid safetensors file",
     ),
     "a grid that is none": (
         lambda root: manifest(

@@ -84,9 +84,7 @@ Link = Annotated[
 ]
 Materialize = Annotated[
     bool,
-    typer.Option(
-        "--materialize", help="Write each rank's weights to one file per rank."
-    ),
+    typer.Option("--materialize", help="Write each rank's weights to one file per rank."),
 ]
 
 # --- of `adapt` ---

@@ -37,7 +37,7 @@ def references_text(references: Mapping[str, Reference], checkpoint: Checkpoint)
         path.relative_to(checkpoint.directory).as_posix(): {"size": header.size, "header": header.sha256}
         for path, header in checkpoint.headers.items()
     }
-    table = {name: [_encode(r.expression), r.dim, r.ranges] for name, r in references.items()}
+    table = {name: [encoded(r.expression), r.dim, r.ranges] for name, r in references.items()}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
     head = f'{{\n "schema": {SCHEMA},\n "files": {json.dumps(files)},\n "parameters": {{\n'
     return f"{head}{lines}\n }}\n}}\n"
@@ -64,7 +64,7 @@ class RankWeights:
                 name: (int(entry["size"]), str(entry["header"])) for name, entry in table["files"].items()
             }
             references = {
-                name: Reference(_decode(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges))
+                name: Reference(decoded(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges))
                 for name, (source, dim, ranges) in table["parameters"].items()
             }
             parameters = {name: reference.on_rank(rank) for name, reference in references.items()}
@@ -163,32 +163,34 @@ def _read(path: Path) -> Any:
     return table
 
 
-def _encode(expression: Expression) -> Any:
+def encoded(expression: Expression) -> Any:
+    """An expression as JSON: a tensor's name, or a list of its kind, what it is made of, and numbers."""
     match expression:
         case Tensor(name):
             return name
         case Slice(source, dim, ranges):
-            return ["slice", _encode(source), dim, ranges]
+            return ["slice", encoded(source), dim, ranges]
         case Concat(parts, dim):
-            return ["cat", [_encode(part) for part in parts], dim]
+            return ["cat", [encoded(part) for part in parts], dim]
         case Stack(parts, dim):
-            return ["stack", [_encode(part) for part in parts], dim]
+            return ["stack", [encoded(part) for part in parts], dim]
         case Transpose(source, dim0, dim1):
-            return ["transpose", _encode(source), dim0, dim1]
+            return ["transpose", encoded(source), dim0, dim1]
         case Take(source, dim, index):
-            return ["take", _encode(source), dim, index]
+            return ["take", encoded(source), dim, index]
 
 
-def _decode(data: Any) -> Expression:
+def decoded(data: Any) -> Expression:
+    """The expression that `encoded` wrote. Raises KeyError, TypeError or ValueError for anything else."""
     if isinstance(data, str):
         return Tensor(data)
     kind, inner, *numbers = data
     make: Mapping[str, Callable[..., Expression]] = {
-        "slice": lambda dim, ranges: Slice(_decode(inner), int(dim), tuple(map(_pair, ranges))),
-        "cat": lambda dim: Concat(tuple(map(_decode, inner)), int(dim)),
-        "stack": lambda dim: Stack(tuple(map(_decode, inner)), int(dim)),
-        "transpose": lambda dim0, dim1: Transpose(_decode(inner), int(dim0), int(dim1)),
-        "take": lambda dim, index: Take(_decode(inner), int(dim), tuple(map(int, index))),
+        "slice": lambda dim, ranges: Slice(decoded(inner), int(dim), tuple(map(_pair, ranges))),
+        "cat": lambda dim: Concat(tuple(map(decoded, inner)), int(dim)),
+        "stack": lambda dim: Stack(tuple(map(decoded, inner)), int(dim)),
+        "transpose": lambda dim0, dim1: Transpose(decoded(inner), int(dim0), int(dim1)),
+        "take": lambda dim, index: Take(decoded(inner), int(dim), tuple(map(int, index))),
     }
     return make[kind](*numbers)
 
