@@ -87,7 +87,11 @@ def source_config(source: Source) -> dict[str, Any]:
     """
     file = Path(source.path) / "config.json" if source.path else None
     config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
-    return config if config.get("model_type", source.model_type) == source.model_type else dict(source.config)
+    if config.get("model_type", source.model_type) != source.model_type:
+        return dict(source.config)
+    if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
+    return config
 
 
 def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:

@@ -7,12 +7,16 @@ weights: only safetensors headers, to bind parameters to what is on disk.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Expression
 from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
@@ -35,16 +39,20 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
     config = load_config(model, trust_remote_code)
     checkpoint = _open_checkpoint(model)
     skeleton = build_skeleton(config, trust_remote_code)
-    expressions = checkpoint_expressions(skeleton.model, checkpoint) if checkpoint else {}
-    path = str(checkpoint.directory) if checkpoint else None
-    return trace_skeleton(skeleton, path, expressions, trust_remote_code)
+    if checkpoint is None:
+        return trace_skeleton(skeleton, remote_code=trust_remote_code)
+    expressions, ties = checkpoint_expressions(skeleton.model, checkpoint)
+    return trace_skeleton(skeleton, str(checkpoint.directory), expressions, ties, trust_remote_code)
 
 
 def trace_skeleton(
-    skeleton: Skeleton, path: str | None = None, expressions: dict[str, Any] | None = None, remote_code: bool = False
+    skeleton: Skeleton,
+    path: str | None = None,
+    expressions: Mapping[str, Expression] = MappingProxyType({}),
+    ties: Mapping[str, str] | None = None,
+    remote_code: bool = False,
 ) -> Program:
-    """The Program of a model that is already built on meta."""
-    expressions = expressions or {}
+    """The Program of a model that is already built on meta. `ties` are by default those that its config asks for."""
     require_fixed_rotary(skeleton.model)
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
@@ -54,7 +62,8 @@ def trace_skeleton(
         graph, modules = wire(tracer, around)
     if around.constants:
         raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
-    ties = tied_parameters(skeleton.model)
+    tied = tied_parameters(skeleton.model)
+    ties = tied if ties is None else ties
     parameters: dict[str, Parameter] = {}
     for module_path, module in modules.items():
         for name, shape in parameters_of(module):
@@ -70,7 +79,10 @@ def trace_skeleton(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
             "with. Load and save the model with transformers once, which adds it."
         )
-    return Program(_source(tracer, skeleton, path, remote_code), graph, modules, parameters, ties)
+    source = _source(tracer, skeleton, path, remote_code)
+    if tied and not ties:  # the config would still say so, and not everything that reads it compares the weights
+        source = replace(source, config={**source.config, "tie_word_embeddings": False})
+    return Program(source, graph, modules, parameters, ties)
 
 
 def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:

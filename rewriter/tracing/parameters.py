@@ -18,6 +18,8 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Stack, Tensor, Transpose
 from rewriter.weights import Checkpoint
 
+COMPARED = 1 << 24  # elements that are compared at a time
+
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """alias → canonical name, for parameters that are one tensor with several users."""
@@ -26,9 +28,14 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     return {alias: name for alias, name in declared.items() if alias in names and name in names}
 
 
-def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Expression]:
-    """Runtime name → expression, for every parameter of `model`, and for the buffers that the checkpoint holds of those
-    that checkpoints hold; tied aliases are left out.
+def checkpoint_expressions(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[dict[str, Expression], dict[str, str]]:
+    """(expressions, ties). Runtime name → expression, for every parameter of `model`, and for the buffers that the
+    checkpoint holds of those that checkpoints hold; tied aliases are left out.
+
+    A pair that the config ties, and of which the checkpoint holds both with different values, is not tied:
+    transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain.
 
     Raises RewriterError naming tensors that are missing, surplus or of another shape, before any weight is read.
     Tensors that transformers itself ignores on load are no error.
@@ -52,10 +59,13 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
         pattern = next(iter(sources))
         converter = by_pattern.get(pattern)
         expressions[target] = Tensor(sources[pattern][0]) if converter is None else _convert(converter, sources, target)
-    for alias, canonical in ties.items():
+    for alias, canonical in list(ties.items()):
         if alias in wanted and canonical in wanted:
             if canonical not in expressions and alias in expressions:
                 expressions[canonical] = expressions[alias]
+            elif alias in expressions and not _equal(checkpoint, expressions[alias], expressions[canonical]):
+                del ties[alias]
+                continue
             expressions.pop(alias, None)
     missing = [n for n in wanted if n in trained and n not in expressions and ties.get(n) not in expressions]
     if missing:
@@ -74,7 +84,21 @@ def checkpoint_expressions(model: PreTrainedModel, checkpoint: Checkpoint) -> di
                 f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
                 "Config and weights do not belong together."
             )
-    return expressions
+    return expressions, ties
+
+
+def _equal(checkpoint: Checkpoint, one: Expression, other: Expression) -> bool:
+    """Whether two tensors have the same values, compared by parts that are given back to the system."""
+    if one == other:
+        return True
+    if one.shape(checkpoint.shapes) != other.shape(checkpoint.shapes):
+        return False
+    first, second = checkpoint.evaluate(one).flatten(), checkpoint.evaluate(other).flatten()
+    for start in range(0, len(first), COMPARED):
+        if not first[start : start + COMPARED].equal(second[start : start + COMPARED].to(first.dtype)):
+            return False
+        checkpoint.release()
+    return True
 
 
 def _sizes(shape: Iterable[int]) -> str:
