@@ -24,6 +24,7 @@ from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
 from rewriter.verify.comparison import Verification
 from rewriter.verify.drift import golden_tokens, too_large
+from rewriter.verify.real_ranks import compare_ranks
 from rewriter.verify.real_weights import RealWeights
 
 if TYPE_CHECKING:
@@ -153,9 +154,14 @@ def _write_checked(
         if output.finished(file) is None:
             output.write(file, path.read_bytes())
     manifest.verification, manifest.files = verified(found, options.verify, drift), output.hashes()
-    if options.verify == "full" and real is not None:
+    if options.verify != "none":
         output.manifest(manifest.table())  # the sharded module is found through it
-        real.compare_emitted(found, output.staging)
+        if options.verify == "full" and real is not None:
+            real.compare_emitted(found, output.staging)
+        else:
+            del real  # its memory is needed
+            target = None if options.dtype is None else output_files.DTYPES[options.dtype]
+            compare_ranks(program, manifest.mesh, output.staging, found, target, progress)
         manifest.verification = verified(found, options.verify, drift)
     assert program.source.path is not None
     output.write(CARD, model_card(manifest, Path(program.source.path)))

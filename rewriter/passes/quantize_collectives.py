@@ -157,6 +157,13 @@ def is_quantized(program: Program) -> bool:
     return keys or any(starts_sum(n) and n.kwargs for n in program.graph.nodes)
 
 
+def least_quantized(program: Program) -> float:
+    """Bytes of the smallest message that travels quantized; infinite where none does."""
+    plan = sequence_plan(program)
+    sizes = [n.kwargs.get("min_bytes", 0) for n in program.graph.nodes if starts_sum(n) and n.kwargs]
+    return min([*sizes, *([plan.min_bytes] if plan is not None and plan.quantized else [])], default=math.inf)
+
+
 def exact(program: Program) -> Program:
     """`program` with messages that are exact: what it would compute without quantization."""
     return _with(program, lambda _: {}, quantized=None, min_bytes=0)

@@ -25,6 +25,7 @@ from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 from rewriter.weights.references import RankWeights
+from rewriter.weights.streaming import stream_parameters
 
 
 def load(
@@ -34,6 +35,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     compile: bool = False,
+    stream: bool = False,
 ) -> nn.Module:
     """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
 
@@ -42,7 +44,8 @@ def load(
     (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process
     sees, where its launcher shows each its own) if there is one, else the CPU; `dtype` to
-    that of the file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load
+    that of the file; `compile` compiles the segments between collectives; `stream` reads weights
+    whenever they are used, which is slow, and runs a model of any size. Runs the directory's own module.py, so load
     only what you trust.
 
     Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
@@ -65,7 +68,7 @@ def load(
         raise RewriterError(
             f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
         )
-    fill(model, made.weights(root, rank), device=where, dtype=dtype)
+    fill(model, made.weights(root, rank), device=where, dtype=dtype, stream=stream)
     model.eval()
     if compile:
         compile_segments(model)
@@ -267,9 +270,16 @@ def build(path: Path, name: str, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def fill(
-    model: nn.Module, weights: RankWeights, *, device: torch.device | str, dtype: torch.dtype | None = None
+    model: nn.Module,
+    weights: RankWeights,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    stream: bool = False,
 ) -> None:
     """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
+
+    With `stream`, parameters are read at every access: see `rewriter.weights.streaming`.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
     `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
@@ -291,14 +301,21 @@ def fill(
             f"{weights.path}: it does not fit its module: {'; '.join(problems)}. Rewrite the model again"
         )
     casts = {name: kept.get(name, dtype if weights.dtype(name).is_floating_point else None) for name in chosen.values()}
-    tensors = weights.read(casts, device)
-    state = {first: tensors[name] for first, name in chosen.items()}
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    now = {name: first for first, name in chosen.items() if not (stream and first in trained)}
+    tensors = weights.read({name: casts[name] for name in now}, device)
+    state = {now[name]: tensor for name, tensor in tensors.items()}
     # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
-    parameters = {
-        name: nn.Parameter(state[name], p.requires_grad) for name, p in model.named_parameters() if name in state
-    }
-    whole = {name: parameters.get(alias[name], state[alias[name]]) for name in expected}
-    model.load_state_dict(whole, strict=True, assign=True)
+    parameters = {name: nn.Parameter(tensor, trained[name]) for name, tensor in state.items() if name in trained}
+    whole = {name: parameters.get(alias[name], state[alias[name]]) for name in expected if alias[name] in state}
+    model.load_state_dict(whole, strict=not stream, assign=True)
+    if stream:
+
+        def read(first: str) -> torch.Tensor:
+            name = chosen[first]
+            return weights.read({name: casts[name]}, device)[name]
+
+        stream_parameters(model, read)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -1,7 +1,7 @@
 """`python -m rewriter.runtime.logits_worker REQUEST RESULT`: on every rank, the logits of a runtime module.
 
-The request names a directory and batches of token ids (JSON); rank 0 writes logits [B, S, V] in fp32 (safetensors).
-Raises RuntimeError where ranks end with different logits.
+The request names a directory, batches of token ids and whether to `stream` weights (JSON); rank 0 writes logits
+[B, S, V] in fp32 (safetensors). Raises RuntimeError where ranks end with different logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rewriter.runtime.load import load
 def main(request_path: str, result_path: str) -> None:
     with open(request_path, encoding="utf-8") as file:
         request = json.load(file)
-    model = load(request["directory"], device="cpu", dtype=torch.float32)
+    model = load(request["directory"], device="cpu", dtype=torch.float32, stream=request.get("stream", False))
     logits = {}
     with torch.no_grad():
         for index, batch in enumerate(request["batches"]):

@@ -14,6 +14,7 @@ from rewriter.passes.quantize_collectives import always_quantized, exact, is_qua
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
 from rewriter.verify.random_model import random_ids
+from rewriter.verify.real_ranks import rounded
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import compare_emitted, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
@@ -91,9 +92,7 @@ class RealWeights:
 
     def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with the precision that the output holds it in."""
-        if self.target is None or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self.target).to(tensor.dtype)
+        return rounded(tensor, self.target)
 
     @torch.no_grad()
     def compare(self, found: Verification) -> None:

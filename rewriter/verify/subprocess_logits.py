@@ -41,13 +41,17 @@ def huggingface_logits(directory: Path, batches: Sequence[torch.Tensor]) -> list
     return _run(command, directory, batches, "the adapted checkpoint", 1, lambda rank: environment())
 
 
-def rank_logits(directory: Path, ranks: int, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def rank_logits(
+    directory: Path, ranks: int, batches: Sequence[torch.Tensor], stream: bool = False
+) -> list[torch.Tensor]:
     """Logits [B, S, vocabulary] (fp32) of the sharded module in `directory` on `ranks` gloo processes.
+
+    With `stream`, ranks read each weight when it is used, so that memory is bounded for models of any size.
 
     Raises VerificationError when they fail, or when ranks end with different logits.
     """
     command = [sys.executable, "-m", "rewriter.runtime.logits_worker"]
-    return _run(command, directory, batches, f"the module on {ranks} ranks", ranks, placed(ranks))
+    return _run(command, directory, batches, f"the module on {ranks} ranks", ranks, placed(ranks), stream=stream)
 
 
 def _run(
@@ -57,12 +61,13 @@ def _run(
     what: str,
     ranks: int,
     variables: Callable[[int], Mapping[str, str]],
+    **more: bool,
 ) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
     with Processes() as job:
         request, result = job.scratch / "request.json", job.scratch / "logits.safetensors"
-        write_json(request, {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches]})
+        write_json(request, {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches], **more})
         # Generated files are imported from a separate cache, so that nothing of a failed run stays behind.
         own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         for rank in range(ranks):
