@@ -93,6 +93,7 @@ DEFAULTS = {
     "dry_run": False,
     "resume": False,
     "link": False,
+    "materialize": False,
     "trust_remote_code": False,
     "set": {},
     "text": None,
@@ -254,7 +255,10 @@ def test_a_shown_recipe_is_a_file_to_edit(tmp_path: Path, capsys: pytest.Capture
     mine = tmp_path / "mine.yaml"
     mine.write_text(text)
     assert main(["recipes", "validate", str(mine)]) == 0
-    assert "valid recipe: tensor_parallel → merge_reductions → ladder → overlap" in capsys.readouterr().out
+    assert (
+        "valid recipe: tensor_parallel → merge_reductions → ladder → fuse_projections → overlap"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_faulty_recipe_file_is_refused_with_all_its_faults(

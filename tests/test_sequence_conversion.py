@@ -71,7 +71,7 @@ def test_the_output_says_how_tokens_lie_on_ranks(grid: Path) -> None:
     assert ranks_of(manifest.mesh) == 4
     entry = manifest.runtime["sp4"]
     assert entry.module == "runtime/sp4/module.py"
-    assert entry.ranks == ["model.safetensors"]  # ranks that share tokens hold the same weights
+    assert entry.weights == "runtime/sp4/weights.json"  # ranks that share tokens hold the same weights
     assert entry.sequence is not None
     plan = {"kind": "attention2d", "grid": (1, 2, 2), "overlap": False, "quantized": None, "min_bytes": 0}
     assert entry.sequence.model_dump() == plan

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
-if TYPE_CHECKING:
-    from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.adapt.run import Run
 
 METRICS = "metrics.jsonl"
 _KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -21,12 +21,13 @@ class Metrics(TrainerCallback):
     """Writes what is logged to `metrics.jsonl`; on rank 0 alone.
 
     A line has the step, the tokens seen until then, and what the Trainer logs, with the loss of the step, its parts and
-    the tokens per second since the line before. When a run is resumed, lines behind the checkpoint are dropped.
+    the tokens per second since the line before; `parts` gives those of the last step. When a run is resumed, lines
+    behind the checkpoint are dropped.
     """
 
-    def __init__(self, trainer: AdaptTrainer) -> None:
-        self.trainer, self.path = trainer, trainer.run.place / METRICS
-        self.tokens_per_step = trainer.run.sizes.batch * trainer.run.data.length
+    def __init__(self, run: Run, parts: Callable[[], Mapping[str, float]]) -> None:
+        self.run, self.parts, self.path = run, parts, run.place / METRICS
+        self.tokens_per_step = run.sizes.batch * run.data.length
         self._last = (0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -42,7 +43,7 @@ class Metrics(TrainerCallback):
         entry: dict[str, Any] = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
         if "loss" in logged:
             # of the step, not the Trainer's mean since the last line: that is another one after an interruption
-            logged |= self.trainer.parts
+            logged |= self.parts()
         now, (step, then) = time.perf_counter(), self._last
         if state.global_step > step and "loss" in logged:
             logged["tokens_per_second"] = round((state.global_step - step) * self.tokens_per_step / (now - then), 1)
@@ -52,7 +53,7 @@ class Metrics(TrainerCallback):
             file.write(json.dumps(entry) + "\n")
         if "loss" in logged:
             speed = logged.get("tokens_per_second")
-            self.trainer.run.progress(
+            self.run.progress(
                 "training", state.global_step, state.max_steps, loss=logged["loss"], tokens_per_second=speed
             )
 

@@ -95,7 +95,7 @@ class AdaptTrainer(Trainer):
         self.run, self.built, self.student, self.loss, self.ranks = run, built, built.model, loss, run.ranks
         self.remove_callback(PrinterCallback)  # Metrics prints instead
         if run.ranks.first:
-            self.add_callback(Metrics(self))
+            self.add_callback(Metrics(self.run, lambda: self.parts))
         self.parts: dict[str, float] = {}
         self._targets = 1
         self._sums: dict[str, Tensor] = {}

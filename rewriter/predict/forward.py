@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype
-from rewriter.analysis.op_semantics import function_of, kind_of
+from rewriter.analysis.op_semantics import starts_sum
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, parameters_of
 from rewriter.ir.marks import marks
@@ -126,8 +126,7 @@ class _ForwardRun:
             return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
             return self._remembered(node, sources)
-        is_sum = kind_of(node) == "collective" and function_of(node) == "sum"
-        if is_sum or node.target in (ops.all_reduce_wait, ops.copy_to_group, ops.dropout):
+        if starts_sum(node) or node.target in (ops.all_reduce_wait, ops.copy_to_group, ops.dropout):
             return sources[0], ()  # what the wiring's collectives cost is the timeline's matter
         known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
         if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:
