@@ -198,7 +198,10 @@ def test_verify_refuses_what_is_no_output(tmp_path: Path, content: str | None) -
         api.verify(tmp_path)
 
 
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 QUESTION = [{"role": "user", "content": "Why?"}]
 
 

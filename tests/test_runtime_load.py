@@ -240,13 +240,13 @@ def test_tokens_come_while_ranks_run_and_a_listener_ends_a_prompt(tmp_path):
     assert [len(times) for times in found["seconds"]] == [3, 3]
 
 
-def test_one_seed_gives_one_text_whatever_ranks_and_prompts_beside_it(tmp_path):
-    request = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9, "top_k": 30}
+@pytest.mark.slow
+def test_one_seed_gives_one_text_on_any_ranks_and_beside_any_prompts(tmp_path):
+    request = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9, "top_k": 30, "seed": 5}
     (tmp_path / "alone").mkdir()
-    pair, alone = write(tmp_path, 2), write(tmp_path / "alone", 1)
-    both = launch(pair, 2, {**request, "prompts": PROMPTS, "seed": 5}, timeout=60)["tokens"]
-    assert launch(alone, 1, {**request, "prompts": PROMPTS[1:], "seed": 5}, timeout=60)["tokens"] == both[1:]
-    assert launch(pair, 2, {**request, "prompts": PROMPTS, "seed": 6}, timeout=60)["tokens"] != both
+    both = launch(write(tmp_path, 2), 2, {**request, "prompts": PROMPTS}, timeout=60)["tokens"]
+    alone = launch(write(tmp_path / "alone", 1), 1, {**request, "prompts": PROMPTS[1:]}, timeout=60)["tokens"]
+    assert alone == both[1:]
 
 
 def alive(directory):
