@@ -19,7 +19,6 @@ import rewriter
 from rewriter.cli import main
 from rewriter.cli.convert import default_output
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.runtime.text_stream import Generation
 
 REPORT = {
     "model": "tiny",
@@ -62,15 +61,6 @@ class Api(ModuleType):
     def verify(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer("verify", REPORT["verification"], args, kwargs)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        show = kwargs.pop("on_text")
-        prompts = args[1]
-        for index, _ in enumerate(prompts):
-            for piece in (" upon", " a ", ""):
-                show(index, piece, None)
-            show(index, "time", Generation(" upon a time", [5, 7, 9], 0.25, 0.125))
-        return self.answer("generate", [], args, kwargs)
-
     def export_onnx(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer("export_onnx", None, args, kwargs)
 
@@ -104,8 +94,6 @@ DEFAULTS = {
     "set": {},
     "text": None,
 }
-SAID = [{"role": "user", "content": "hi"}]
-GENERATE = {"max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": []}
 INSPECT = {"recipe": None, "tp": 1, "sp": 1, "tokens": None, "trust_remote_code": False}
 
 
@@ -187,18 +175,6 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
             ("inspect", ("m",), INSPECT | {"recipe": "long-context", "sp": 16, "tokens": 131072}),
         ),
         ("verify d", ("verify", (Path("d"),), {})),
-        ("generate d --prompt hi", ("generate", (Path("d"), ["hi"]), GENERATE)),
-        ("generate d --message hi", ("generate", (Path("d"), [SAID]), GENERATE)),
-        ("generate d --prompt hi --chat", ("generate", (Path("d"), [SAID]), GENERATE)),
-        (
-            "generate d --prompt hi --max-new-tokens 3 --temperature .5 --top-p .9 --top-k 40 --seed 7 "
-            "--stop x --stop yy --json",
-            (
-                "generate",
-                (Path("d"), ["hi"]),
-                {"max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 7, "stop": ["x", "yy"]},
-            ),
-        ),
         ("export d --onnx f.onnx", ("export_onnx", (Path("d"), Path("f.onnx")), {})),
     ],
 )
@@ -249,69 +225,6 @@ def test_json_is_all_that_is_on_stdout(api: Api, capsys: pytest.CaptureFixture[s
     assert err == ""
     assert main(["inspect", "tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"layers": 4}
-
-
-def test_generate_prints_the_text(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "d", "--prompt", "Once"]) == 0
-    assert capsys.readouterr().out == "Once upon a time\n"
-    assert main(["generate", "d", "--message", "Once"]) == 0
-    assert capsys.readouterr().out == " upon a time\n"
-
-
-def test_generate_takes_prompts_from_a_file(api: Api, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    lines.write_text("Once\n\nThere, too, é\n", encoding="utf-8")
-    objects.write_text('{"text": "Two\\nlines"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
-    assert main(["generate", "d", "--prompts", str(lines)]) == 0
-    assert capsys.readouterr().out == "Once upon a time\n\nThere, too, é upon a time\n"
-    assert main(["generate", "d", "--prompts", str(lines), "--chat"]) == 0
-    assert capsys.readouterr().out == "> Once\n upon a time\n\n> There, too, é\n upon a time\n"
-    assert main(["generate", "d", "--prompts", str(objects), "--json"]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == 2 * [
-        {"text": " upon a time", "tokens": [5, 7, 9], "seconds_to_first_token": 0.25, "seconds_per_token": 0.125}
-    ]
-    said = [{"role": "user", "content": text} for text in ("Once", "There, too, é")]
-    assert [call[1][1] for call in api.calls] == [
-        ["Once", "There, too, é"], [[said[0]], [said[1]]], ["Two\nlines", SAID],
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.txt", b"\n \n", "it is empty"),
-        ("p.txt", b"\xff", "not UTF-8 text"),
-        ("p.txt", None, "No such file"),
-        ("p.jsonl", b"", "it is empty"),
-        ("p.jsonl", b"text", "p.jsonl:1: not JSON"),
-        (
-            "p.jsonl",
-            b'{"text": "a", "messages": []}',
-            "p.jsonl:1: neither a text nor messages that end with the user's",
-        ),
-        ("p.jsonl", b'{"messages": [{"role": "assistant", "content": "a"}]}', "p.jsonl:1: neither a text"),
-    ],
-)
-def test_a_faulty_file_of_prompts_is_refused(
-    api: Api, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert main(["generate", "d", "--prompts", str(tmp_path / name)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert api.calls == []
-
-
-def test_a_line_that_was_begun_is_ended_before_a_failure(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(*_: Any, on_text: Any, **__: Any) -> None:
-        on_text(0, " upon", None)
-        raise RewriterError("rank 1 was killed by SIGKILL")
-
-    api.generate = fail  # type: ignore[method-assign]
-    assert main(["generate", "d", "--prompt", "Once"]) == 2
-    assert capsys.readouterr() == ("Once upon\n", "error: rank 1 was killed by SIGKILL\n")
 
 
 def test_recipes_lists_every_recipe_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,13 +313,6 @@ def test_an_interrupt_exits_with_130(api: Api) -> None:
         ("tiny --recipe ladder --set layers=all", ["--set layers=all", "PASS.OPTION=VALUE"]),
         ("tiny --recipe ladder --set a.b=1 --set a.b=2", ["a.b is set twice"]),
         ("tiny other --recipe ladder", ["other"]),
-        ("generate d", ["generate: no prompts", "--prompt TEXT, --message TEXT and --prompts FILE"]),
-        ("generate d --prompt a --message b", ["generate: 2 prompts"]),
-        ("generate d --prompt a --top-p 0.9", ["--top-p 0.9: without --temperature nothing is sampled"]),
-        ("generate d --prompt a --top-k 3 --temperature 0", ["--top-k 3: without --temperature"]),
-        ("generate d --prompt a --temperature -1", ["--temperature", "greater than or equal to 0"]),
-        ("generate d --prompt a --top-p 2 --temperature 1", ["--top-p", "less than or equal to 1"]),
-        ("generate d --prompt a --stop=", ["--stop: it is empty"]),
         ("recipes show lader", ["recipe 'lader'", "Did you mean 'ladder'?"]),
         ("recipes lst", ["lst"]),
         ("recipes validate absent.yaml", ["absent.yaml: no such file"]),
