@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
+    from rewriter.runtime.text_stream import Generation
 
 
 def rewrite(
@@ -237,13 +238,29 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     return model
 
 
-def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int = 64) -> str:
-    """Continue `prompt` greedily on as many ranks as the manifest names; returns the prompt and what follows.
+def generate(
+    directory: str | os.PathLike[str],
+    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
+    *,
+    max_new_tokens: int = 64,
+    stop: Sequence[str] = (),
+    on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
+    **sampling: Any,
+) -> list[Generation]:
+    """What follows each of `prompts`, one after another, on as many ranks as the manifest names.
 
-    Raises RewriterError for a directory without manifest, runtime module or tokenizer, and when a rank fails.
+    A prompt is a text to continue, or the messages of a conversation, which the tokenizer's chat template makes one.
+    It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. `sampling`:
+    temperature (0, the default, takes the likeliest token), top_k, top_p and seed, which every prompt starts from.
+    `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
+    last piece.
+
+    Raises RewriterError for a directory without manifest, runtime module, tokenizer or, for messages, chat template,
+    for a prompt that gives no tokens, and when a rank fails.
     """
     from rewriter.emit.manifest import ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
+    from rewriter.runtime.text_stream import TextStream
     from rewriter.verify.saved_output import check_files, config_of
 
     root = Path(directory)
@@ -252,13 +269,22 @@ def generate(directory: str | os.PathLike[str], prompt: str, max_new_tokens: int
         raise RewriterError(f"{root}: it has no runtime module. Rewrite the model again.")
     check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
     tokenizer = _tokenizer(root)
-    ids = tokenizer(prompt).input_ids
-    if not ids:
-        raise RewriterError("--prompt: it gives no tokens. Write at least one character.")
+    ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
     defaults = _generation_defaults(root, config_of(root))
-    request = {"prompts": [ids], "max_new_tokens": max_new_tokens, **defaults}
-    answer = launch(root, ranks_of(manifest.mesh), request)
-    return str(tokenizer.decode([*ids, *answer["tokens"][0]], skip_special_tokens=True))
+    # A special token is no part of the text, and so ends it by its id.
+    ends = [*defaults["eos_token_ids"], *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
+    streams = [TextStream(tokenizer, prompt, limit=max_new_tokens, ends=ends, stop=stop) for prompt in ids]
+
+    def on_token(index: int, token: int, seconds: float) -> bool:
+        stream = streams[index]
+        piece = stream.add(token, seconds)
+        if piece or stream.done:
+            on_text(index, piece, stream.result() if stream.done else None)
+        return stream.done
+
+    request = {"prompts": ids, "max_new_tokens": max_new_tokens, **defaults, "eos_token_ids": ends, **sampling}
+    launch(root, ranks_of(manifest.mesh), request, on_token=on_token)
+    return [stream.result() for stream in streams]
 
 
 def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
@@ -278,6 +304,30 @@ def _tokenizer(root: Path) -> Any:
             "call rewriter.runtime.generate with token ids"
         )
     return tokenizer
+
+
+def _prompt_ids(root: Path, tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+    """The tokens of a text, or of messages in the chat template, with the start of an answer behind them."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt).input_ids
+    elif not tokenizer.chat_template:
+        raise RewriterError(
+            f"{root}: its tokenizer has no chat template, so messages cannot become a prompt. Give a text to continue "
+            "(--prompt TEXT), or put the chat_template.jinja of the model's instruct version into it"
+        )
+    else:
+        try:
+            ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # templates raise what they like, jinja's own errors and Python's
+            raise RewriterError(f"the chat template of {root} fails on these messages: {error}") from error
+    if not ids:
+        raise RewriterError(f"the prompt {str(prompt)!r} gives no tokens. Write at least one character")
+    return list(ids)
+
+
+def _special(tokenizer: Any) -> set[str]:
+    """The tokens that `skip_special_tokens` leaves out."""
+    return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def _generation_defaults(root: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_code_that_was_changed_is_not_run(written: tuple[Path, Any], tmp_path: P
     module = out / "runtime/tp2/module.py"
     module.write_text(f"open({str(trap)!r}, 'w')\n" + module.read_text())
     with pytest.raises(VerificationError, match=r"module\.py: changed since it was written"):
-        api.generate(out, "hello", 2)
+        api.generate(out, ["hello"], max_new_tokens=2)
     assert not trap.exists()
 
 
@@ -198,17 +198,53 @@ def test_verify_refuses_what_is_no_output(tmp_path: Path, content: str | None) -
         api.verify(tmp_path)
 
 
-def test_generate_continues_a_text_as_the_oracle_does(written: tuple[Path, Any]) -> None:
-    prompt = "def read_lines(path):"
-    text = api.generate(written[0], prompt, 8)
-    assert text.startswith(prompt)
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "Why?"}]
+
+
+def test_generate_continues_texts_and_answers_messages_as_the_oracle_does(
+    written: tuple[Path, Any], tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
+    out = tmp_path / "copy"
+    shutil.copytree(written[0], out)
+    (out / "chat_template.jinja").write_text(CHAT)
     tokenizer = AutoTokenizer.from_pretrained(written[0])
-    ids = tokenizer(prompt).input_ids
+    ids = [tokenizer(text).input_ids for text in ("def read_lines(path):", "[user]Why?[assistant]")]
     model = zoo.shared("llama")
-    [expected] = oracles.greedy_oracle(lambda t: oracles.ladder_logits(model, UPPER, t), [ids], 8)
-    assert text == tokenizer.decode([*ids, *expected], skip_special_tokens=True)
+    expected = oracles.greedy_oracle(lambda t: oracles.ladder_logits(model, UPPER, t), ids, 8)
+    shown: list[list[Any]] = [[], []]
+
+    def on_text(index: int, piece: str, generation: Any) -> None:
+        shown[index].append((piece, generation))
+
+    found = api.generate(out, ["def read_lines(path):", QUESTION], max_new_tokens=8, on_text=on_text)
+    assert [generation.tokens for generation in found] == expected
+    for generation, tokens, pieces in zip(found, expected, shown, strict=True):
+        assert generation.text == tokenizer.decode(tokens) == "".join(piece for piece, _ in pieces)
+        assert [done for _, done in pieces] == [None] * (len(pieces) - 1) + [generation]
+        assert generation.seconds_to_first_token > 0
+
+    stop = found[0].text[2:4]
+    [stopped] = api.generate(out, ["def read_lines(path):"], max_new_tokens=8, stop=[stop])
+    assert stopped.text == found[0].text[: found[0].text.index(stop)]
+    assert stopped.tokens == found[0].tokens[: len(stopped.tokens)]
+
+
+def test_messages_need_a_chat_template_that_takes_them(written: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(RewriterError, match="its tokenizer has no chat template"):
+        api.generate(written[0], [QUESTION])
+    out = tmp_path / "copy"
+    shutil.copytree(written[0], out)
+    (out / "chat_template.jinja").write_text("{{ raise_exception('no system prompt, please') }}")
+    with pytest.raises(RewriterError, match="fails on these messages: no system prompt, please"):
+        api.generate(out, [QUESTION])
+    with pytest.raises(RewriterError, match="the prompt '' gives no tokens"):
+        api.generate(out, [""])
 
 
 # Options

@@ -61,9 +61,6 @@ class Api(ModuleType):
     def verify(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer("verify", REPORT["verification"], args, kwargs)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer("generate", "Once upon a time", args, kwargs)
-
     def export_onnx(self, *args: Any, **kwargs: Any) -> Any:
         return self.answer("export_onnx", None, args, kwargs)
 
@@ -179,8 +176,6 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
             ("inspect", ("m",), INSPECT | {"recipe": "long-context", "sp": 16, "tokens": 131072}),
         ),
         ("verify d", ("verify", (Path("d"),), {})),
-        ("generate d --prompt hi", ("generate", (Path("d"), "hi"), {"max_new_tokens": 64})),
-        ("generate d --prompt hi --max-new-tokens 3", ("generate", (Path("d"), "hi"), {"max_new_tokens": 3})),
         ("export d --onnx f.onnx", ("export_onnx", (Path("d"), Path("f.onnx")), {})),
     ],
 )
@@ -231,11 +226,6 @@ def test_json_is_all_that_is_on_stdout(api: Api, capsys: pytest.CaptureFixture[s
     assert err == ""
     assert main(["inspect", "tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"layers": 4}
-
-
-def test_generate_prints_the_text(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "d", "--prompt", "Once"]) == 0
-    assert capsys.readouterr().out == "Once upon a time\n"
 
 
 def test_recipes_lists_every_recipe_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +317,6 @@ def test_an_interrupt_exits_with_130(api: Api) -> None:
         ("tiny --recipe ladder --set layers=all", ["--set layers=all", "PASS.OPTION=VALUE"]),
         ("tiny --recipe ladder --set a.b=1 --set a.b=2", ["a.b is set twice"]),
         ("tiny other --recipe ladder", ["other"]),
-        ("generate d", ["Missing option '--prompt'", "`rewrite generate --help`"]),
         ("recipes show lader", ["recipe 'lader'", "Did you mean 'ladder'?"]),
         ("recipes lst", ["lst"]),
         ("recipes validate absent.yaml", ["absent.yaml: no such file"]),

@@ -209,7 +209,44 @@ def test_launch_generates_on_real_ranks(tmp_path, ranks):
     w = {name: value.double() for name, value in reference.weights().items()}
     expected = [reference.greedy(w, prompt, 12, runtime_qwen.LADDER_FROM) for prompt in PROMPTS]
     request = {"prompts": PROMPTS, "max_new_tokens": 12}
-    assert launch(write(tmp_path, ranks), ranks, request, timeout=60) == {"tokens": expected}
+    heard = [[] for _ in PROMPTS]
+
+    def on_token(prompt, token, seconds):
+        heard[prompt].append((token, seconds))
+        return False
+
+    found = launch(write(tmp_path, ranks), ranks, request, timeout=60, on_token=on_token)
+    assert found["tokens"] == expected
+    for times in found["seconds"]:
+        assert len(times) == 12
+        assert times[0] > 0
+        assert times == sorted(times)
+    assert heard == [list(zip(*both, strict=True)) for both in zip(found["tokens"], found["seconds"], strict=True)]
+
+
+def test_tokens_come_while_ranks_run_and_a_listener_ends_a_prompt(tmp_path):
+    """The first prompt would get 100,000 tokens: the second begins because the listener has enough of it."""
+    heard = [[], []]
+
+    def on_token(prompt, token, _):
+        heard[prompt].append(token)
+        return len(heard[prompt]) == 3
+
+    w = {name: value.double() for name, value in reference.weights().items()}
+    expected = [reference.greedy(w, prompt, 3, runtime_qwen.LADDER_FROM) for prompt in PROMPTS]
+    request = {"prompts": PROMPTS, "max_new_tokens": 100_000}
+    found = launch(write(tmp_path, 2), 2, request, timeout=120, on_token=on_token)
+    assert found["tokens"] == heard == expected
+    assert [len(times) for times in found["seconds"]] == [3, 3]
+
+
+@pytest.mark.slow
+def test_one_seed_gives_one_text_on_any_ranks_and_beside_any_prompts(tmp_path):
+    request = {"max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9, "top_k": 30, "seed": 5}
+    (tmp_path / "alone").mkdir()
+    both = launch(write(tmp_path, 2), 2, {**request, "prompts": PROMPTS}, timeout=60)["tokens"]
+    alone = launch(write(tmp_path / "alone", 1), 1, {**request, "prompts": PROMPTS[1:]}, timeout=60)["tokens"]
+    assert alone == both[1:]
 
 
 def alive(directory):
@@ -294,3 +331,35 @@ def test_a_failing_rank_is_reported_with_its_traceback_and_stops_the_others(tmp_
     write(tmp_path, 2, source=HANGS.format(body=body))
     with pytest.raises(RewriterError, match=r"rank 1 failed:\n(.|\n)*ValueError: the reason"):
         launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=60)
+
+
+KILLED = """
+import os, signal, threading, time, torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        def end():
+            with open("{note}", "w") as file:
+                file.write(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mesh.get_rank() == 1:
+            threading.Timer(1.0, end).start()
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["time.sleep(3600)", "torch.distributed.barrier(); torch.distributed.recv(torch.ones(1), 1 - mesh.get_rank())"],
+    ids=["waits for nothing", "waits for the killed rank"],
+)
+def test_a_killed_rank_is_named_and_the_others_end_in_ten_seconds(tmp_path, body):
+    """Also where the other ranks ignore SIGTERM, or fail themselves because the killed one is gone."""
+    note = tmp_path / "killed at"
+    write(tmp_path, 2, source=KILLED.format(body=body, note=note))
+    with pytest.raises(RewriterError, match="rank 1 was killed by SIGKILL"):
+        launch(tmp_path, 2, {"prompts": PROMPTS, "max_new_tokens": 2}, timeout=60)
+    assert time.time() - float(note.read_text()) < 10
+    assert not alive(tmp_path)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from rewriter import RewriterError
 from rewriter.runtime import Context, generate, record_events
-from rewriter.runtime.generate import left_pad, positions
+from rewriter.runtime.generate import cut, left_pad, positions
 
 LAYERS, LADDER_FROM = runtime_qwen.LAYERS, runtime_qwen.LADDER_FROM
 PROMPTS = [[5, 9, 33], [60, 2, 17, 40, 8, 21, 3, 3, 50], [7], [11, 12, 13, 14, 15, 16]]
@@ -102,6 +103,52 @@ def test_sampling_is_the_same_on_every_rank_and_follows_the_seed():
     results = run_ranks(sampled, 2, reference.weights(), PROMPTS)
     assert results[0] == results[1]
     assert results[0][0] != results[0][1]
+
+
+def stopped(group, weights, prompts, wanted):
+    """Each prompt is ended after as many tokens as `wanted` says, by the first rank."""
+    model, seen = build(group, weights), [[] for _ in prompts]
+
+    def on_token(prompt, token):
+        seen[prompt].append(token)
+        return len(seen[prompt]) == wanted[prompt]
+
+    return seen, generate(model, prompts, 12, on_token=on_token), generate(model, prompts, 12)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_rank_gets_every_token_and_ends_prompts_on_all(size):
+    wanted = [3, 1, 12, 5]
+    for rank, (seen, tokens, whole) in enumerate(run_ranks(stopped, size, reference.weights(), PROMPTS, wanted)):
+        assert tokens == [row[:count] for row, count in zip(whole, wanted, strict=True)]
+        assert seen == (tokens if rank == 0 else [[] for _ in PROMPTS])
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.7), (5, None), (8, 0.6), (500, 0.999), (1, 0.01), (None, 1.0)])
+def test_what_is_sampled_from_is_what_transformers_samples_from(top_k, top_p):
+    from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(4, reference.VOCAB, generator=torch.Generator().manual_seed(2))
+    warpers = [kind(value) for kind, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p)) if value]
+    theirs = LogitsProcessorList(warpers)
+    torch.testing.assert_close(cut(logits, top_k, top_p), theirs(None, logits.clone()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0, expected a number of at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k is 0, expected at least 1"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0, expected more than 0 and at most 1"),
+        ({"top_p": 0.9}, "top_p is 0.9, but at temperature 0 the likeliest token is taken"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1"),
+        ({"prompts": [[1], []]}, "a prompt has no tokens"),
+    ],
+)
+def test_arguments_of_generate_outside_of_their_range_are_refused(options, message):
+    with pytest.raises(RewriterError, match=message):
+        generate(build(None, reference.weights()), **{"prompts": PROMPTS, "max_new_tokens": 2, **options})
 
 
 def schedule(group, weights, ids):

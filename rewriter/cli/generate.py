@@ -2,19 +2,135 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rewriter.cli import options
+from rewriter.common.errors import RewriterError
+
+if TYPE_CHECKING:
+    from rewriter.runtime.text_stream import Generation
+
+_ONE = "Give one of --prompt TEXT, --message TEXT and --prompts FILE."
 
 
 def generate(
     directory: options.Output,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="How many tokens to add at most.")] = 64,
+    prompt: options.PromptText = None,
+    message: options.Message = None,
+    prompts: options.PromptFile = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.NewTokens = 64,
+    temperature: options.SampleTemperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+    json: options.GenerationJson = False,
 ) -> None:
-    """Continue a text greedily, on as many ranks as the manifest names. Prints the prompt and what follows it."""
+    """Continue texts or answer messages, on as many ranks as the manifest names. Prints the text as it comes."""
+    given = [value for value in (prompt, message, prompts) if value is not None]
+    if len(given) != 1:
+        raise RewriterError(f"generate: {len(given) or 'no'} prompts. {_ONE}")
+    for name, value in (("--top-p", top_p), ("--top-k", top_k)):
+        if value is not None and not temperature:
+            raise RewriterError(f"{name} {value}: without --temperature nothing is sampled. Add --temperature 1.")
+    if "" in (stop or ()):
+        raise RewriterError("--stop: it is empty. Give at least one character.")
+    texts: list[Any] = read_prompts(prompts) if prompts is not None else [prompt if message is None else message]
+    if chat or message is not None:
+        texts = [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in texts]
+
     from rewriter import api
 
-    typer.echo(api.generate(directory, prompt, max_new_tokens=max_new_tokens))
+    show = Display(texts, json)
+    try:
+        api.generate(
+            directory, texts, max_new_tokens=max_new_tokens, stop=stop or [], temperature=temperature, top_p=top_p,
+            top_k=top_k, seed=seed, on_text=show,
+        )  # fmt: skip
+    finally:
+        show.end_line()
+
+
+class Display:
+    """Prints what comes: a text behind its prompt, an answer behind its message if there are several; or JSON."""
+
+    def __init__(self, prompts: list[Any], json: bool) -> None:
+        self._prompts, self._json, self._shown = prompts, json, -1
+        self._open = False
+
+    def __call__(self, index: int, piece: str, generation: Generation | None) -> None:
+        if self._json:
+            if generation is not None:
+                typer.echo(dumps(asdict(generation), ensure_ascii=False))
+            return
+        if index != self._shown:
+            typer.echo("\n" * (index > 0) + self._heading(self._prompts[index]), nl=False)
+            self._shown = index
+        self._open = True
+        typer.echo(piece, nl=False)
+        if generation is not None:
+            self.end_line()
+
+    def end_line(self) -> None:
+        """Ends a line that was begun."""
+        if self._open:
+            typer.echo()
+        self._open = False
+
+    def _heading(self, prompt: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return f"> {prompt[-1]['content']}\n" if len(self._prompts) > 1 else ""
+
+
+def read_prompts(file: Path) -> list[Any]:
+    """The prompts of a file: a text per line, or, in a .jsonl file, {"text": …} or {"messages": […]} per line.
+
+    Raises RewriterError where it cannot be read as UTF-8, holds none, or a line is neither.
+    """
+    if file.suffix == ".jsonl":
+        return _read_json_lines(file)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RewriterError(f"--prompts {file}: {reason}. Give a text file with one prompt per line.") from None
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise RewriterError(f"--prompts {file}: it is empty. Give a text file with one prompt per line.")
+    return lines
+
+
+def _read_json_lines(file: Path) -> list[Any]:
+    from rewriter.adapt.examples import Faults, read_examples
+
+    faults = Faults()
+    found: list[Any] = []
+    for place, example in read_examples(file, faults):
+        text, messages = example.get("text"), example.get("messages")
+        if isinstance(text, str) and messages is None:
+            found.append(text)
+        elif text is None and _asks(messages):
+            found.append(messages)
+        else:
+            faults.add(place, "neither a text nor messages that end with the user's or a tool's")
+    faults.check()
+    if not found:
+        raise RewriterError(f"--prompts {file}: it is empty. Give a file with one JSON object per line.")
+    return found
+
+
+def _asks(messages: Any) -> bool:
+    """Whether they are messages with text that an answer may follow."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages)
+        and messages[-1].get("role") in ("user", "tool")
+    )

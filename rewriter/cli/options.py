@@ -56,6 +56,35 @@ Validate = Annotated[
 ]
 Html = Annotated[Path | None, _File(help="Write the report as one HTML file.")]
 
+# --- of `generate` ---
+
+PromptText = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue.")]
+Message = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="What to say to an instruct model: its chat template makes the prompt."),
+]
+PromptFile = Annotated[
+    Path | None,
+    _File(
+        "--prompts",
+        help='One prompt per line; in a .jsonl file {"text": …} or {"messages": […]} per line. One after another.',
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Every prompt is a message: use the chat template.")]
+NewTokens = Annotated[int, _Count(help="How many tokens to add at most, to each prompt.")]
+SampleTemperature = Annotated[
+    float, typer.Option("--temperature", min=0, help="Sample, the more evenly the higher. 0: the likeliest token.")
+]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, metavar="P", help="Sample from the likeliest tokens that reach P in sum.")
+]
+TopK = Annotated[int | None, _Count(help="Sample from the N likeliest tokens.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Of the samples; every prompt starts from it.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")]
+GenerationJson = Annotated[
+    bool, typer.Option("--json", help="Print a JSON object per prompt: text, tokens, seconds. Nothing else on stdout.")
+]
+
 # --- of a conversion ---
 
 Recipe = Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")]

@@ -34,6 +34,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.version import PACKAGE_PARENT
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
+_RANK_GRACE_SECONDS = 5.0  # the same for ranks of `run_ranks`, which have nothing to save
 EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
 _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it failed
 _PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
@@ -172,9 +173,16 @@ class Processes:
             time.sleep(_POLL_SECONDS)
 
     def failure(self, name: str, code: int | None) -> Failure:
-        """Why process `name` failed, or the one that reported a failure before it."""
+        """Why process `name` failed, or the one that reported a failure before it, or was killed.
+
+        Who is killed reports nothing, and what the others report is that it is gone. An abort may follow from that too.
+        """
         reports = [json.loads(path.read_text(encoding="utf-8")) for path in self.scratch.glob("*.failed")]
-        if reports and code is not None:
+        codes = {other: process.poll() or 0 for other, process in self._processes.items()}
+        killed = [other for other, found in codes.items() if found < 0 and found != -signal.SIGABRT]
+        if killed and code is not None:
+            name, code = killed[0], codes[killed[0]]
+        elif reports and code is not None:
             first = min(reports, key=lambda report: report["time"])
             ended = self._processes[first["name"]].poll()
             return Failure(first["name"], ended or code, first["line"], first["message"], first["details"])
@@ -218,7 +226,7 @@ def run_ranks(
     again and again meanwhile. Raises RewriterError with the reason of the rank that failed first: the message of its
     RewriterError, else its traceback; and after `timeout` seconds. `about` begins what is said of the latter two.
     """
-    with Processes() as job:
+    with Processes(grace=_RANK_GRACE_SECONDS) as job:
         file, results = job.scratch / "spec.json", [job.scratch / f"result-{rank}.json" for rank in ranks]
         write_json(file, {**spec, "store": str(job.scratch / "store"), "scratch": str(job.scratch)})
         for rank, result in zip(ranks, results, strict=True):

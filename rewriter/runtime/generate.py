@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
     group: ProcessGroup | None = None,
+    on_token: Callable[[int, int], bool] | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to and including its end-of-sequence token.
 
@@ -56,11 +58,13 @@ def generate(
     the same arguments; the first rank's choice is sent to the others, so that ranks cannot part ways over rounding.
     `use_cache=False` recomputes everything for each token. Where the model shards tokens over ranks, prompts are
     computed so, and their keys and values stay where they are: see `SequenceCache`.
+
+    On the first rank, `on_token(prompt, token)` is called with every token as soon as it is chosen, `prompt` being an
+    index into `prompts`. Where it returns True, that prompt ends with this token, on all ranks.
+
+    Raises RewriterError for a prompt without tokens and an argument outside of its range.
     """
-    if not prompts or not all(prompts):
-        raise RewriterError("generate: a prompt has no tokens. Give each at least one")
-    if max_new_tokens < 1:
-        raise RewriterError(f"generate: max_new_tokens is {max_new_tokens}, expected at least 1")
+    _check(prompts, max_new_tokens, temperature, top_k, top_p)
     if group is None and dist.is_initialized():
         replicas: Replicas | None = getattr(model, "replicas", None)
         group = dist.group.WORLD if replicas is None or replicas.data_parallel == 1 else replicas.own
@@ -77,14 +81,20 @@ def generate(
     logits = model(ids, positions(length, first_valid, batch, device), ctx, logits_to_keep=1)[:, -1]
     produced: list[Tensor] = []
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+    several = group is not None and group.size() > 1
     while True:
-        token = _choose(logits.float(), temperature, top_k, top_p, random)
-        if group is not None and group.size() > 1:
-            dist.broadcast(token, group=group, group_src=0)
-        token = token.masked_fill(finished, pad_token_id)
+        token = _choose(logits.float(), temperature, top_k, top_p, random).masked_fill(finished, pad_token_id)
+        ended = finished | torch.isin(token, ends)
+        if on_token is not None and (not several or dist.get_rank(group) == 0):
+            ended = ended | _stopped(on_token, token, finished)
+        if several:
+            choice = torch.stack([token, ended.long()])
+            dist.broadcast(choice, group=group, group_src=0)
+            token, ended = choice[0], choice[1].bool()
         produced.append(token)
-        finished = finished | torch.isin(token, ends)
-        if len(produced) == max_new_tokens or (len(ends) and bool(finished.all())):
+        lengths, finished = lengths + ~finished, ended
+        if len(produced) == max_new_tokens or ((len(ends) or on_token is not None) and bool(finished.all())):
             break
         length += 1
         here = positions(length, first_valid, batch, device)
@@ -95,7 +105,7 @@ def generate(
             step = Context(cache, torch.tensor(length - 1, device=device), first_valid)
             logits = model(token[:, None], here[:, -1:], step)[:, -1]
     rows = torch.stack(produced, dim=1).tolist()
-    return [_until_end(row, eos_token_ids) for row in rows]
+    return [row[:count] for row, count in zip(rows, lengths.tolist(), strict=True)]
 
 
 def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache | SequenceCache:
@@ -115,12 +125,8 @@ def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> S
     return StaticCache(slots, batch, max_length, like.dtype, like.device)
 
 
-def _choose(
-    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, random: torch.Generator
-) -> Tensor:
-    if temperature <= 0:
-        return logits_BV.argmax(dim=-1)
-    logits = logits_BV / temperature
+def cut(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """[B, V] with -inf for what is not among the `top_k` likeliest, then not among those that reach `top_p`."""
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
@@ -129,11 +135,41 @@ def _choose(
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         cut = (before >= top_p).scatter(1, order, before >= top_p)
         logits = logits.masked_fill(cut & (logits < ordered[:, :1]), float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=random)[:, 0]
+    return logits
 
 
-def _until_end(row: list[int], ends: Collection[int]) -> list[int]:
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1]
-    return row
+def _check(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    if not prompts or not all(prompts):
+        raise RewriterError("generate: a prompt has no tokens. Give each at least one")
+    for name, value, fits, expected in (
+        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("temperature", temperature, math.isfinite(temperature) and temperature >= 0, "a number of at least 0"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "more than 0 and at most 1"),
+    ):
+        if not fits:
+            raise RewriterError(f"generate: {name} is {value}, expected {expected}")
+    for name, cut in (("top_k", top_k), ("top_p", top_p)):
+        if cut is not None and temperature == 0:
+            raise RewriterError(
+                f"generate: {name} is {cut}, but at temperature 0 the likeliest token is taken. Give a temperature, "
+                f"such as 1, or leave {name} out"
+            )
+
+
+def _stopped(on_token: Callable[[int, int], bool], token_B: Tensor, finished_B: Tensor) -> Tensor:
+    """bool [B]: what `on_token` says of the prompts that are not finished."""
+    rows = zip(token_B.tolist(), finished_B.tolist(), strict=True)
+    said = [not done and bool(on_token(row, token)) for row, (token, done) in enumerate(rows)]
+    return torch.tensor(said, device=token_B.device)
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, random: torch.Generator
+) -> Tensor:
+    """int64 [B]: the likeliest tokens, or a draw from those left by `cut`."""
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    return torch.multinomial(cut(logits_BV / temperature, top_k, top_p).softmax(-1), 1, generator=random)[:, 0]

@@ -1,13 +1,16 @@
 """Generation on ranks of this machine: `launch` starts them, and this module is what each of them runs.
 
-Requests and results are JSON, so nothing is unpickled between processes.
+Requests and results are JSON, so nothing is unpickled between processes. While they run, the first rank appends every
+token to a file, and a file per prompt says that no more of it is wanted.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,26 @@ from rewriter.common.processes import placed, rank_main, run_ranks
 OPTIONS = frozenset(
     {"max_new_tokens", "eos_token_ids", "pad_token_id", "temperature", "top_k", "top_p", "seed", "use_cache"}
 )
+# Gets the index of a prompt, its next token, and the seconds since its prefill began; True: no more of this prompt.
+Listener = Callable[[int, int, float], bool]
 
 
 def launch(
-    directory: str | os.PathLike[str], ranks: int, request: Mapping[str, Any], *, timeout: float | None = None
+    directory: str | os.PathLike[str],
+    ranks: int,
+    request: Mapping[str, Any],
+    *,
+    timeout: float | None = None,
+    on_token: Listener | None = None,
 ) -> dict[str, Any]:
-    """What `ranks` processes generate with the output in `directory`: "tokens", a list for each prompt of `request`.
+    """What `ranks` processes generate with the output in `directory`, one prompt after another.
 
-    `request`: "prompts", lists of token ids, and arguments of `rewriter.runtime.generate`. Raises RewriterError with
-    the message of the rank that failed first, or its traceback, and after `timeout` seconds. No rank outlives this.
+    `request`: "prompts", lists of token ids, and arguments of `rewriter.runtime.generate`. Returns for each prompt its
+    new "tokens", and the "seconds" from the start of its prefill to each of them. `on_token` gets the same while it is
+    made; ranks may be some tokens ahead when it ends a prompt, and those are left out of what is returned.
+
+    Raises RewriterError with the message of the rank that failed first, or its traceback, and after `timeout` seconds.
+    No rank outlives this.
     """
     unknown = sorted(set(request) - OPTIONS - {"prompts"})
     if unknown:
@@ -34,9 +48,50 @@ def launch(
     where = str(Path(directory).resolve())
     spec = {"directory": where, "request": dict(request)}
     command = [sys.executable, "-m", "rewriter.runtime.generate_worker", where]
-    found = run_ranks(command, spec, range(ranks), timeout=timeout, about=f"{directory}: ", variables=placed(ranks))
-    answer: dict[str, Any] = found[0]
-    return answer
+    stream = _Stream(len(request["prompts"]), on_token or (lambda *_: False))
+    found = run_ranks(
+        command, spec, range(ranks), timeout=timeout, about=f"{directory}: ", variables=placed(ranks), tick=stream.read
+    )
+    return stream.rest(found[0])
+
+
+class _Stream:
+    """How many tokens of each prompt the listener has had, and of which prompts it wants no more."""
+
+    def __init__(self, prompts: int, listener: Listener) -> None:
+        self._counts, self._ended, self._listener = [0] * prompts, [False] * prompts, listener
+        self._position = 0
+
+    def read(self, scratch: Path) -> None:
+        """What the first rank has added to its file since the last call."""
+        if not (scratch / "tokens").exists():
+            return
+        with (scratch / "tokens").open("rb") as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                prompt, token, seconds = json.loads(line)
+                self._pass_on(prompt, token, seconds)
+                if self._ended[prompt]:
+                    _enough(scratch, prompt).touch()
+
+    def rest(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Passes on what is left; returns the answer without what the listener did not want."""
+        for prompt, rows in enumerate(zip(answer["tokens"], answer["seconds"], strict=True)):
+            for token, seconds in list(zip(*rows, strict=True))[self._counts[prompt] :]:
+                self._pass_on(prompt, token, seconds)
+        return {name: [row[:n] for row, n in zip(rows, self._counts, strict=True)] for name, rows in answer.items()}
+
+    def _pass_on(self, prompt: int, token: int, seconds: float) -> None:
+        if not self._ended[prompt]:
+            self._counts[prompt] += 1
+            self._ended[prompt] = self._listener(prompt, token, seconds)
+
+
+def _enough(scratch: Path, prompt: int) -> Path:
+    return scratch / f"enough-{prompt}"
 
 
 def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -46,13 +101,26 @@ def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     from rewriter.runtime.generate import generate
     from rewriter.runtime.load import load
 
-    tokens = generate(load(spec["directory"]), **spec["request"])
+    model, scratch, options = load(spec["directory"]), Path(spec["scratch"]), dict(spec["request"])
+    prompts = options.pop("prompts")
+    seconds: list[list[float]] = [[] for _ in prompts]
+    tokens = []
+    for index, prompt in enumerate(prompts):
+        start, enough = time.perf_counter(), _enough(scratch, index)
+
+        def on_token(_: int, token: int, index: int = index, start: float = start, enough: Path = enough) -> bool:
+            seconds[index].append(time.perf_counter() - start)
+            with (scratch / "tokens").open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps([index, token, seconds[index][-1]])}\n")
+            return enough.exists()
+
+        tokens += generate(model, [prompt], on_token=on_token, **options)
     if dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         dist.barrier()
         dist.destroy_process_group()
-    return {"tokens": tokens}
+    return {"tokens": tokens, "seconds": seconds}
 
 
 if __name__ == "__main__":
