@@ -41,10 +41,17 @@ class _Kept:
 
 
 class _Streamed(dict[str, Any]):
-    """A module's `_parameters`. Iteration gives what is on the meta device; an entry by its name is read."""
+    """A module's `_parameters`. An entry by its name is read; iteration gives one number, expanded to the shape."""
 
     def __init__(self, parameters: dict[str, Any], first: dict[int, str], kept: _Kept) -> None:
-        super().__init__(parameters)
+        from torch import nn, zeros
+
+        super().__init__(
+            {
+                name: p if p is None else nn.Parameter(zeros((), dtype=p.dtype).expand(p.shape), requires_grad=False)
+                for name, p in parameters.items()
+            }
+        )
         self.names = {name: first[id(p)] for name, p in parameters.items() if p is not None}
         self.kept = kept
 
