@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/fingerprints.py --write   # writes it: rewriter/emit/fingerprints.json
 
 Asks pip for every version that pyproject.toml allows, reads the modeling files of its wheel (about 13 MB each; nothing
-is installed or imported), and fingerprints the decoder layers of every causal-LM type that the installed version has,
-and their children with weights. Prints the decoder layers whose wiring changed, and in which version.
+is installed or imported), and fingerprints the decoder layers of every causal-LM type that the installed version has:
+without how children are made, and with all of their code. Prints those whose wiring changed, and in which version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,21 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the table instead of comparing with it")
     parser.add_argument("--wheels", type=Path, help="a directory of wheels that are already there, and that keeps them")
     options = parser.parse_args()
-    layers, children = classes()
+    layers = decoder_layers()
     with tempfile.TemporaryDirectory(prefix="rewriter-wheels-") as scratch:
         wheels = options.wheels or Path(scratch)
         files = {version: modeling_files(version, wheels) for version in supported_versions()}
     found = {
         "versions": [*files],
         "forward": histories(layers, files, True),
-        "whole": histories(layers | children, files, False),
+        "whole": histories(layers, files, False),
     }
     for module, names in found["forward"].items():
         for name, history in names.items():
             if isinstance(history, dict) and None not in history.values() and len(history) > 1:
                 print(f"{module}.{name} changed in {', '.join([*history][1:])}")
     text = as_json(found)
-    print(f"{len(layers)} decoder layers, {len(children)} children, {len(files)} versions, {len(text) / 1e3:.0f} kB")
+    print(f"{len(layers)} decoder layers, {len(files)} versions, {len(text) / 1e3:.0f} kB")
     if options.write:
         TABLE.write_text(text, encoding="utf-8")
     elif found != table():
@@ -86,10 +86,9 @@ def modeling_files(version: str, wheels: Path) -> dict[str, str]:
         return {path[1].replace("/", "."): wheel.read(path[0]).decode() for path in paths if path}
 
 
-def classes() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """(decoder layers, their children with matrices) of all causal-LM types that can be built, as (module, class)."""
-    layers: set[type] = set()
-    children: set[type] = set()
+def decoder_layers() -> set[tuple[str, str]]:
+    """The classes of decoder layers of all causal-LM types that can be built, as (module, class)."""
+    found: set[type] = set()
     for model_type in registered_types():
         try:
             with torch.device("meta"):
@@ -97,13 +96,7 @@ def classes() -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
         except Exception as error:
             print(f"{model_type} cannot be built: {str(error).strip().splitlines()[0]}", file=sys.stderr)
             continue
-        for layer in find_layers(model)[1]:
-            layers.add(type(layer))
-            children |= {type(m) for m in layer.modules() if any(p.dim() > 1 for p in m.parameters())}
-    return names_of(layers), names_of(children - layers)
-
-
-def names_of(found: Iterable[type]) -> set[tuple[str, str]]:
+        found |= {type(layer) for layer in find_layers(model)[1]}
     return {(c.__module__.removeprefix(PACKAGE), c.__name__) for c in found if c.__module__.startswith(PACKAGE)}
 
 

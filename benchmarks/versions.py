@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VERSIONS = "5.17.0,5.19.0,5.20.0"
 FAMILIES = "llama,qwen3,gemma3_text,mixtral,gpt_neox,olmo2"
 # The first version whose code is another one: what was emitted before it is refused from there on, and vice versa.
-CHANGED = {"mixtral-desync": ("5.18.0", "MixtralExperts")}  # what experts do with the number of no expert
+CHANGED = {"mixtral-desync": ("5.18.0", "MixtralDecoderLayer")}  # what experts do with the number of no expert
 
 EMIT = """
 import sys
@@ -104,7 +104,8 @@ def main() -> int:
                 results = root / f"{emitting} in {running}"
                 results.mkdir()
                 python(root, running, RUN, checkpoints, results, running)
-                failures += compare(root / f"{emitting} in {emitting}", results, emitting, running, options.tolerance)
+                own = root / f"{emitting} in {emitting}"
+                failures += compare(own, results, emitting, running, options.tolerance) if results != own else 0
     return int(failures > 0)
 
 
@@ -154,6 +155,8 @@ def python(root: Path, version: str, code: str, *arguments: object) -> None:
 def compare(expected: Path, results: Path, emitting: str, running: str, tolerance: float) -> int:
     """Print a line per checkpoint, and return how many are not as expected."""
     refused = json.loads((results / "refused.json").read_text())
+    if unusable := json.loads((expected / "refused.json").read_text()):
+        raise SystemExit(f"{emitting} does not run what it emitted: {unusable}")
     failures = 0
     for file in sorted(expected.glob("*.safetensors")):
         since, changed = CHANGED.get(file.stem, ("0", ""))
@@ -169,8 +172,6 @@ def compare(expected: Path, results: Path, emitting: str, running: str, toleranc
             good, text = error <= tolerance, f"{error:.1e}"
         failures += not good
         print(f"{emitting} in {running}  {file.stem:20} {'ok' if good else 'WRONG'}  {text}", flush=True)
-    if not list(expected.glob("*.safetensors")):
-        raise SystemExit(f"{emitting}: nothing that it emitted runs in it: {refused}")
     return failures
 
 

@@ -30,6 +30,19 @@ def other(y):
     return y
 
 
+class Inner(nn.Module):
+    def forward(self, x):
+        return ~x
+
+
+class MLP(nn.Module):
+    def __init__(self, size):
+        self.inner = Inner(size)
+
+    def forward(self, x):
+        return -x
+
+
 class Base(nn.Module):
     def half(self, x):
         return x / 2
@@ -83,6 +96,8 @@ CHANGED = {
     "a child that forward also reads": ("self.half(states)", "self.half(states) + self.norm.eps"),
 }
 CHILDREN = {
+    "the code of a child": ("return -x", "return 0 - x"),
+    "the code of a child's child": ("return ~x", "return not x"),
     "the class of a child": ("self.norm = Norm(", "self.norm = RMSNorm("),
     "how a child is chosen": ('"fast" if config.fast', '"fast" if is_fast(config)'),
     "when a child is another one": ("if config.gated:", "if config.gated and config.fast:"),

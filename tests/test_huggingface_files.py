@@ -219,12 +219,14 @@ def test_a_source_layer_may_be_written_in_another_way(tmp_path: Path, monkeypatc
 
 
 def test_children_of_a_bound_model_may_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compute all ranks as they are written, so all of their code counts."""
+    """They compute all ranks as they are written, so all of their code counts. A layer alone does not depend on it."""
     ranks = TensorParallel().apply(emitted.program("qwen2").with_(mesh={"tp": 2}))
     path = tmp_path / "bound-source"
     emitted.write(emit_huggingface(Desync(n=2).apply(MergeReductions().apply(ranks))), emitted.source("qwen2"), path)
     changed_source(monkeypatch, "self.act_fn(self.gate_proj(x))", "self.gate_proj(self.act_fn(x))")
-    with pytest.raises(ImportError, match="Qwen2MLP of transformers"):
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "layer-alone")
+    emitted.load(tmp_path / "layer-alone")
+    with pytest.raises(ImportError, match="Qwen2DecoderLayer of transformers"):
         emitted.load(path)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import transformers
@@ -67,12 +66,11 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
-    children = _children(source, kinds)
     ranks = f"RANKS = {program.mesh['tp']}  # that this model's function is bound to\n\n" if bound else ""
     parts = [
         _header(program, kinds, names, bound),
-        f"{_imports(source, modules, children)}\n\n{ranks}",
-        *_source_check(source, children, bound),
+        f"{_imports(source, modules)}\n\n{ranks}",
+        *_source_check(source, bound),
         *(_per_rank_code(modules) if bound else ()),
         *[source_of(model.blend)] * _anneals(program),
         *(_layer_class(program, kind, bound) for kind in kinds),
@@ -111,18 +109,12 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _children(source: Source, kinds: Sequence[PrintedKind]) -> list[str]:
-    """The source's classes whose code was found to do the right thing when only its projections compute per rank."""
-    module = importlib.import_module(source.module)
-    return sorted({name for kind in kinds for name in kind.layer.classes if hasattr(module, name)})
-
-
-def _imports(source: Source, modules: Sequence[PerRankModule], children: Collection[str]) -> str:
-    """The import statements: of the model's classes, and of what `modules` and the check of `children` need."""
+def _imports(source: Source, modules: Sequence[PerRankModule]) -> str:
+    """The import statements: of the model's classes, and of what `modules` need."""
     layers = [cls.name for cls in source.layer_classes]
     norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
-    for name in (*layers, source.architecture, source.base_class, *norms, *children):
+    for name in (*layers, source.architecture, source.base_class, *norms):
         places.setdefault(source.module_of(name), set()).add(name)
     origin = [f"from {config_module(source)} import {source.config_class}"]
     for module, names in sorted(places.items()):
@@ -141,11 +133,9 @@ def _imports(source: Source, modules: Sequence[PerRankModule], children: Collect
     )
 
 
-def _source_check(source: Source, children: Collection[str], bound: bool) -> list[str]:
-    """Code that raises where the source's layers are not those that were read, nor the classes `children` of them."""
-    forward_only, model = not bound, importlib.import_module(source.module)
-    places = {cls.name: cls.module for cls in source.layer_classes}
-    places |= {name: getattr(model, name).__module__ for name in children}
+def _source_check(source: Source, bound: bool) -> list[str]:
+    """Code that raises where the source's layers are not those that were read; with `bound`, their children neither."""
+    places, forward_only = {cls.name: cls.module for cls in source.layer_classes}, not bound
     known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
     named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
     versions = in_words(set.intersection(*named) | {transformers.__version__})

@@ -1,8 +1,8 @@
 """Fingerprints of the source's classes, and the versions of transformers that are known to have them.
 
-`fingerprints.json` has those of every causal LM's decoder layers (`forward`: without how children are made; `whole`)
-and of their children with weights (`whole`), by module and class: one for all versions, or by the version in which it
-first appeared. `benchmarks/fingerprints.py` writes it.
+`fingerprints.json` has those of every causal LM's decoder layers, without how children are made (`forward`) and with
+all of their code (`whole`), by module and class: one for all versions, or by the version in which it first appeared.
+`benchmarks/fingerprints.py` writes it.
 """
 
 from __future__ import annotations

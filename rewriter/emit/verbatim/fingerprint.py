@@ -8,10 +8,10 @@ import hashlib
 
 
 def fingerprint(module, name, forward_only):
-    """64 bits of the code of class `name`, and of the functions and bases that it names, in `module`, a file's text.
+    """64 bits of the code of class `name`, and of the functions and classes that it names, in `module`, a file's text.
 
-    Comments, formatting, docstrings and annotations do not count. With `forward_only`, nor does how `__init__` makes
-    children that are only called: who calls them as the class does need not know.
+    Comments, formatting, docstrings and annotations do not count. With `forward_only`, nor do classes but bases, and
+    how `__init__` makes children that are only called: who calls them as the class does need not know.
     """
     nodes = ast.parse(module).body
     for node in nodes:  # grows: definitions may depend on what is installed
@@ -24,7 +24,7 @@ def fingerprint(module, name, forward_only):
         node = defined[names.pop()]
         bases = {base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)}
         for other in {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & defined.keys() - texts.keys():
-            if other in bases or isinstance(defined[other], ast.FunctionDef):
+            if not forward_only or other in bases or isinstance(defined[other], ast.FunctionDef):
                 texts[other] = printed(defined[other])
                 names.append(other)
     return hashlib.sha256("\n".join(texts[other] for other in sorted(texts)).encode()).hexdigest()[:16]
