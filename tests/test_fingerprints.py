@@ -88,7 +88,7 @@ CHANGED = {
     "the order of calls": ("self.mlp(self.norm(states))", "self.norm(self.mlp(states))"),
     "an argument": ("self.mlp(self.norm(states))", "self.mlp(self.norm(states), mask)"),
     "a value that forward reads": ("self.scale = config.scale", "self.scale = 2 * config.scale"),
-    "a decorator": ("    def forward", "    @doubled\n    def forward"),
+    "a decorator": ("    def forward(self, states", "    @doubled\n    def forward(self, states"),
     "a function that it calls": ("return x + helper(y)", "return x - helper(y)"),
     "a function that this calls": ("def helper(y):\n    return y", "def helper(y):\n    return -y"),
     "a base": ("return x / 2", "return x / 3"),
