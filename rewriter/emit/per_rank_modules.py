@@ -287,7 +287,7 @@ class _ProjectionWalk:
         elif node.target in (aten.transpose.int, aten.permute.default):
             # of a tensor whose sizes say which dimension is which
             moved: Any = node.target
-            places = moved(torch.empty(range(rank), device="meta"), *args[1:]).shape
+            places = moved(torch.empty(tuple(range(rank)), device="meta"), *args[1:]).shape
             return _Value("heads", state.count, list(places).index(state.dim))
         elif node.target in _PIECES:
             if dims != [state.dim]:
