@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import emitted
 import oracles
 import pytest
 import torch
+import transformers
 import zoo
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,7 +25,10 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.layers import PrintedLayer
 from rewriter.emit.source_classes import returned_values
+from rewriter.emit.source_fingerprints import table
+from rewriter.passes.desync import Desync
 from rewriter.passes.ladder import Ladder
+from rewriter.passes.merge_reductions import MergeReductions
 from rewriter.passes.tensor_parallel import TensorParallel
 
 # What a reader of the generated Llama file sees of a ladder layer.
@@ -178,19 +183,51 @@ def test_without_its_code_the_model_type_is_unknown(tmp_path: Path) -> None:
         AutoConfig.from_pretrained(tmp_path)
 
 
-def test_a_changed_source_layer_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "changed-source")
+def changed_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Qwen2's modeling file reads as if it had another text."""
     original = inspect.getsource
 
     def getsource(thing: Any) -> str:
         text = original(thing)
-        return (
-            text.replace("residual +", "residual -") if getattr(thing, "__name__", "") == "Qwen2DecoderLayer" else text
-        )
+        if getattr(thing, "__name__", "").endswith("modeling_qwen2"):
+            assert old in text
+            return text.replace(old, new)
+        return text
 
     monkeypatch.setattr(inspect, "getsource", getsource)
-    with pytest.raises(ImportError, match=r"Qwen2DecoderLayer of transformers .* is not the one"):
+
+
+def test_a_changed_source_layer_fails_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "changed-source")
+    changed_source(monkeypatch, "residual +", "residual -")
+    known = re.escape(f"{table()['versions'][0]} to {table()['versions'][-1]}")
+    installed = re.escape(transformers.__version__)
+    message = (
+        rf"Qwen2DecoderLayer of transformers {installed} is not the one .* \(transformers {installed}\)\. "
+        rf"Versions known to have that one: {known}\. Install one of them, or convert the model again"
+    )
+    with pytest.raises(ImportError, match=message):
         emitted.load(tmp_path / "changed-source")
+
+
+def test_a_source_layer_may_be_written_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions of transformers do: other annotations, and a child of another class."""
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "same-wiring")
+    changed_source(monkeypatch, "torch.Tensor", "torch.FloatTensor")
+    changed_source(monkeypatch, "self.mlp = Qwen2MLP(", "self.mlp = OTHER[config.hidden_act](")
+    emitted.load(tmp_path / "same-wiring")
+
+
+def test_children_of_a_bound_model_may_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute all ranks as they are written, so all of their code counts. A layer alone does not depend on it."""
+    ranks = TensorParallel().apply(emitted.program("qwen2").with_(mesh={"tp": 2}))
+    path = tmp_path / "bound-source"
+    emitted.write(emit_huggingface(Desync(n=2).apply(MergeReductions().apply(ranks))), emitted.source("qwen2"), path)
+    changed_source(monkeypatch, "self.act_fn(self.gate_proj(x))", "self.gate_proj(self.act_fn(x))")
+    shutil.copytree(emitted.emitted("qwen2", "all"), tmp_path / "layer-alone")
+    emitted.load(tmp_path / "layer-alone")
+    with pytest.raises(ImportError, match="Qwen2DecoderLayer of transformers"):
+        emitted.load(path)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class PrintedLayer:
     `takes` are the variables of the values that it is given, `gives` those that it returns: the residual stream first.
     `widths_taken` and `widths_given` say how many vectors each has per token: 1, or one per rank. `modules` are the
     children that compute per rank, by path relative to the layer; `groups` query heads per key/value head of attention
-    modules that hold more key/value heads than the source's; `classes` the source's classes of these children.
+    modules that hold more key/value heads than the source's.
     `ages` says of each value given how many blocks old it is (0: the stream itself; None: not a stream value).
     """
 
@@ -62,7 +62,6 @@ class PrintedLayer:
     widths_given: tuple[int, ...] = (1,)
     modules: Mapping[str, PerRankModule] = field(default_factory=dict)
     groups: Mapping[str, int] = field(default_factory=dict)
-    classes: frozenset[str] = frozenset()
     ages: tuple[int | None, ...] = field(default=(), compare=False)
 
     @property
@@ -218,7 +217,6 @@ class _HuggingFaceLayers:
             tuple(self._width(n) for n in gives),
             self.found.modules,
             self.found.groups,
-            frozenset(self.found.classes),
             ages,
         )
 

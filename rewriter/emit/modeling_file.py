@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import inspect
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import transformers
@@ -17,7 +14,8 @@ from rewriter.emit.layers import PrintedLayer
 from rewriter.emit.per_rank_modules import PerRankModule
 from rewriter.emit.python_source import LINE_LENGTH, bracketed, docstring, filled, identifier, quoted
 from rewriter.emit.source_classes import config_module, layer_arguments, returned_values
-from rewriter.emit.verbatim import model, per_rank, source_of
+from rewriter.emit.source_fingerprints import in_words, installed_fingerprint, versions_with
+from rewriter.emit.verbatim import fingerprint, model, per_rank, source_of
 from rewriter.ir import Leaf, Program, Source, args_of
 from rewriter.ir.marks import marks
 
@@ -68,11 +66,11 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
     """The text of the file. With `bound`, it computes all ranks that the function of `program` is bound to."""
     source = program.source
     modules = [m for kind in kinds for m in kind.layer.modules.values()]
-    children = _children(source, kinds)
     ranks = f"RANKS = {program.mesh['tp']}  # that this model's function is bound to\n\n" if bound else ""
     parts = [
         _header(program, kinds, names, bound),
-        f"{_imports(source, modules, children)}\n\n{ranks}{_source_check(source, children)}",
+        f"{_imports(source, modules)}\n\n{ranks}",
+        *_source_check(source, bound),
         *(_per_rank_code(modules) if bound else ()),
         *[source_of(model.blend)] * _anneals(program),
         *(_layer_class(program, kind, bound) for kind in kinds),
@@ -111,18 +109,12 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
     return "\n".join(lines).replace("\\", "\\\\") + '\n"""'
 
 
-def _children(source: Source, kinds: Sequence[PrintedKind]) -> list[str]:
-    """The source's classes whose code was found to do the right thing when only its projections compute per rank."""
-    module = importlib.import_module(source.module)
-    return sorted({name for kind in kinds for name in kind.layer.classes if hasattr(module, name)})
-
-
-def _imports(source: Source, modules: Sequence[PerRankModule], children: Collection[str]) -> str:
-    """The import statements: of the model's classes, and of what `modules` and the check of `children` need."""
+def _imports(source: Source, modules: Sequence[PerRankModule]) -> str:
+    """The import statements: of the model's classes, and of what `modules` need."""
     layers = [cls.name for cls in source.layer_classes]
     norms = [m.kind for m in modules if m.role == "Norm" and m.kind != "LayerNorm"]
     places: dict[str, set[str]] = {}
-    for name in (*layers, source.architecture, source.base_class, *norms, *children):
+    for name in (*layers, source.architecture, source.base_class, *norms):
         places.setdefault(source.module_of(name), set()).add(name)
     origin = [f"from {config_module(source)} import {source.config_class}"]
     for module, names in sorted(places.items()):
@@ -136,42 +128,35 @@ def _imports(source: Source, modules: Sequence[PerRankModule], children: Collect
     others = ["from transformers.pytorch_utils import Conv1D"] * any(m.kind == "Conv1D" for m in modules)
     third_party = ["from transformers import __version__ as transformers_version", mapping, *origin, *others]
     copying = ["import copy"] * any(m.role in ("Norm", "Experts") for m in modules)
-    return "\n".join([*copying, "import hashlib", "import inspect", "", "import torch", *third_party])
-
-
-def _source_check(source: Source, children: Collection[str]) -> str:
-    """Statements that raise where the source's layers are not those that were read, nor their `children`, classes."""
-    known = {cls.name: cls.sha256 for cls in source.layer_classes}
-    known |= {name: _class_sha256(source, name) for name in children}
-    if len(known) == 1:
-        return f'''\
-# The layers below were printed from this version of {source.layer_class}. Another version may compute something else.
-SOURCE_SHA256 = "{source.layer_source_sha256}"
-if hashlib.sha256(inspect.getsource({source.layer_class}).encode()).hexdigest() != SOURCE_SHA256:
-    raise ImportError(
-        f"{source.layer_class} of transformers {{transformers_version}} is not the one that this file was generated "
-        "from (transformers {transformers.__version__}). Use that version, or convert the model again with this one."
+    return "\n".join(
+        ["import ast", *copying, "import hashlib", "import inspect", "import sys", "", "import torch", *third_party]
     )
-'''
+
+
+def _source_check(source: Source, bound: bool) -> list[str]:
+    """Code that raises where the source's layers are not those that were read; with `bound`, their children neither."""
+    places, forward_only = {cls.name: cls.module for cls in source.layer_classes}, not bound
+    known = {name: installed_fingerprint(module, name, forward_only) for name, module in places.items()}
+    named = [versions_with(module, name, forward_only, known[name]) for name, module in places.items()]
+    versions = in_words(set.intersection(*named) | {transformers.__version__})
     rows = "\n".join(f'    {name}: "{digest}",' for name, digest in known.items())
-    return f"""\
-# The layers below were made for these versions of the source's classes. Other versions may compute something else.
-SOURCE_SHA256 = {{
+    parts = (fingerprint.fingerprint, fingerprint.printed, fingerprint.leave_out_children, fingerprint.leave_out)
+    check = f"""\
+# The layers below were made for these classes. Where they compute something else, so would the layers.
+FINGERPRINTS = {{
 {rows}
 }}
-for source_class, sha256 in SOURCE_SHA256.items():
-    if hashlib.sha256(inspect.getsource(source_class).encode()).hexdigest() != sha256:
+VERSIONS = {quoted(versions)}  # of transformers, known to have them
+for source_class, known in FINGERPRINTS.items():
+    module = inspect.getsource(sys.modules[source_class.__module__])
+    if fingerprint(module, source_class.__name__, forward_only={forward_only}) != known:
         raise ImportError(
-            f"{{source_class.__name__}} of transformers {{transformers_version}} is not the one that this file "
-            "is for (transformers {transformers.__version__}). Use that version, or convert again with this one."
+            f"{{source_class.__name__}} of transformers {{transformers_version}} is not the one that this file was "
+            "generated for (transformers {transformers.__version__}). Versions known to have that one: "
+            f"{{VERSIONS}}. Install one of them, or convert the model again with this version."
         )
 """
-
-
-def _class_sha256(source: Source, name: str) -> str:
-    """The hash of the source code of a class of the model's module."""
-    cls = getattr(importlib.import_module(source.module_of(name)), name)
-    return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
+    return [*map(source_of, parts), check]
 
 
 # --- layers

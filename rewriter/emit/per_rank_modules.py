@@ -54,20 +54,17 @@ class PerRankChild:
     """The modules of one child that compute per rank, by path relative to it.
 
     `groups` are the query heads per key/value head of attention modules, where ranks together hold more key/value heads
-    than the source has. `classes` are the source's classes of which this was found true. `tokens` says that each rank's
-    values are tokens of the child (see `per_rank_tokens`).
+    than the source has. `tokens` says that each rank's values are tokens of the child (see `per_rank_tokens`).
     """
 
     modules: dict[str, PerRankModule] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
-    classes: set[str] = field(default_factory=set)
     tokens: bool = False
 
     def add(self, child: PerRankChild, path: str) -> None:
         """Add what was found of the child at `path`."""
         self.modules |= {f"{path}.{name}" if name else path: found for name, found in child.modules.items()}
         self.groups |= {f"{path}.{name}" if name else path: count for name, count in child.groups.items()}
-        self.classes |= child.classes
 
 
 def computes_partial(module: Module) -> bool:
@@ -156,8 +153,6 @@ class _ProjectionWalk:
             return self._leaf(module, prefix, inputs[0])
         if not isinstance(module, Body):
             raise NotPerRank(f"{prefix or self.path} is the source's own module, which was not traced")
-        if any(state.kind == "per_rank" for state in inputs):
-            self.found.classes.add(module.class_name)
         given = iter(inputs)
         env: dict[fx.Node, _Value] = {}
         for node in module.graph.nodes:

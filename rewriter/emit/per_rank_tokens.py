@@ -54,7 +54,6 @@ class _TokenWalk:
             return
         if not isinstance(module, Body):
             raise NotPerRank(f"{prefix or self.path} is the source's own module, which was not traced")
-        self.found.classes.add(module.class_name)
         for node in module.graph.nodes:
             if node.op == "call_module":
                 name = str(node.target)

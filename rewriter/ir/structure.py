@@ -141,7 +141,7 @@ class LayerArgument:
 
 @dataclass(frozen=True)
 class LayerSource:
-    """A class of decoder layers: the parameters of its forward, whether it takes **kwargs, and a hash of its code.
+    """A class of decoder layers: the parameters of its forward, and whether it takes **kwargs.
 
     `module` defines it: another one than the model's where that is made of other models.
     """
@@ -149,7 +149,6 @@ class LayerSource:
     name: str
     arguments: tuple[str, ...]
     var_kwargs: bool
-    sha256: str
     module: str
 
 
@@ -174,7 +173,6 @@ class Source:
     num_layers: int
     layer_arguments: tuple[str, ...]
     layer_var_kwargs: bool
-    layer_source_sha256: str
     layer_classes: tuple[LayerSource, ...]
     layer_kinds: tuple[int, ...]
     absent: tuple[tuple[str, ...], ...]
@@ -196,7 +194,6 @@ class Source:
             layer_class=cls.name,
             layer_arguments=cls.arguments,
             layer_var_kwargs=cls.var_kwargs,
-            layer_source_sha256=cls.sha256,
         )
 
 

@@ -20,7 +20,7 @@ from rewriter.common.expressions import Expression
 from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
-from rewriter.tracing.meta_model import Skeleton, build_skeleton, layer_source_hash, load_config, require_fixed_rotary
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config, require_fixed_rotary
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
@@ -89,10 +89,7 @@ def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_co
     model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
     kinds = {type(layer): layer for layer in skeleton.layers}
-    classes = tuple(
-        LayerSource(cls.__name__, *layer_signature(layer), layer_source_hash(layer), cls.__module__)
-        for cls, layer in kinds.items()
-    )
+    classes = tuple(LayerSource(cls.__name__, *layer_signature(layer), cls.__module__) for cls, layer in kinds.items())
     return Source(
         path=path,
         config=config,
@@ -106,7 +103,6 @@ def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_co
         num_layers=len(skeleton.layers),
         layer_arguments=classes[0].arguments,
         layer_var_kwargs=classes[0].var_kwargs,
-        layer_source_sha256=classes[0].sha256,
         layer_classes=classes,
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
         absent=tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers),

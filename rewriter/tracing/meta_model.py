@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 import json
 import re
@@ -194,15 +193,6 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         return id(layers) in inside, len(layers) == depth, len(layers), -path.count(".")
 
     return max(found, key=rank)
-
-
-def layer_source_hash(layer: nn.Module) -> str:
-    """SHA-256 of the source of the layer's class: what an emitted file checks at import."""
-    cls = type(layer)
-    try:
-        return hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()
-    except (OSError, TypeError) as error:
-        raise RewriterError(f"the source of {cls.__module__}.{cls.__name__} cannot be read: {error}") from error
 
 
 # what differs between layers that trace alike, and what every module has
