@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Tensor
 from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
@@ -22,6 +23,7 @@ from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
+from rewriter.weights.quantized_tensors import quantized_weights
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
@@ -35,7 +37,11 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
     config = load_config(model, trust_remote_code)
     checkpoint = _open_checkpoint(model)
     skeleton = build_skeleton(config, trust_remote_code)
-    expressions = checkpoint_expressions(skeleton.model, checkpoint) if checkpoint else {}
+    expressions = {}
+    if checkpoint:
+        quantized = quantized_weights(checkpoint, config.to_dict())
+        tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
+        expressions = checkpoint_expressions(skeleton.model, checkpoint, tensors)
     path = str(checkpoint.directory) if checkpoint else None
     return trace_skeleton(skeleton, path, expressions, trust_remote_code)
 

@@ -13,17 +13,21 @@ sys.modules["rewriter"] = None  # type: ignore[assignment]
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.quantizers import AutoQuantizationConfig  # noqa: E402
 
 
 def main(request_path: str, result_path: str) -> None:
     with open(request_path, encoding="utf-8") as file:
         request = json.load(file)
+    quantized = request["quantization"]
+    dequantizing = {"quantization_config": AutoQuantizationConfig.from_dict(quantized)} if quantized else {}
     model, loaded = AutoModelForCausalLM.from_pretrained(
         request["directory"],
         trust_remote_code=True,
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,
+        **dequantizing,
     )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names: list[Any] = sorted(map(str, loaded.get(what) or ()))
