@@ -36,10 +36,10 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
     """
     config = load_config(model, trust_remote_code)
     checkpoint = _open_checkpoint(model)
+    quantized = quantized_weights(checkpoint, config.to_dict()) if checkpoint else None
     skeleton = build_skeleton(config, trust_remote_code)
     expressions = {}
     if checkpoint:
-        quantized = quantized_weights(checkpoint, config.to_dict())
         tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
         expressions = checkpoint_expressions(skeleton.model, checkpoint, tensors)
     path = str(checkpoint.directory) if checkpoint else None

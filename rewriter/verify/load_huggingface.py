@@ -33,6 +33,8 @@ def main(request_path: str, result_path: str) -> None:
         names: list[Any] = sorted(map(str, loaded.get(what) or ()))
         if names:
             raise RuntimeError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    if quantized and quantized["quant_method"] == "bitsandbytes":  # it has no such option of loading
+        model.dequantize()
     model.eval()
     logits = {}
     with torch.no_grad():

@@ -6,6 +6,7 @@ Whatever is not known here is refused by what the config calls it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -141,11 +142,11 @@ def _scaled_fp8(
     return kind, found, {name for name in checkpoint.tensors if name.endswith(ACTIVATIONS)}
 
 
-def _elements_per_scale(shape: Parts | tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
+def _elements_per_scale(shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
     """Of each dimension of the scales, which are the last ones of the weight; None where they do not fit."""
-    sizes = [int(size) for size in shape[len(shape) - len(scales) :]]
+    sizes = shape[len(shape) - len(scales) :]
     if prod(scales) == 1:
-        return tuple(sizes) if len(scales) <= len(shape) else None
+        return sizes if len(scales) <= len(shape) else None
     if len(scales) != len(shape):
         return None
     wished = [1] * (len(sizes) - 2) + [int(size) for size in block or ()]
@@ -213,6 +214,24 @@ def _gptq(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
     return f"gptq, {bits} bits, groups of {said.get('group_size')}", found, set()
 
 
+def _bitsandbytes(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
+    """NF4 and FP4 of bitsandbytes, which keeps what it needs beside every weight, numbers as JSON in a tensor."""
+    if not said.get("load_in_4bit"):
+        raise _refused(checkpoint, "bitsandbytes, 8 bits", "of bitsandbytes only 4 bits are")
+    found: dict[str, Expression] = {}
+    for name in checkpoint.tensors:
+        weight, mark, _ = name.partition(".quant_state.bitsandbytes__")
+        if mark:
+            state = json.loads(bytes(checkpoint.read(name).tolist()))
+            nested = ("nested_absmax", "nested_quant_map") if "nested_blocksize" in state else ()
+            parts = (weight, *(f"{weight}.{part}" for part in ("absmax", *nested, "quant_map")), name)
+            lacking = next((part for part in parts if part not in checkpoint.tensors), None)
+            if lacking is not None or len(state["shape"]) != 2:
+                raise _refused(checkpoint, "bitsandbytes, 4 bits", f"{name} says {state}, and {lacking} is missing")
+            found[weight] = Dequantized("bnb4", tuple(map(Tensor, parts)), tuple(state["shape"]), dtype)
+    return f"bitsandbytes, 4 bits, {said.get('bnb_4bit_quant_type', 'fp4')}", found, set()
+
+
 def _matrix(scheme: str, parts: Parts, numbers: tuple[int, ...], dtype: str) -> Expression:
     """A linear layer's weight [outputs, inputs], stored as [inputs, outputs]."""
     return Transpose(Dequantized(scheme, tuple(map(Tensor, parts)), numbers, dtype), 0, 1)
@@ -223,5 +242,6 @@ _METHODS: Mapping[str, Callable[[Checkpoint, Mapping[str, Any], str], Found]] = 
     "compressed-tensors": _compressed_tensors,
     "mxfp4": _mxfp4,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "gptq": _gptq,
 }
