@@ -22,7 +22,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], dtype: str = "float32") -> Tensors:
-    """Write `family` with every linear weight of its layers packed; returns the weights that it stands for, fp32."""
+    """Write `family` with every linear weight of its layers packed; returns what it stands for: fp32,
+    and of `dtype` what is not quantized."""
     source = zoo.config(family)
     if family == "gpt_oss":
         source.intermediate_size = 64  # whole groups of 32
@@ -34,7 +35,8 @@ def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], dty
     meant: Tensors = {}
     for name, tensor in load_file(file).items():
         linear = tensor.dim() > 1 and "layers." in name and "proj" in name and "bias" not in name
-        parts, meant[name] = pack(name, tensor) if linear else ({name: tensor}, tensor)
+        plain = tensor.to(getattr(torch, dtype))
+        parts, meant[name] = pack(name, tensor) if linear else ({name: plain}, plain)
         stored |= {part: value.contiguous() for part, value in parts.items()}
     save_file(stored, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())

@@ -25,7 +25,7 @@ from rewriter.convert.conversion import convert
 from rewriter.emit import output_files
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
-from rewriter.kernels import dequantize
+from rewriter.kernels import stored_weights
 from rewriter.passes.permute import Permute
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.tracing import trace
@@ -109,7 +109,7 @@ def test_fp8_as_transformers_dequantizes_it(scales_dtype: torch.dtype) -> None:
     codes = torch.randn(3, 32, 48, generator=generator).to(torch.float8_e4m3fn)
     exponents = torch.randint(120, 134, (3, 2, 3), generator=generator)
     scales = exponents.to(torch.uint8) if scales_dtype == torch.uint8 else (exponents - 127.0).exp2().to(scales_dtype)
-    found = dequantize.fp8(codes, scales, (1, 16, 16))
+    found = stored_weights.fp8(codes, scales, (1, 16, 16))
     torch.testing.assert_close(found, fp8_of_transformers(codes, scales), rtol=0, atol=0)
 
 
@@ -117,7 +117,7 @@ def test_fp8_blocks_at_the_edge_may_be_smaller() -> None:
     """DeepSeek-V3's kv_a_proj has 576 rows in blocks of 128."""
     weight = torch.randn(37, 50, generator=torch.Generator().manual_seed(0))
     codes, scales, meant = fp8_codes(weight, 16, 16)
-    torch.testing.assert_close(dequantize.fp8(codes, scales, (16, 16)), meant, rtol=0, atol=0)
+    torch.testing.assert_close(stored_weights.fp8(codes, scales, (16, 16)), meant, rtol=0, atol=0)
     padded = torch.nn.functional.pad(codes.float(), (0, 14, 0, 11)).to(codes.dtype)
     torch.testing.assert_close(meant, fp8_of_transformers(padded, scales)[:37, :50], rtol=0, atol=0)
 
@@ -127,8 +127,8 @@ def test_mxfp4_as_transformers_dequantizes_it() -> None:
     blocks = torch.randint(256, (2, 24, 3, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(110, 140, (2, 24, 3), generator=generator).to(torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    torch.testing.assert_close(dequantize.mxfp4(blocks, scales).transpose(1, 2), expected, rtol=0, atol=0)
-    assert tuple(E2M1.tolist()) == dequantize.E2M1
+    torch.testing.assert_close(stored_weights.mxfp4(blocks, scales).transpose(1, 2), expected, rtol=0, atol=0)
+    assert tuple(E2M1.tolist()) == stored_weights.E2M1
 
 
 @pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("fp4", False)])
@@ -231,13 +231,8 @@ def test_dequantize_writes_what_they_stand_for(tmp_path: Path, kind: str) -> Non
     out = write(tmp_path / "source", tmp_path / "out", dequantize=True)
     written = load_file(out / "model.safetensors")
     assert set(written) == set(meant)
-    packed = {name for name in meant if name not in load_file(tmp_path / "source" / "model.safetensors")}
-    packed |= {n for n, t in load_file(tmp_path / "source" / "model.safetensors").items() if t.dtype.itemsize == 1}
-    packed &= set(meant)
-    assert len(packed) >= 8
     for name, tensor in written.items():
-        assert tensor.dtype == (torch.bfloat16 if name in packed else torch.float32)
-        torch.testing.assert_close(tensor, meant[name].to(tensor.dtype), rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(tensor, meant[name].to(torch.bfloat16), rtol=0, atol=0, msg=name)
     config = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"

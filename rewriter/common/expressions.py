@@ -196,7 +196,7 @@ Layout = tuple[tuple[int | None, int], ...]
 class Dequantized:
     """What a quantized tensor stands for, of safetensors' `dtype`: codes, the first of `parts`, times scales.
 
-    `rewriter.kernels.dequantize` computes it. `scheme` and `numbers` are one of
+    `rewriter.kernels.stored_weights` computes it. `scheme` and `numbers` are one of
     - "fp8", elements per scale for each of the scales' dimensions, which are the last ones: codes, scales;
     - "mxfp4", none: 16 bytes of two codes for 32 elements of the last dimension, exponents of their scales;
     - "awq", (bits, inputs per group): codes, zeros and scales of a matrix [inputs, outputs];

@@ -25,6 +25,7 @@ from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 from rewriter.weights.references import RankWeights
+from rewriter.weights.stored_weight import StoredWeight
 
 
 def load(
@@ -34,6 +35,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     compile: bool = False,
+    keep_quantized: bool = True,
 ) -> nn.Module:
     """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
 
@@ -42,8 +44,9 @@ def load(
     (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process
     sees, where its launcher shows each its own) if there is one, else the CPU; `dtype` to
-    that of the file; `compile` compiles the segments between collectives. Runs the directory's own module.py, so load
-    only what you trust.
+    that of the file; `compile` compiles the segments between collectives. FP8 and MXFP4 weights stay as they are
+    stored and are dequantized where they are used, unless `keep_quantized` is False or segments are compiled. Runs
+    the directory's own module.py, so load only what you trust.
 
     Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
     processes is not dp times the one the files were made for, and if names or shapes in the file are not those of the
@@ -65,7 +68,8 @@ def load(
         raise RewriterError(
             f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
         )
-    fill(model, made.weights(root, rank), device=where, dtype=dtype)
+    keep = keep_quantized and not compile
+    fill(model, made.weights(root, rank), device=where, dtype=dtype, keep_quantized=keep)
     model.eval()
     if compile:
         compile_segments(model)
@@ -267,12 +271,18 @@ def build(path: Path, name: str, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def fill(
-    model: nn.Module, weights: RankWeights, *, device: torch.device | str, dtype: torch.dtype | None = None
+    model: nn.Module,
+    weights: RankWeights,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    keep_quantized: bool = False,
 ) -> None:
     """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
-    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
+    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`. With `keep_quantized`
+    quantized weights stay so, and are not trained.
     Raises RewriterError for names that `weights` lack or the model does not know, and for shapes that differ.
     """
     alias, kept = _first_names(model), _kept_dtypes(model)
@@ -291,7 +301,7 @@ def fill(
             f"{weights.path}: it does not fit its module: {'; '.join(problems)}. Rewrite the model again"
         )
     casts = {name: kept.get(name, dtype if weights.dtype(name).is_floating_point else None) for name in chosen.values()}
-    tensors = weights.read(casts, device)
+    tensors = weights.read(casts, device, keep_quantized)
     state = {first: tensors[name] for first, name in chosen.items()}
     # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
     parameters = {
@@ -299,6 +309,9 @@ def fill(
     }
     whole = {name: parameters.get(alias[name], state[alias[name]]) for name in expected}
     model.load_state_dict(whole, strict=True, assign=True)
+    for parameter in model.parameters():
+        if isinstance(parameter, StoredWeight):
+            parameter.requires_grad_(False)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

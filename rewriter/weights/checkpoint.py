@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
-from rewriter.kernels.dequantize import dequantized
+from rewriter.kernels.stored_weights import dequantized
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
 from rewriter.weights.narrowing import narrowed
 

@@ -102,20 +102,29 @@ class RankWeights:
         """The shape of a tensor. Raises RewriterError where the checkpoint's tensors do not fit."""
         return self.parameters[name].shape(self.checkpoint.shapes)
 
-    def read(self, names: Mapping[str, torch.dtype | None], device: torch.device | str) -> dict[str, torch.Tensor]:
+    def read(
+        self, names: Mapping[str, torch.dtype | None], device: torch.device | str, keep_quantized: bool = False
+    ) -> dict[str, torch.Tensor]:
         """The tensors `names` on `device`, contiguous, each cast to its dtype (None: `self.dtype`).
 
         On the CPU a range of rows stays a view of the mapped file. Threads on all cores that this rank may use share
-        the work.
+        the work. With `keep_quantized`, FP8 and MXFP4 weights are `StoredWeight`s where that is possible.
         """
         import torch
+
+        from rewriter.weights.stored_weight import StoredWeight, stored
 
         where = torch.device(device)
 
         def one(item: tuple[str, torch.dtype | None]) -> tuple[str, torch.Tensor]:
             name, dtype = item
-            tensor = self.checkpoint.evaluate(self.parameters[name])
-            if is_dequantized(self.parameters[name]):
+            expression = self.parameters[name]
+            kept = stored(expression, self.checkpoint.read) if keep_quantized and is_dequantized(expression) else None
+            if kept is not None:
+                there = kept.moved(lambda part: _staged(part, where) if where.type == "cuda" else part.contiguous())
+                return name, StoredWeight(there, dtype or self.dtype(name))
+            tensor = self.checkpoint.evaluate(expression)
+            if is_dequantized(expression):
                 tensor = tensor.to(dtype or self.dtype(name))
             if where.type == "cuda":
                 tensor = _staged(tensor, where)

@@ -17,21 +17,34 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def dequantized(scheme: str, parts: Sequence[torch.Tensor], numbers: Sequence[int]) -> torch.Tensor:
-    """The fp32 tensor that `parts` stand for, by a scheme of `rewriter.common.expressions.Dequantized`."""
+def dequantized(
+    scheme: str, parts: Sequence[torch.Tensor], numbers: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The tensor that `parts` stand for, by a scheme of `rewriter.common.expressions.Dequantized`, rounded to `dtype`.
+
+    On a GPU, FP8 and MXFP4 go through one kernel each, which reads codes and writes `dtype`.
+    """
+    if parts[0].is_cuda and scheme in ("fp8", "mxfp4"):
+        from rewriter.kernels import stored_weights_triton
+
+        if scheme == "fp8":
+            return stored_weights_triton.fp8(parts[0], parts[1], numbers, dtype)
+        return stored_weights_triton.mxfp4(parts[0], parts[1], dtype)
     match scheme:
         case "fp8":
-            return fp8(parts[0], parts[1], numbers)
+            found = fp8(parts[0], parts[1], numbers)
         case "mxfp4":
-            return mxfp4(parts[0], parts[1])
+            found = mxfp4(parts[0], parts[1])
         case "awq":
-            return awq(parts[0], parts[1], parts[2], *numbers)
+            found = awq(parts[0], parts[1], parts[2], *numbers)
         case "gptq":
             bits, _, added = numbers
-            return gptq(parts[0], parts[1], parts[2], parts[3], bits, added)
+            found = gptq(parts[0], parts[1], parts[2], parts[3], bits, added)
         case "bnb4":
-            return bitsandbytes4(parts, numbers)
-    raise ValueError(f"{scheme!r}: no such scheme of quantized weights")
+            found = bitsandbytes4(parts, numbers)
+        case _:
+            raise ValueError(f"{scheme!r}: no such scheme of quantized weights")
+    return found.to(dtype)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
