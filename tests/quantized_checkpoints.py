@@ -36,7 +36,9 @@ def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], dty
     for name, tensor in load_file(file).items():
         linear = tensor.dim() > 1 and "layers." in name and "proj" in name and "bias" not in name
         plain = tensor.to(getattr(torch, dtype))
-        parts, meant[name] = pack(name, tensor) if linear else ({name: plain}, plain)
+        parts, meant[name] = pack(name, tensor) if linear else ({name: tensor}, tensor)
+        if set(parts) == {name} and parts[name] is tensor:
+            parts, meant[name] = {name: plain}, plain
         stored |= {part: value.contiguous() for part, value in parts.items()}
     save_file(stored, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.expressions import Expression, Tensor
 from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
 
 
@@ -36,8 +37,12 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     from rewriter.verify.quantized_loading import cannot_load
     from rewriter.verify.shrunken_check import MOST_RANKS
     from rewriter.weights import Checkpoint
+    from rewriter.weights.quantized_tensors import quantized_weights
 
-    elements = sum(math.prod(info.shape) for info in Checkpoint.open(root).tensors.values())
+    checkpoint = Checkpoint.open(root)
+    quantized = quantized_weights(checkpoint, config_of(root))
+    tensors: Iterable[Expression] = map(Tensor, checkpoint.tensors) if quantized is None else quantized.tensors.values()
+    elements = sum(math.prod(tensor.shape(checkpoint.shapes)) for tensor in tensors)
     if shortage := memory_shortage(elements):
         table["golden logits"] = f"not computed again: in fp32 the weights take {shortage}"
         return table
