@@ -91,6 +91,7 @@ DEFAULTS = {
     "resume": False,
     "link": False,
     "materialize": False,
+    "dequantize": False,
     "trust_remote_code": False,
     "set": {},
     "text": None,

@@ -89,3 +89,11 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         merge([])
     with pytest.raises(ValueError, match=r"\[1, 2, 3, 5\].*expected \[1, 2, 3, 4\]"):
         merge([(o, lse), (torch.zeros(1, 2, 3, 5), lse)])
+
+
+@on_linux
+def test_dequantizing_kernels_are_exact() -> None:
+    """FP8 in blocks that do not divide the weight, per row and per tensor; every code; MXFP4; scales as exponents."""
+    found: dict[str, float] = subprocesses.interpreted("stored_weights_interpreted.py", timeout=300)
+    assert len(found) == 35
+    assert {case: error for case, error in found.items() if error} == {}

@@ -61,7 +61,10 @@ def open_output(directory: str | os.PathLike[str]) -> Opened:
             "cannot be told from the original's weights. Rewrite the model without untie_norms, or train it with a "
             "trainer of your own: the checkpoint loads in transformers"
         )
-    return Opened(root, manifest, json.loads((root / "config.json").read_text(encoding="utf-8")))
+    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
+        raise RewriterError(f"{root}: its weights are quantized, and cannot be trained. Rewrite with --dequantize")
+    return Opened(root, manifest, config)
 
 
 def source_config(opened: Opened) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def convert(
     resume: options.Resume = False,
     link: options.Link = False,
     materialize: options.Materialize = False,
+    dequantize: options.Dequantize = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -44,8 +45,8 @@ def convert(
 
         report = api.convert(
             model, recipe, out=destination, tp=tp, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
-            link=link, materialize=materialize, trust_remote_code=trust_remote_code, set=overrides, text=text,
-            progress=progress,
+            link=link, materialize=materialize, dequantize=dequantize, trust_remote_code=trust_remote_code,
+            set=overrides, text=text, progress=progress,
         )  # fmt: skip
     if json:
         typer.echo(report.to_json())

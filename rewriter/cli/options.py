@@ -115,6 +115,9 @@ Materialize = Annotated[
     bool,
     typer.Option("--materialize", help="Write each rank's weights to one file per rank."),
 ]
+Dequantize = Annotated[
+    bool, typer.Option("--dequantize", help="Write quantized weights as what they stand for, in the config's dtype.")
+]
 
 # --- of `adapt` ---
 

@@ -1,14 +1,14 @@
 """How a runtime parameter is made from checkpoint tensors. No torch: these are names, dimensions and ranges.
 
 A parameter that a rank holds is a rearrangement of what is on disk: the tensor itself, some of its rows or columns,
-the fusion of several tensors. Every element of the result is an element of a source, so a shard needs no arithmetic.
-`rewriter.weights` reads the elements.
+the fusion of several tensors. Every element of the result is an element of a source, so a shard needs no arithmetic,
+but for tensors that are stored quantized: `Dequantized`. `rewriter.weights` reads the elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from rewriter.common.errors import RewriterError
@@ -33,6 +33,10 @@ class Tensor:
             raise RewriterError(f"{self.name}: the checkpoint has no tensor of this name.")
         return tuple(shapes[self.name])
 
+    def dtypes(self, stored: Mapping[str, str]) -> set[str]:
+        """The dtypes of the result's elements, by safetensors' names, from those of the checkpoint's tensors."""
+        return {stored[self.name]}
+
     def __str__(self) -> str:
         return self.name
 
@@ -45,6 +49,9 @@ class _Rearrangement:
 
     def tensors(self) -> Iterator[str]:
         return self.source.tensors()
+
+    def dtypes(self, stored: Mapping[str, str]) -> set[str]:
+        return self.source.dtypes(stored)
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,9 @@ class _Joined:
         for part in self.parts:
             yield from part.tensors()
 
+    def dtypes(self, stored: Mapping[str, str]) -> set[str]:
+        return set().union(*(part.dtypes(stored) for part in self.parts))
+
     def part_shapes(self, shapes: Shapes) -> list[Shape]:
         """Raises RewriterError where there is no part."""
         if not self.parts:
@@ -178,7 +188,87 @@ class Stack(_Joined):
         return f"stack({', '.join(map(str, self.parts))}, dim={self.dim})"
 
 
-Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take
+Layout = tuple[tuple[int | None, int], ...]
+"""Per dimension of a stored part: (dimension of the result, elements of it per entry), or (None, its fixed size)."""
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """What a quantized tensor stands for, of safetensors' `dtype`: codes, the first of `parts`, times scales.
+
+    `rewriter.kernels.stored_weights` computes it. `scheme` and `numbers` are one of
+    - "fp8", elements per scale for each of the scales' dimensions, which are the last ones: codes, scales;
+    - "mxfp4", none: 16 bytes of two codes for 32 elements of the last dimension, exponents of their scales;
+    - "awq", (bits, inputs per group): codes, zeros and scales of a matrix [inputs, outputs];
+    - "gptq", (bits, groups, what is added to zeros): codes, zeros, scales, each input's group, of [inputs, outputs];
+    - "bnb4", (rows, columns): codes, and what else bitsandbytes stores of a matrix.
+    """
+
+    scheme: str
+    parts: tuple[Expression, ...]
+    numbers: tuple[int, ...]
+    dtype: str
+
+    def tensors(self) -> Iterator[str]:
+        """As of the other expressions."""
+        for part in self.parts:
+            yield from part.tensors()
+
+    def dtypes(self, stored: Mapping[str, str]) -> set[str]:
+        """Its own, not the parts'."""
+        return {self.dtype}
+
+    def shape(self, shapes: Shapes) -> Shape:
+        """The shape of the tensor that is stood for. Raises RewriterError where the parts do not fit each other."""
+        if self.scheme == "bnb4":
+            return self.numbers
+        found = [part.shape(shapes) for part in self.parts]
+        codes, *others = self.layouts(len(found[0]))
+        whole = tuple(size * per for size, (dim, per) in zip(found[0], codes, strict=True) if dim is not None)
+        for part, layout, sizes in zip(self.parts[1:], others, found[1:], strict=True):
+            expected = tuple(per if dim is None else -(-whole[dim] // per) for dim, per in layout)
+            if sizes != expected:
+                raise RewriterError(
+                    f"{part} has shape {_sizes(sizes)}, where {_sizes(expected)} belongs to codes {self.parts[0]} "
+                    f"{_sizes(found[0])}. Download both again."
+                )
+        return whole
+
+    def layouts(self, rank: int) -> tuple[Layout, ...]:
+        """Of every part; `rank` is the number of dimensions of the first."""
+        each: Layout = tuple((dim, 1) for dim in range(rank))
+        if self.scheme == "fp8":
+            first = rank - len(self.numbers)
+            return each, tuple((first + dim, per) for dim, per in enumerate(self.numbers))
+        if self.scheme == "mxfp4":
+            return (*each[:-2], (rank - 2, 32), (None, 16)), (*each[:-2], (rank - 2, 32))
+        if self.scheme == "awq":
+            bits, group = self.numbers
+            return ((0, 1), (1, 32 // bits)), ((0, group), (1, 32 // bits)), ((0, group), (1, 1))
+        if self.scheme == "gptq":
+            bits, groups, _ = self.numbers
+            pack = 32 // bits
+            return ((0, pack), (1, 1)), ((None, groups), (1, pack)), ((None, groups), (1, 1)), ((0, 1),)
+        return ()
+
+    def __str__(self) -> str:
+        return f"{self.scheme}({', '.join(map(str, self.parts))})"
+
+
+Expression: TypeAlias = Tensor | Slice | Concat | Stack | Transpose | Take | Dequantized
+
+
+def substituted(expression: Expression, by: Mapping[Expression, Expression]) -> Expression:
+    """`expression` with the outermost of its parts that are in `by` replaced."""
+    if expression in by:
+        return by[expression]
+    match expression:
+        case Tensor():
+            return expression
+        case Concat(parts) | Stack(parts) | Dequantized(_, parts):
+            return replace(expression, parts=tuple(substituted(part, by) for part in parts))
+        case Slice(source) | Take(source) | Transpose(source):
+            return replace(expression, source=substituted(source, by))
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def save(
     chosen = SaveOptions(**options)
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
-    layout = output_files.plan(program, chosen.dtype, chosen.materialize)
+    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize)
     report = ConversionReport(
         model=output_files.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),
@@ -178,7 +178,7 @@ def _real_weights(
     if reason := too_large(single_device(program), copies):
         found.notes.append(reason)
         return None
-    return RealWeights(program, options.dtype, progress)
+    return RealWeights(program, options.dtype, progress, options.dequantize)
 
 
 def check_free(out: Path) -> None:

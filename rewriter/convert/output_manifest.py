@@ -78,6 +78,7 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
         "mesh": mesh_of(program),
         "dtype": options.dtype,
         "materialize": options.materialize,
+        "dequantize": options.dequantize,
         "verify": options.verify,
         "text": options.text,
         "versions": versions(),

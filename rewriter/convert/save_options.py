@@ -16,7 +16,8 @@ class SaveOptions:
     """`dtype`: the weights' ("bf16", "fp16", "fp32"), None: as they are stored. `verify`: on a shrunken copy, on the
     real weights too ("full"), or not at all. `dry_run`: report what would be done. `resume`: continue an interrupted
     run. `link`: hard-link unchanged files. `materialize`: write what each rank holds to a file, where ranks would read
-    ranges of the adapted checkpoint. `text`: replaces the packaged calibration text.
+    ranges of the adapted checkpoint. `dequantize`: write quantized weights as what they stand for. `text`: replaces the
+    packaged calibration text.
 
     Raises RewriterError for values that do not exist or contradict each other.
     """
@@ -27,6 +28,7 @@ class SaveOptions:
     resume: bool = False
     link: bool = False
     materialize: bool = False
+    dequantize: bool = False
     text: str | None = None
 
     def __post_init__(self) -> None:
@@ -36,7 +38,8 @@ class SaveOptions:
             )
         if self.verify not in get_args(Level):
             raise RewriterError(f"verify {self.verify!r}: expected none, shrunken or full.")
-        if self.link and self.dtype is not None:
+        if self.link and (self.dtype is not None or self.dequantize):
+            option = "--dequantize" if self.dtype is None else "--dtype"
             raise RewriterError(
-                "--link with --dtype: converted files differ from the source's, so they cannot be links."
+                f"--link with {option}: converted files differ from the source's, so they cannot be links."
             )

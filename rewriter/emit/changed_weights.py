@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Shapes, Stack, Take, Tensor, Transpose
 from rewriter.ir import Program
+from rewriter.weights.narrowing import is_dequantized
 
 
 def changed_tensors(program: Program, shapes: Shapes) -> dict[str, Expression]:
@@ -22,6 +23,11 @@ def changed_tensors(program: Program, shapes: Shapes) -> dict[str, Expression]:
         found = (
             {before.name: spec.expression} if isinstance(before, Tensor) else _inside(before, spec.expression, shapes)
         )
+        if found is None and is_dequantized(before):
+            raise RewriterError(
+                f"{name}: the recipe changes its weights, which are stored quantized, as {before}. Write them "
+                "dequantized with --dequantize"
+            )
         if found is None:
             raise RewriterError(
                 f"{name}: its weights cannot be stored as {spec.expression}, since on disk it is {before}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
+from rewriter.emit.kept_tensors import kept_tensors
 from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
@@ -62,12 +62,15 @@ class PlannedFiles:
         return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
 
 
-def plan(program: Program, dtype: str | None = None, materialize: bool = False) -> PlannedFiles:
+def plan(
+    program: Program, dtype: str | None = None, materialize: bool = False, dequantize: bool = False
+) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
     `dtype` (bf16, fp16, fp32) converts floating-point weights. Ranks read ranges of the adapted checkpoint, or with
-    `materialize` files that hold what each of them needs. Raises RewriterError for a program without a checkpoint,
-    one that can only be timed, and everything that the emitters refuse.
+    `materialize` files that hold what each of them needs. Quantized weights stay as they are stored, unless
+    `dequantize` writes what they stand for. Raises RewriterError for a program without a checkpoint, one that can only
+    be timed, and everything that the emitters refuse.
     """
     from rewriter.emit.huggingface import emit_huggingface
     from rewriter.emit.runtime_module import emit_runtime_module
@@ -83,9 +86,11 @@ def plan(program: Program, dtype: str | None = None, materialize: bool = False) 
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
+    kept = kept_tensors(program, checkpoint, dequantize, refuse=_kept_quantized(dtype, materialize))
+    program = kept.program
     single = single_device(program)
-    emitted, changed = emit_huggingface(single), changed_tensors(single, checkpoint.shapes)
-    config = dict(emitted.config)
+    emitted, changed = emit_huggingface(single), changed_tensors(single, kept.shapes)
+    config = kept.config(emitted.config)
     if target is not None:
         config["dtype"] = str(target).removeprefix("torch.")
     texts = {"config.json": _json(config)}
@@ -94,16 +99,17 @@ def plan(program: Program, dtype: str | None = None, materialize: bool = False) 
     copies: list[tuple[Path, str]] = []
     shards: dict[str, dict[str, tuple[Expression, torch.dtype | None]]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
-    for file in checkpoint.files:
+    for file, names in kept.files().items():
         name = file.relative_to(checkpoint.directory).as_posix()
-        inside = {n: changed.get(n, Tensor(n)) for n, info in checkpoint.tensors.items() if info.file == file}
-        if target is None and not any(n in changed for n in inside):
+        inside = {n: kept.stored(changed.get(n, Tensor(n))) for n in names}
+        whole = len(names) == len(checkpoint.headers[file].tensors)
+        if target is None and whole and all(expression == Tensor(n) for n, expression in inside.items()):
             copies.append((file, name))
         else:
-            shards[name] = {n: (kept, _cast(checkpoint, kept, target)) for n, kept in inside.items()}
+            shards[name] = {n: (e, _cast(checkpoint, e, target)) for n, e in inside.items()}
             metadata[name] = checkpoint.metadata[file]
     if checkpoint.files != (source / SINGLE,):
-        texts[INDEX] = _index(checkpoint, source, target, changed)
+        texts[INDEX] = _index(checkpoint, source, kept.files(), shards)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
             copies.append((path, path.name))
@@ -116,12 +122,12 @@ def plan(program: Program, dtype: str | None = None, materialize: bool = False) 
         files = {"ranks": [f"{folder}/rank-{rank}.safetensors" for rank in range(program.mesh.get("tp", 1))]}
         for rank, name in enumerate(files["ranks"]):
             shards[name] = {
-                parameter: (expression := spec.on_rank(rank), _cast(checkpoint, expression, target))
+                parameter: (expression := kept.stored(spec.on_rank(rank)), _cast(checkpoint, expression, target))
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt"}
     else:
-        references[files["weights"]] = weight_references(program, changed, checkpoint.shapes)
+        references[files["weights"]] = weight_references(program, changed, kept.shapes)
     shared = sequence_plan(program)
     sequence = shared and SequenceEntry(**asdict(shared))
     runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", sequence=sequence, **files)}
@@ -178,23 +184,30 @@ def write(
     return hashes
 
 
+def _kept_quantized(dtype: str | None, materialize: bool) -> str | None:
+    """What is asked for that cannot be done to weights that stay quantized."""
+    if dtype is not None:
+        return f"--dtype {dtype} would round their scales"
+    return "--materialize writes what ranks compute with, which is not quantized" if materialize else None
+
+
 def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:
-    kinds = {checkpoint.info(name).dtype for name in expression.tensors()}
-    return target if target is not None and kinds <= set(_FLOATS) else None
+    return target if target is not None and expression.dtypes(checkpoint.dtypes) <= set(_FLOATS) else None
 
 
-def _index(checkpoint: Checkpoint, source: Path, target: torch.dtype | None, changed: Mapping[str, Expression]) -> str:
-    if target is None and not changed:
+def _index(
+    checkpoint: Checkpoint,
+    source: Path,
+    files: Mapping[Path, Sequence[str]],
+    shards: Mapping[str, Mapping[str, tuple[Expression, torch.dtype | None]]],
+) -> str:
+    names = {file: file.relative_to(checkpoint.directory).as_posix() for file in files}
+    if not any(name in shards for name in names.values()):
         return (source / INDEX).read_text(encoding="utf-8")
-    sizes = {n: info.nbytes for n, info in checkpoint.tensors.items()}
-    for name, info in checkpoint.tensors.items():
-        if _cast(checkpoint, Tensor(name), target) is not None:
-            assert target is not None
-            sizes[name] = target.itemsize * math.prod(info.shape)
-        if name in changed:
-            sizes[name] = sizes[name] * math.prod(changed[name].shape(checkpoint.shapes)) // math.prod(info.shape)
-    weight_map = {n: info.file.relative_to(checkpoint.directory).as_posix() for n, info in checkpoint.tensors.items()}
-    return _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    total = sum(checkpoint.tensors[n].nbytes for f, inside in files.items() if names[f] not in shards for n in inside)
+    total += plan_bytes(checkpoint, [ShardPlan(Path(n), shards[n]) for n in names.values() if n in shards])
+    weight_map = {n: names[file] for file, inside in files.items() for n in inside}
+    return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _json(data: Any) -> str:

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Reference, Shapes, Slice, Stack, Take, Tensor, Transpose
+from rewriter.common.expressions import (
+    Concat,
+    Dequantized,
+    Expression,
+    Reference,
+    Shapes,
+    Slice,
+    Stack,
+    Take,
+    Tensor,
+    Transpose,
+)
 from rewriter.emit.changed_weights import lowered
 from rewriter.ir import Program
 
@@ -39,6 +50,8 @@ def _adapted(
     match expression:
         case Tensor(name):
             return _original(changed[name], Tensor(name), shapes) if name in changed else expression
+        case Dequantized():  # quantized weights are not changed
+            return expression
         case Concat(parts) | Stack(parts):
             return replace(expression, parts=tuple(_adapted(part, changed, stored, shapes) for part in parts))
         case Take(source, dim, index):

@@ -25,6 +25,7 @@ from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
 from rewriter.weights.references import RankWeights
+from rewriter.weights.stored_weight import StoredWeight
 from rewriter.weights.streaming import stream_parameters
 
 
@@ -36,6 +37,7 @@ def load(
     dtype: torch.dtype | None = None,
     compile: bool = False,
     stream: bool = False,
+    keep_quantized: bool = True,
 ) -> nn.Module:
     """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
 
@@ -45,8 +47,9 @@ def load(
     `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process
     sees, where its launcher shows each its own) if there is one, else the CPU; `dtype` to
     that of the file; `compile` compiles the segments between collectives; `stream` reads weights
-    whenever they are used, which is slow, and runs a model of any size. Runs the directory's own module.py, so load
-    only what you trust.
+    whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights stay as they are stored
+    and are dequantized where they are used, unless `keep_quantized` is False or segments are compiled. Runs the
+    directory's own module.py, so load only what you trust.
 
     Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
     processes is not dp times the one the files were made for, and if names or shapes in the file are not those of the
@@ -68,7 +71,8 @@ def load(
         raise RewriterError(
             f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
         )
-    fill(model, made.weights(root, rank), device=where, dtype=dtype, stream=stream)
+    keep = keep_quantized and not compile
+    fill(model, made.weights(root, rank), device=where, dtype=dtype, stream=stream, keep_quantized=keep)
     model.eval()
     if compile:
         compile_segments(model)
@@ -276,13 +280,15 @@ def fill(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     stream: bool = False,
+    keep_quantized: bool = False,
 ) -> None:
     """Give `model` the tensors of `weights`, by name, without a copy on the CPU, and move its constants.
 
     With `stream`, parameters are read at every access: see `rewriter.weights.streaming`.
 
     A parameter with several names (tied weights) may have any of them in `weights`, and stays one parameter. With
-    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`.
+    `dtype`, floating tensors are cast, but not the buffers that a module lists in `keeps_dtype`. With `keep_quantized`
+    quantized weights stay so, and are not trained.
     Raises RewriterError for names that `weights` lack or the model does not know, and for shapes that differ.
     """
     alias, kept = _first_names(model), _kept_dtypes(model)
@@ -303,7 +309,7 @@ def fill(
     casts = {name: kept.get(name, dtype if weights.dtype(name).is_floating_point else None) for name in chosen.values()}
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     now = {name: first for first, name in chosen.items() if not (stream and first in trained)}
-    tensors = weights.read({name: casts[name] for name in now}, device)
+    tensors = weights.read({name: casts[name] for name in now}, device, keep_quantized)
     state = {now[name]: tensor for name, tensor in tensors.items()}
     # One Parameter object for all names of a tied weight: with assign=True torch would make one for each.
     parameters = {name: nn.Parameter(tensor, trained[name]) for name, tensor in state.items() if name in trained}
@@ -316,6 +322,9 @@ def fill(
             return weights.read({name: casts[name]}, device)[name]
 
         stream_parameters(model, read)
+    for parameter in model.parameters():
+        if isinstance(parameter, StoredWeight):
+            parameter.requires_grad_(False)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression
+from rewriter.common.expressions import Expression, Tensor
 from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
@@ -26,6 +26,7 @@ from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
+from rewriter.weights.quantized_tensors import quantized_weights
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:
@@ -38,10 +39,12 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
     """
     config = load_config(model, trust_remote_code)
     checkpoint = _open_checkpoint(model)
+    quantized = quantized_weights(checkpoint, config.to_dict()) if checkpoint else None
     skeleton = build_skeleton(config, trust_remote_code)
     if checkpoint is None:
         return trace_skeleton(skeleton, remote_code=trust_remote_code)
-    expressions, ties = checkpoint_expressions(skeleton.model, checkpoint)
+    tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
+    expressions, ties = checkpoint_expressions(skeleton.model, checkpoint, tensors)
     return trace_skeleton(skeleton, str(checkpoint.directory), expressions, ties, trust_remote_code)
 
 

@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Stack, Tensor, Transpose
+from rewriter.common.expressions import Concat, Expression, Stack, Transpose
 from rewriter.weights import Checkpoint
 
 COMPARED = 1 << 24  # elements that are compared at a time
@@ -29,10 +29,11 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 
 
 def checkpoint_expressions(
-    model: PreTrainedModel, checkpoint: Checkpoint
+    model: PreTrainedModel, checkpoint: Checkpoint, tensors: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], dict[str, str]]:
     """(expressions, ties). Runtime name → expression, for every parameter of `model`, and for the buffers that the
-    checkpoint holds of those that checkpoints hold; tied aliases are left out.
+    checkpoint holds of those that checkpoints hold; tied aliases are left out. `tensors` are the checkpoint's, by the
+    names of one in which nothing is quantized.
 
     A pair that the config ties, and of which the checkpoint holds both with different values, is not tied:
     transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain.
@@ -46,7 +47,7 @@ def checkpoint_expressions(
     renamings, converters = _transforms(model)
     known = dict.fromkeys(wanted, True)
     collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in sorted(checkpoint.tensors, key=_natural):
+    for name in sorted(tensors, key=_natural):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         collected[target][pattern or name].append(name)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
@@ -58,7 +59,10 @@ def checkpoint_expressions(
             continue
         pattern = next(iter(sources))
         converter = by_pattern.get(pattern)
-        expressions[target] = Tensor(sources[pattern][0]) if converter is None else _convert(converter, sources, target)
+        if converter is None:
+            expressions[target] = tensors[sources[pattern][0]]
+        else:
+            expressions[target] = _convert(converter, sources, target, tensors)
     for alias, canonical in list(ties.items()):
         if alias in wanted and canonical in wanted:
             if canonical not in expressions and alias in expressions:
@@ -76,9 +80,8 @@ def checkpoint_expressions(
                 f"the checkpoint in {checkpoint.directory} has tensors that {type(model).__name__} does not:", surplus
             )
         )
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     for name, expression in expressions.items():
-        found = tuple(expression.shape(shapes))
+        found = tuple(expression.shape(checkpoint.shapes))
         if found != wanted[name]:
             raise RewriterError(
                 f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
@@ -129,10 +132,12 @@ def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
     return target in buffers or any(re.search(p, n) for p in patterns for n in (name, target))
 
 
-def _convert(converter: Any, sources: Mapping[str, list[str]], target: str) -> Expression:
+def _convert(
+    converter: Any, sources: Mapping[str, list[str]], target: str, tensors: Mapping[str, Expression]
+) -> Expression:
     """One fused parameter: the converter's operations, as expressions. Order of the source patterns decides."""
     values: list[list[Expression]] = [
-        [Tensor(n) for n in sources[p]] for p in converter.source_patterns if p in sources
+        [tensors[n] for n in sources[p]] for p in converter.source_patterns if p in sources
     ]
     if len(values) != len(converter.source_patterns):
         lacking = next(p for p in converter.source_patterns if p not in sources)

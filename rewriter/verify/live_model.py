@@ -13,6 +13,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque, Program
+from rewriter.verify.quantized_loading import loading_arguments
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -32,7 +33,7 @@ def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code
+        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code, **loading_arguments(path)
     ).eval()
 
 

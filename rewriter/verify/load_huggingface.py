@@ -13,22 +13,28 @@ sys.modules["rewriter"] = None  # type: ignore[assignment]
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.quantizers import AutoQuantizationConfig  # noqa: E402
 
 
 def main(request_path: str, result_path: str) -> None:
     with open(request_path, encoding="utf-8") as file:
         request = json.load(file)
+    quantized = request["quantization"]
+    dequantizing = {"quantization_config": AutoQuantizationConfig.from_dict(quantized)} if quantized else {}
     model, loaded = AutoModelForCausalLM.from_pretrained(
         request["directory"],
         trust_remote_code=True,
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,
+        **dequantizing,
     )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names: list[Any] = sorted(map(str, loaded.get(what) or ()))
         if names:
             raise RuntimeError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    if quantized and quantized["quant_method"] == "bitsandbytes":  # it has no such option of loading
+        model.dequantize()
     model.eval()
     logits = {}
     with torch.no_grad():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rewriter.common.expressions import Tensor
 from rewriter.emit.manifest import ranks_of
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -17,9 +19,12 @@ from rewriter.tracing.parameters import checkpoint_expressions
 from rewriter.verify import subprocess_logits
 from rewriter.verify.comparison import REAL_WEIGHTS, Verification
 from rewriter.verify.drift import GOLDEN_TOKENS, golden_tokens, too_large
+from rewriter.verify.quantized_loading import cannot_load, loading_arguments
 from rewriter.verify.reference_modes import Reference, reference_of
 from rewriter.verify.shrunken_check import MOST_RANKS, on_ranks
 from rewriter.weights import Checkpoint
+from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
 from rewriter.weights.streaming import stream_parameters
 
 LARGEST_WIDTH = 1 << 14  # elements of a token in the residual stream, of any model known
@@ -70,11 +75,14 @@ def source_logits(
     """Logits [B, S, vocabulary] (fp32) of the source model under `reference`, its weights rounded to `target`."""
     source = program.source
     assert source.path is not None
-    if stream:
+    if stream or cannot_load(source.path):
         return reference.logits(streamed_model(Path(source.path), source.remote_code, target), ids)
     model = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
-    ).eval()
+        source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
+        **loading_arguments(source.path),
+    ).eval()  # fmt: skip
+    if quantized := _quantized(Checkpoint.open(source.path)):
+        target = target or torch_dtype(quantized.dtype, "its weights")  # ranks hold them so
     for tensor in model.state_dict().values():
         tensor.copy_(rounded(tensor, target))
     return reference.logits(model, ids)
@@ -83,12 +91,14 @@ def source_logits(
 def streamed_model(directory: Path, remote_code: bool, target: torch.dtype | None) -> PreTrainedModel:
     """The eager model of a checkpoint, whose weights are read when they are used, in fp32."""
     checkpoint = Checkpoint.open(directory)
+    quantized = _quantized(checkpoint)
+    tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
     with parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote_code
         ).eval()
-    expressions, ties = checkpoint_expressions(model, checkpoint)
+    expressions, ties = checkpoint_expressions(model, checkpoint, tensors)
 
     def read(name: str) -> torch.Tensor:
         tensor = checkpoint.evaluate(expressions[ties.get(name, name)])
@@ -97,6 +107,11 @@ def streamed_model(directory: Path, remote_code: bool, target: torch.dtype | Non
     model.load_state_dict({n: read(n) for n, _ in model.named_buffers() if n in expressions}, strict=False)
     stream_parameters(model, read)
     return model
+
+
+def _quantized(checkpoint: Checkpoint) -> QuantizedWeights | None:
+    config = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+    return quantized_weights(checkpoint, config)
 
 
 def rounded(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:

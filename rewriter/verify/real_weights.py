@@ -8,38 +8,46 @@ from pathlib import Path
 import torch
 
 from rewriter.emit.manifest import Drift, mesh_of
+from rewriter.emit.output_files import DTYPES
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
+from rewriter.verify.quantized_loading import cannot_load, loading_arguments
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.real_ranks import rounded
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import compare_emitted, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
+from rewriter.weights import Checkpoint
+from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.narrowing import is_dequantized
 
 SHARDED_DRIFT = (
     "the drift is that of the sharded module where every reduction of a block is quantized, as in a long prefill. The "
     "adapted checkpoint sums exactly"
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RealWeights:
     """A rewritten program with its weights in memory, fp32; the caller has asked `too_large` before.
 
-    `dtype` (bf16, fp16, fp32 or None) is what the output holds them in: golden logits and drift are of weights rounded
-    to it, equality with the original is of the weights as they were.
+    `dtype` (bf16, fp16, fp32 or None) is what the output holds them in, and what is stored quantized it holds as it
+    is, or `dequantize`d: golden logits and drift are of weights rounded so, equality with the original is of the
+    weights as they were.
     """
 
-    def __init__(self, program: Program, dtype: str | None, progress: Callable[..., None]) -> None:
+    def __init__(
+        self, program: Program, dtype: str | None, progress: Callable[..., None], dequantize: bool = False
+    ) -> None:
         self.program, self.single = program, single_device(program)
         self.progress = progress
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
-        self.target = None if dtype in (None, "fp32") else DTYPES[str(dtype)]
-        self.written = {n: self._rounded(t) for n, t in self.stored.items()}
+        self.target = None if dtype is None else DTYPES[dtype]
+        self.stored_dtypes = Checkpoint.open(str(program.source.path)).dtypes if dequantize else None
+        self.written = {n: self._rounded(self.single, n, t) for n, t in self.stored.items()}
 
     def golden(self) -> bytes:
         """A safetensors file: the golden tokens and the logits after them, of one device.
@@ -88,11 +96,14 @@ class RealWeights:
         if program is self.single:
             return self.written
         found = other_weights(program, self.single, self.written)
-        return {n: t if self.written.get(n) is t else self._rounded(t) for n, t in found.items()}
+        return {n: t if self.written.get(n) is t else self._rounded(program, n, t) for n, t in found.items()}
 
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` with the precision that the output holds it in."""
-        return rounded(tensor, self.target)
+    def _rounded(self, program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter of `program`, with the precision that the output holds it in."""
+        target, expression = self.target, program.parameters[name].expression
+        if target is None and self.stored_dtypes and expression is not None and is_dequantized(expression):
+            target = torch_dtype(next(iter(expression.dtypes(self.stored_dtypes))), name)
+        return rounded(tensor, target)
 
     @torch.no_grad()
     def compare(self, found: Verification) -> None:
@@ -105,11 +116,15 @@ class RealWeights:
         if reason := too_large(self.single, copies):
             found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
+        if reason := cannot_load(str(source.path)):
+            found.notes.append(f"--verify full: the original was not compared with: {reason}")
+            return
         reference = reference_of(self.program, [entry.rewrite for entry in self.program.history])
         self.progress("comparing the real weights")
         model = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code
-        ).eval()
+            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
+            **loading_arguments(str(source.path)),
+        ).eval()  # fmt: skip
         name = f"real weights: rewritten = {reference.name}"
         for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)

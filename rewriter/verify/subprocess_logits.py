@@ -16,6 +16,7 @@ import torch
 
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, write_json
+from rewriter.verify.quantized_loading import cannot_load, quantization
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 900.0
@@ -24,11 +25,14 @@ TIMEOUT = 900.0
 def emitted_logits(
     directory: Path, ranks: int | None, batches: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Both at once, since most of the time goes to imports: (huggingface_logits, rank_logits or nothing)."""
+    """Both at once, since most of the time goes to imports: (huggingface_logits, rank_logits or nothing).
+
+    The first is empty where transformers `cannot_load` the weights.
+    """
     with ThreadPoolExecutor(2) as pool:
-        single = pool.submit(huggingface_logits, directory, batches)
+        single = None if cannot_load(directory) else pool.submit(huggingface_logits, directory, batches)
         parallel = None if ranks is None else pool.submit(rank_logits, directory, ranks, batches)
-        return single.result(), [] if parallel is None else parallel.result()
+        return [] if single is None else single.result(), [] if parallel is None else parallel.result()
 
 
 def huggingface_logits(directory: Path, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,7 +71,8 @@ def _run(
 
     with Processes() as job:
         request, result = job.scratch / "request.json", job.scratch / "logits.safetensors"
-        write_json(request, {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches], **more})
+        asked = {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches], **more}
+        write_json(request, asked | {"quantization": quantization(directory)})
         # Generated files are imported from a separate cache, so that nothing of a failed run stays behind.
         own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
         for rank in range(ranks):

@@ -7,13 +7,16 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.kernels.stored_weights import dequantized
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
+from rewriter.weights.narrowing import narrowed
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +76,15 @@ class Checkpoint:
         _compare(root, weight_map, headers)
         return cls(root, headers)
 
-    @property
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's shape: what `Expression.shape` takes."""
         return {name: info.shape for name, info in self.tensors.items()}
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """Every tensor's dtype as safetensors calls it: what `Expression.dtypes` takes."""
+        return {name: info.dtype for name, info in self.tensors.items()}
 
     def fingerprint(self) -> str:
         """A sha256 over what headers and files say: every name, dtype, shape, place, file size and time.
@@ -130,13 +138,13 @@ class Checkpoint:
     def evaluate(self, expression: Expression) -> torch.Tensor:
         """The tensor that an expression describes: a view of the file where that is possible, else a copy in memory.
 
-        Raises RewriterError where names, shapes or dtypes do not fit.
+        What is stored quantized is given in fp32, whichever dtype it stands for, and only the parts that an
+        expression takes of it are dequantized. Raises RewriterError where names, shapes or dtypes do not fit.
         """
         expression.shape(self.shapes)
-        dtypes = {self.info(name).dtype for name in expression.tensors()}
-        if len(dtypes) > 1:
+        if len(expression.dtypes(self.dtypes)) > 1:
             raise mixed_dtypes(self, expression)
-        return evaluate(expression, self.read)
+        return evaluate(narrowed(expression, self.shapes), self.read)
 
 
 def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -151,13 +159,22 @@ def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> tor
             parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         case Concat(parts_, dim):
-            return torch.cat([evaluate(part, read) for part in parts_], dim)
+            return torch.cat(_alike([evaluate(part, read) for part in parts_]), dim)
         case Stack(parts_, dim):
-            return torch.stack([evaluate(part, read) for part in parts_], dim)
+            return torch.stack(_alike([evaluate(part, read) for part in parts_]), dim)
         case Transpose(source, dim0, dim1):
             return evaluate(source, read).transpose(dim0, dim1)
         case Take(source, dim, index):
             return evaluate(source, read)[(slice(None),) * dim + (torch.tensor(index),)]
+        case Dequantized(scheme, parts_, numbers):
+            return dequantized(scheme, [evaluate(part, read) for part in parts_], numbers)
+
+
+def _alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """In fp32, where some of them were dequantized and others are stored in the dtype that those stand for."""
+    import torch
+
+    return tensors if len({t.dtype for t in tensors}) == 1 else [t.to(torch.float32) for t in tensors]
 
 
 def torch_dtype(dtype: str, name: str) -> torch.dtype:

@@ -8,18 +8,19 @@ model and its tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Expression
-from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes
+from rewriter.common.expressions import Expression, Slice
+from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.header import BITS, encode_header
+from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.regions import fill, regions, tiles
 from rewriter.weights.sink import reflink_into
 from rewriter.weights.space import available, disk_full, is_disk_full
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 1 << 20
+COMPUTED = 16 << 20  # bytes of dequantized weights that are computed at a time
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -131,8 +133,7 @@ def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
     places = dict(zip(order, accumulate((checkpoint.tensors[name].nbytes for name in order), initial=0), strict=False))
     for name, (expression, target) in plan.tensors.items():
         shape = expression.shape(shapes)
-        sources = [checkpoint.info(source) for source in expression.tensors()]
-        stored = {info.dtype for info in sources}
+        stored = expression.dtypes(checkpoint.dtypes)
         if target is None and len(stored) > 1:
             raise mixed_dtypes(checkpoint, expression)
         dtype = next(iter(stored)) if target is None else names[str(target).removeprefix("torch.")]
@@ -161,11 +162,45 @@ def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Plan
     yield from _constant(header)
     for item in items:
         element, done = BITS[item.dtype] // 8, 0
-        for parts, shape in tiles(regions(checkpoint, item.expression), item.shape, element, PIECE):
-            nbytes, mapped = element * prod(shape), sum(region.span for region in parts)
-            position = item.span[0] + item.span[1] * done // item.nbytes
-            yield StreamPiece(nbytes, position, mapped, partial(fill, parts, shape, item.dtype))
+        computed = is_dequantized(item.expression)
+        pieces = (_computed if computed else _moved)(checkpoint, item, element)
+        for nbytes, mapped, write in pieces:
+            yield StreamPiece(nbytes, item.span[0] + item.span[1] * done // item.nbytes, mapped, write)
             done += nbytes
+
+
+Piece = tuple[int, int, Callable[[memoryview], None]]  # bytes to write, bytes of files mapped, what writes them
+
+
+def _moved(checkpoint: Checkpoint, item: _Planned, element: int) -> Iterator[Piece]:
+    for parts, shape in tiles(regions(checkpoint, item.expression), item.shape, element, PIECE):
+        write = partial(fill, parts, shape, item.dtype)
+        yield element * prod(shape), sum(region.span for region in parts), write
+
+
+def _computed(checkpoint: Checkpoint, item: _Planned, element: int) -> Iterator[Piece]:
+    """Of an expression over quantized tensors: dequantized in steps of the first dimension, written piece by piece."""
+    row = element * prod(item.shape[1:])
+    rows = max(1, COMPUTED // row)
+    for low in range(0, item.shape[0], rows):
+        high = min(low + rows, item.shape[0])
+        part = Slice(item.expression, 0, ((low, high),))
+        values = cache(lambda part=part: _bytes(checkpoint, part, item.dtype))
+        total = row * (high - low)
+        for start in range(0, total, PIECE):
+            end = min(start + PIECE, total)
+            yield end - start, 2 * (end - start), partial(_put_range, values, start, end)
+
+
+def _bytes(checkpoint: Checkpoint, expression: Expression, dtype: str) -> memoryview:
+    import torch
+
+    values = checkpoint.evaluate(expression).to(torch_dtype(dtype, "result")).contiguous()
+    return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _put_range(values: Callable[[], memoryview], start: int, end: int, target: memoryview) -> None:
+    target[:] = values()[start:end]
 
 
 def _constant(data: bytes) -> Iterator[StreamPiece]:

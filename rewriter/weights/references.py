@@ -15,9 +15,20 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Reference, Slice, Stack, Take, Tensor, Transpose
-from rewriter.weights.checkpoint import Checkpoint, torch_dtype
+from rewriter.common.expressions import (
+    Concat,
+    Dequantized,
+    Expression,
+    Reference,
+    Slice,
+    Stack,
+    Take,
+    Tensor,
+    Transpose,
+)
+from rewriter.weights.checkpoint import Checkpoint, mixed_dtypes, torch_dtype
 from rewriter.weights.header import parse_json, read_header
+from rewriter.weights.narrowing import is_dequantized
 
 if TYPE_CHECKING:
     import torch
@@ -80,27 +91,41 @@ class RankWeights:
         return cls(path, checkpoint, {name: Tensor(name) for name in checkpoint.tensors})
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in."""
-        first = next(self.parameters[name].tensors())
-        return torch_dtype(self.checkpoint.info(first).dtype, first)
+        """The dtype that a tensor is stored in, or stands for where it is stored quantized."""
+        expression = self.parameters[name]
+        dtypes = expression.dtypes(self.checkpoint.dtypes)
+        if len(dtypes) > 1:
+            raise mixed_dtypes(self.checkpoint, expression)
+        return torch_dtype(next(iter(dtypes)), name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor. Raises RewriterError where the checkpoint's tensors do not fit."""
         return self.parameters[name].shape(self.checkpoint.shapes)
 
-    def read(self, names: Mapping[str, torch.dtype | None], device: torch.device | str) -> dict[str, torch.Tensor]:
-        """The tensors `names` on `device`, contiguous, each cast to its dtype (None: as stored).
+    def read(
+        self, names: Mapping[str, torch.dtype | None], device: torch.device | str, keep_quantized: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The tensors `names` on `device`, contiguous, each cast to its dtype (None: `self.dtype`).
 
         On the CPU a range of rows stays a view of the mapped file. Threads on all cores that this rank may use share
-        the work.
+        the work. With `keep_quantized`, FP8 and MXFP4 weights are `StoredWeight`s where that is possible.
         """
         import torch
+
+        from rewriter.weights.stored_weight import StoredWeight, stored
 
         where = torch.device(device)
 
         def one(item: tuple[str, torch.dtype | None]) -> tuple[str, torch.Tensor]:
             name, dtype = item
-            tensor = self.checkpoint.evaluate(self.parameters[name])
+            expression = self.parameters[name]
+            kept = stored(expression, self.checkpoint.read) if keep_quantized and is_dequantized(expression) else None
+            if kept is not None:
+                there = kept.moved(lambda part: _staged(part, where) if where.type == "cuda" else part.contiguous())
+                return name, StoredWeight(there, dtype or self.dtype(name))
+            tensor = self.checkpoint.evaluate(expression)
+            if is_dequantized(expression):
+                tensor = tensor.to(dtype or self.dtype(name))
             if where.type == "cuda":
                 tensor = _staged(tensor, where)
             return name, tensor.to(where, dtype).contiguous()
@@ -178,6 +203,8 @@ def encoded(expression: Expression) -> Any:
             return ["transpose", encoded(source), dim0, dim1]
         case Take(source, dim, index):
             return ["take", encoded(source), dim, index]
+        case Dequantized(scheme, parts, numbers, dtype):
+            return ["dequantized", [encoded(part) for part in parts], scheme, numbers, dtype]
 
 
 def decoded(data: Any) -> Expression:
@@ -191,6 +218,9 @@ def decoded(data: Any) -> Expression:
         "stack": lambda dim: Stack(tuple(map(decoded, inner)), int(dim)),
         "transpose": lambda dim0, dim1: Transpose(decoded(inner), int(dim0), int(dim1)),
         "take": lambda dim, index: Take(decoded(inner), int(dim), tuple(map(int, index))),
+        "dequantized": lambda scheme, counts, dtype: Dequantized(
+            str(scheme), tuple(map(decoded, inner)), tuple(map(int, counts)), str(dtype)
+        ),
     }
     return make[kind](*numbers)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Slice, Stack, Take, Tensor, Transpose
+from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.checkpoint import Checkpoint, torch_dtype
 from rewriter.weights.header import BITS
 
@@ -118,6 +118,8 @@ def regions(checkpoint: Checkpoint, expression: Expression) -> list[Region]:
             return [_transposed(b, dim0, dim1) for b in regions(checkpoint, source)]
         case Take(source, dim, places):
             return [part for b in regions(checkpoint, source) for part in _taken(b, dim, np.array(places, np.intp))]
+        case Dequantized():
+            raise AssertionError(f"{expression} is computed, not moved")
 
 
 def _stacked(region: Region, dim: int, index: int) -> Region:

@@ -1,0 +1,84 @@
+"""The source's tensors as the adapted checkpoint keeps them: as on disk, or what quantized ones stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rewriter.common.errors import RewriterError
+from rewriter.common.expressions import Expression, Shapes, Tensor, substituted
+from rewriter.ir import Program
+from rewriter.weights import Checkpoint
+from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
+
+DTYPES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """`program` reads `tensors` by their names there; each is an expression over the checkpoint's tensors.
+
+    `dequantized` is set where some of them are not as the checkpoint stores them.
+    """
+
+    checkpoint: Checkpoint
+    program: Program
+    tensors: Mapping[str, Expression]
+    dequantized: QuantizedWeights | None = None
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """By name."""
+        return {name: expression.shape(self.checkpoint.shapes) for name, expression in self.tensors.items()}
+
+    def files(self) -> dict[Path, list[str]]:
+        """By file of the checkpoint, the names of what is kept of it; files of which nothing is kept are left out."""
+        found: dict[Path, list[str]] = {}
+        for name, expression in self.tensors.items():
+            found.setdefault(self.checkpoint.info(next(expression.tensors())).file, []).append(name)
+        return {file: found[file] for file in self.checkpoint.files if file in found}
+
+    def stored(self, expression: Expression) -> Expression:
+        """An expression over `tensors` as one over the checkpoint's."""
+        return expression if self.dequantized is None else substituted(expression, self._by_name)
+
+    @cached_property
+    def _by_name(self) -> Mapping[Expression, Expression]:
+        return {Tensor(name): tensor for name, tensor in self.tensors.items()}
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json for these tensors, from one for the checkpoint's."""
+        if self.dequantized is None:
+            return dict(config)
+        kept = {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+        return kept | {"dtype": DTYPES[self.dequantized.dtype]}
+
+
+def kept_tensors(program: Program, checkpoint: Checkpoint, dequantize: bool, refuse: str | None) -> KeptTensors:
+    """What an output of `program`, traced from `checkpoint`, keeps. `refuse`: why weights cannot stay quantized.
+
+    Raises RewriterError where they would, and where `dequantize` has nothing to do.
+    """
+    quantized = quantized_weights(checkpoint, program.source.config)
+    if quantized is None and dequantize:
+        raise RewriterError(f"--dequantize: the weights in {checkpoint.directory} are not quantized. Leave it out")
+    if quantized is None or not dequantize:
+        if quantized is not None and refuse is not None:
+            raise RewriterError(
+                f"the weights in {checkpoint.directory} are {quantized.kind}: {refuse}. Add --dequantize"
+            )
+        return KeptTensors(checkpoint, program, {name: Tensor(name) for name in checkpoint.tensors})
+    names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in quantized.tensors.items()}
+    return KeptTensors(checkpoint, _renamed(program, names), quantized.tensors, quantized)
+
+
+def _renamed(program: Program, names: Mapping[Expression, Expression]) -> Program:
+    parameters = {
+        name: spec if spec.expression is None else replace(spec, expression=substituted(spec.expression, names))
+        for name, spec in program.parameters.items()
+    }
+    origin = None if program.origin is None else _renamed(program.origin, names)
+    return program.with_(parameters=parameters, origin=origin)
