@@ -144,7 +144,7 @@ def test_bitsandbytes_as_transformers_dequantizes_it(tmp_path: Path, kind: str, 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=chosen, dtype=torch.float32)
     model.save_pretrained(tmp_path / "source")
     weights = load_weights(trace(tmp_path / "source"))
-    for name, expected in model.dequantize().named_parameters():
+    for name, expected in model.dequantize(torch.float32).named_parameters():
         torch.testing.assert_close(weights[name], expected.detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 

@@ -34,7 +34,7 @@ def main(request_path: str, result_path: str) -> None:
         if names:
             raise RuntimeError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
     if quantized and quantized["quant_method"] == "bitsandbytes":  # it has no such option of loading
-        model.dequantize()
+        model.dequantize(torch.float32)
     model.eval()
     logits = {}
     with torch.no_grad():

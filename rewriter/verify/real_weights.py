@@ -14,7 +14,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
-from rewriter.verify.quantized_loading import cannot_load, loading_arguments
+from rewriter.verify.quantized_loading import cannot_load, loading_arguments, quantization
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.real_ranks import rounded
 from rewriter.verify.reference_modes import reference_of
@@ -125,6 +125,8 @@ class RealWeights:
             source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
             **loading_arguments(str(source.path)),
         ).eval()  # fmt: skip
+        if (quantization(str(source.path)) or {}).get("quant_method") == "bitsandbytes":  # no option of loading
+            model.dequantize(torch.float32)
         name = f"real weights: rewritten = {reference.name}"
         for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)
