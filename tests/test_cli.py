@@ -146,7 +146,8 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
     words = (
         "m --recipe r.yaml --out o --tp 8 --sp 4 --set ladder.layers=last:20 --set a.b=[1,2] --dtype bf16 --verify full"
     )
-    assert main([*words.split(), "--dry-run", "--resume", "--link", "--trust-remote-code", "--json"]) == 0
+    flags = "--dry-run --resume --link --materialize --dequantize --trust-remote-code --json"
+    assert main([*words.split(), *flags.split()]) == 0
     [(_, args, options)] = api.calls
     assert args == ("m", "r.yaml")
     assert options == {
@@ -160,6 +161,8 @@ def test_every_option_of_a_conversion_arrives(api: Api) -> None:
         "dry_run": True,
         "resume": True,
         "link": True,
+        "materialize": True,
+        "dequantize": True,
         "trust_remote_code": True,
     }
 
