@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
     from rewriter.adapt.adaptation import AdaptReport
     from rewriter.convert.report import ConversionReport
+    from rewriter.emit.manifest import Manifest
     from rewriter.ir import Program
     from rewriter.predict.results import RecipeComparison
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
     from rewriter.runtime.text_stream import Generation
+
+_LOG = logging.getLogger("rewriter")
 
 
 def rewrite(
@@ -97,6 +101,13 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     from rewriter.verify.saved_output import verify
 
     return verify(directory, progress=progress)
+
+
+def reshard(directory: str | os.PathLike[str], tp: int, **options: Any) -> dict[str, Any]:
+    """Add the module of `tp` ranks to a written output; `options` are those of `rewriter.convert.reshard.reshard`."""
+    from rewriter.convert.reshard import reshard
+
+    return reshard(directory, tp, **options)
 
 
 def inspect(
@@ -210,9 +221,10 @@ def validate(
 def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     """The model in an output directory: this rank's module under torchrun, else the single-device Hugging Face model.
 
-    `options` go to `rewriter.runtime.load` (dp, device, dtype, compile) or to `from_pretrained`. The generated file
-    runs only if it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not
-    write, VerificationError for a generated file that was changed.
+    `options` go to `rewriter.runtime.load` (dp, device, dtype, compile) or to `from_pretrained`; device, dtype and
+    compile mean the same for both. Which of the two it is, is logged to "rewriter". The generated file runs only if it
+    has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
+    VerificationError for a generated file that was changed.
     """
     root = Path(directory)
     from rewriter.emit.manifest import read_manifest
@@ -223,6 +235,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
         check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
         from rewriter.runtime import load as load_rank
 
+        _LOG.info("%s: the sharded runtime module", root)
         return load_rank(root, **options)
     if options.pop("dp", 1) != 1:
         raise RewriterError(f"{root}: dp is for several ranks. Start this program with torchrun.")
@@ -234,7 +247,12 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     check_files(root, manifest, [*generated, "config.json"])
     from transformers import AutoModelForCausalLM
 
+    _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)
+    device, compiled = options.pop("device", None), options.pop("compile", False)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(root, trust_remote_code=modeling is not None, **options)
+    model = model if device is None else model.to(device)
+    if compiled:
+        model.compile()
     return model
 
 
@@ -242,12 +260,13 @@ def generate(
     directory: str | os.PathLike[str],
     prompts: Sequence[str | Sequence[Mapping[str, Any]]],
     *,
+    tp: int | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
     **sampling: Any,
 ) -> list[Generation]:
-    """What follows each of `prompts`, one after another, on as many ranks as the manifest names.
+    """What follows each of `prompts`, one after another, on as many ranks as the manifest names, or on `tp` of them.
 
     A prompt is a text to continue, or the messages of a conversation, which the tokenizer's chat template makes one.
     It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. `sampling`:
@@ -255,10 +274,10 @@ def generate(
     `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
     last piece.
 
-    Raises RewriterError for a directory without manifest, runtime module, tokenizer or, for messages, chat template,
-    for a prompt that gives no tokens, and when a rank fails.
+    Raises RewriterError for a directory without manifest, runtime module (for `tp`), tokenizer or, for messages, chat
+    template, for a prompt that gives no tokens, and when a rank fails.
     """
-    from rewriter.emit.manifest import ranks_of, read_manifest
+    from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
     from rewriter.runtime.text_stream import TextStream
     from rewriter.verify.saved_output import check_files, config_of
@@ -267,6 +286,10 @@ def generate(
     manifest = read_manifest(root)
     if not manifest.runtime:
         raise RewriterError(f"{root}: it has no runtime module. Rewrite the model again.")
+    mesh = manifest.mesh if tp is None else {**manifest.mesh, "tp": tp}
+    if mesh_name(mesh) not in manifest.runtime:
+        made = ", ".join(manifest.runtime)
+        raise RewriterError(f"{root}: no runtime module for {mesh_name(mesh)}, only {made}. {_other_degree(manifest)}")
     check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
     tokenizer = _tokenizer(root)
     ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
@@ -283,8 +306,14 @@ def generate(
         return stream.done
 
     request = {"prompts": ids, "max_new_tokens": max_new_tokens, **defaults, "eos_token_ids": ends, **sampling}
-    launch(root, ranks_of(manifest.mesh), request, on_token=on_token)
+    launch(root, ranks_of(mesh), request, on_token=on_token)
     return [stream.result() for stream in streams]
+
+
+def _other_degree(manifest: Manifest) -> str:
+    if manifest.per_rank is not None:
+        return "Its function is bound to its ranks: rewrite the original model for another number."
+    return "`rewrite reshard DIR --tp N` adds one."
 
 
 def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:

@@ -8,9 +8,10 @@ from unittest import mock
 
 import adapted
 
-from rewriter.adapt import adaptation, rewritten_source
+from rewriter.adapt import adaptation
 from rewriter.adapt.adaptation import AdaptReport
 from rewriter.adapt.options import Options
+from rewriter.convert import rewritten_source
 
 SETTINGS = {
     "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,

@@ -24,13 +24,13 @@ from rewriter.adapt.batches import Order
 from rewriter.adapt.evaluate import evaluate
 from rewriter.adapt.job import AdaptJob, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
-from rewriter.adapt.rewritten_source import Opened, write_source
 from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import HuggingFaceModel
 from rewriter.adapt.token_rows import load_rows
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
+from rewriter.convert.rewritten_source import Opened, write_source
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint

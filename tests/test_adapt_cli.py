@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rewriter.adapt import rewritten_source
 from rewriter.cli import main
+from rewriter.convert import rewritten_source
 
 SETTINGS = ["--length", "48", "--verify", "none"]
 for setting in ("max_steps=1", "learning_rate=1e-2", "use_cpu=true", "gradient_accumulation_steps=1"):

@@ -375,7 +375,7 @@ def test_nothing_to_dequantize(tmp_path: Path) -> None:
 
 
 def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
-    from rewriter.adapt.rewritten_source import open_output
+    from rewriter.convert.rewritten_source import open_output
 
     out = write(made["awq"][0], tmp_path / "out", "ladder-upper-half")
     with pytest.raises(RewriterError, match=r"are quantized, and cannot be trained. Rewrite with --dequantize"):

@@ -17,7 +17,6 @@ from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, anneale
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
-from rewriter.adapt.rewritten_source import open_output, recipe_of
 from rewriter.adapt.run import Run
 from rewriter.adapt.run_data import read_data
 from rewriter.adapt.run_log import tensorboard
@@ -27,6 +26,7 @@ from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import ProgressCall, check_free, silent
+from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
 from rewriter.runtime.load import rank_device

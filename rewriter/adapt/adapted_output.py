@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rewriter.adapt.options import FREE, Options
-from rewriter.adapt.rewritten_source import rewritten, write_source
 from rewriter.adapt.run import Run
 from rewriter.adapt.run_log import METRICS, read_metrics
 from rewriter.adapt.student_setup import Student
 from rewriter.adapt.students import HuggingFaceModel, base_of
 from rewriter.adapt.unshard import full_tensors, write_model, write_trained
 from rewriter.convert.conversion import save
+from rewriter.convert.rewritten_source import rewritten, write_source
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry
 from rewriter.training.zero.comm_hooks import free_gathered

@@ -11,10 +11,10 @@ import torch
 
 from rewriter.adapt.evaluate import evaluate
 from rewriter.adapt.options import Options, Schedule
-from rewriter.adapt.rewritten_source import Opened
 from rewriter.adapt.run_data import RunData
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.students import Model
+from rewriter.convert.rewritten_source import Opened
 
 
 @dataclass(frozen=True)

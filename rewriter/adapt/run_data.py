@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 
 from rewriter.adapt.evaluate import hold_out
 from rewriter.adapt.options import Options
-from rewriter.adapt.rewritten_source import Opened
 from rewriter.adapt.token_rows import load_rows
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
+from rewriter.convert.rewritten_source import Opened
 from rewriter.verify.drift import load_tokenizer
 
 LONGEST_ROW = 4096  # tokens of a row where --length does not say, if the model has so many positions

@@ -22,12 +22,12 @@ from rewriter.adapt.job import remember
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
 from rewriter.adapt.refit import refit_to_original
-from rewriter.adapt.rewritten_source import Opened, original_program, rewritten, write_source
 from rewriter.adapt.run import Run
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
 from rewriter.adapt.unshard import shares, write_model
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import save
+from rewriter.convert.rewritten_source import Opened, original_program, rewritten, write_source
 from rewriter.ir import Program
 from rewriter.runtime.load import load as load_sharded
 from rewriter.runtime.module import RuntimeModel

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rewriter.adapt.options import Options
-from rewriter.adapt.rewritten_source import Opened, source_config
 from rewriter.adapt.students import base_of
 from rewriter.common.errors import RewriterError
+from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import load_config, parameters_on_meta
 
 

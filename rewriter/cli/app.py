@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, verify
+from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, reshard, verify
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import end_with_parent, is_child, report
 from rewriter.common.suggestions import nearest
@@ -49,10 +49,11 @@ commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measur
 commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
 commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
 commands.command(short_help="Check a written output again.")(verify.verify)
+commands.command(short_help="Add a module for another number of ranks.")(reshard.reshard)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Write an output as ONNX.")(export.export)
 
-COMMANDS = ("inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "generate", "export")
+COMMANDS = ("inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate", "export")
 
 
 def _print_version(wanted: bool) -> None:

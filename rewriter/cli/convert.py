@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -15,7 +16,7 @@ def convert(
     model: options.Model,
     recipe: options.Recipe,
     out: options.ConvertedTo = None,
-    tp: options.Ranks = 1,
+    tp: options.Degrees = "1",
     sp: options.SequenceRanks = 1,
     set: options.Overrides = None,
     dtype: options.Dtype = None,
@@ -34,9 +35,10 @@ def convert(
     MODEL is a directory with config.json and safetensors, or a hub id. The result is verified before it is kept:
     exit code 3, and no output, where it does not compute what the recipe says.
     """
-    overrides = parse_overrides(set or [])
+    overrides, degrees = parse_overrides(set or []), parse_degrees(tp)
+    ranks = degrees if len(degrees) > 1 else degrees[0]
     text = None if calibration is None else read_text(calibration)
-    destination = out if out is not None else default_output(model, recipe, tp, sp)
+    destination = out if out is not None else default_output(model, recipe, degrees, sp)
 
     from rewriter.cli.progress import ProgressLine
 
@@ -44,7 +46,7 @@ def convert(
         from rewriter import api
 
         report = api.convert(
-            model, recipe, out=destination, tp=tp, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
+            model, recipe, out=destination, tp=ranks, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
             link=link, materialize=materialize, dequantize=dequantize, trust_remote_code=trust_remote_code,
             set=overrides, text=text, progress=progress,
         )  # fmt: skip
@@ -81,7 +83,16 @@ def read_text(file: Path) -> str:
     return text
 
 
-def default_output(model: str, recipe: str, tp: int, sp: int = 1) -> Path:
+def parse_degrees(text: str) -> list[int]:
+    """`"2,4"` as [2, 4]. Raises RewriterError for anything but different numbers from 1 up."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1 or len({*numbers}) < len(numbers):
+        raise RewriterError(f"--tp {text}: expected a number of ranks, or several different ones, such as 2,4,8.")
+    return numbers
+
+
+def default_output(model: str, recipe: str, degrees: Sequence[int], sp: int = 1) -> Path:
     """Where the result goes without --out: `tiny-llama-long-context-sp4-tp2` in the current directory."""
+    tp = degrees[0] if len(degrees) == 1 else 1
     name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
     return Path(f"{name}-{Path(recipe).stem}" + f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1))

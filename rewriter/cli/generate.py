@@ -24,6 +24,7 @@ def generate(
     message: options.Message = None,
     prompts: options.PromptFile = None,
     chat: options.Chat = False,
+    tp: options.ChosenRanks = None,
     max_new_tokens: options.NewTokens = 64,
     temperature: options.SampleTemperature = 0.0,
     top_p: options.TopP = None,
@@ -50,8 +51,8 @@ def generate(
     show = Display(texts, json)
     try:
         api.generate(
-            directory, texts, max_new_tokens=max_new_tokens, stop=stop or [], temperature=temperature, top_p=top_p,
-            top_k=top_k, seed=seed, on_text=show,
+            directory, texts, tp=tp, max_new_tokens=max_new_tokens, stop=stop or [], temperature=temperature,
+            top_p=top_p, top_k=top_k, seed=seed, on_text=show,
         )  # fmt: skip
     finally:
         show.end_line()

@@ -14,6 +14,10 @@ _File = partial(typer.Option, metavar="FILE")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model directory or a hub id.")]
 Output = Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `rewrite MODEL` wrote.")]
 Ranks = Annotated[int, _Count("--tp", help="Tensor-parallel ranks.")]
+Degrees = Annotated[
+    str, typer.Option("--tp", metavar="N[,N…]", help="Tensor-parallel ranks; for several numbers, a module for each.")
+]
+ChosenRanks = Annotated[int | None, _Count("--tp", help="Tensor-parallel ranks. Without it: those of the conversion.")]
 SequenceRanks = Annotated[int, _Count("--sp", help="Sequence-parallel ranks: each holds part of the tokens.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the model's own Python files. Never done without.")
@@ -101,6 +105,9 @@ Dtype = Annotated[
 Verify = Annotated[
     Literal["none", "shrunken", "full"],
     typer.Option(help="Check equality on a shrunken copy, on the real weights too (full), or not at all."),
+]
+ReshardVerify = Annotated[
+    Literal["none", "shrunken"], typer.Option(help="Check a shrunken copy and ranks on the real weights, or nothing.")
 ]
 Calibration = Annotated[
     Path | None, _File(help="Text to measure on: drift, and what drop_sync asks. Without it: a packaged one.")

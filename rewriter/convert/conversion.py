@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.report import ConversionReport, communication, verification_table
+from rewriter.convert.reshard import reshard
 from rewriter.convert.save_options import SaveOptions
+from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_of, read_manifest
@@ -44,7 +46,7 @@ def convert(
     recipe: str | os.PathLike[str] | Recipe,
     *,
     out: str | os.PathLike[str] | None = None,
-    tp: int = 1,
+    tp: int | Sequence[int] = 1,
     sp: int = 1,
     trust_remote_code: bool = False,
     set: Mapping[str, Any] | None = None,
@@ -53,14 +55,21 @@ def convert(
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint by a recipe; `options` are those of `SaveOptions`.
 
-    `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. `out` defaults to
+    `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. Of several numbers in `tp` each gets
+    a runtime module, and all read one checkpoint; the recipe must not be bound to its ranks then. `out` defaults to
     MODEL-RECIPE[-spN][-tpN] in the current directory. Everything that can be refused without work is refused first,
     then the shrunken check runs, then files are written beside their final place and renamed. Raises RewriterError for
     bad input, VerificationError when the result does not compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
-    check_bound(loaded, loaded.build(), tp, sp)
+    tp, *others = [tp] if isinstance(tp, int) else dict.fromkeys(tp)
+    passes = loaded.build()
+    for degree in (tp, *others):
+        check_bound(loaded, passes, degree, sp)
     chosen = SaveOptions(**options)
+    if others and (chosen.materialize or any(p.scope == "per_rank" for p in passes)):
+        why = "--materialize writes weights for one" if chosen.materialize else f"{loaded.name} is bound to its ranks"
+        raise RewriterError(f"--tp {tp},{','.join(map(str, others))}: {why}. Convert once for each number of ranks")
     mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1)
     place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}{mesh}")
     if not chosen.resume:
@@ -74,7 +83,17 @@ def convert(
     loaded = calibrate(loaded, traced, tp, chosen.text, progress)
     with collector_paused():
         program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
-    return save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, **options)
+        for degree in others:
+            apply_recipe(traced, loaded, degree, sp=sp)  # refused before anything is written
+    report = save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, **options)
+    for degree in [] if chosen.dry_run else others:
+        try:
+            report.verification |= reshard(place, degree, verify=chosen.verify, progress=progress)
+        except BaseException:
+            shutil.rmtree(place)  # all of it or nothing
+            raise
+    report.files = report.files if chosen.dry_run else sorted(read_manifest(place).files)
+    return report
 
 
 def save(
@@ -123,7 +142,7 @@ def save(
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
         output.require_space(layout.nbytes())
-        found = Verification() if chosen.verify == "none" else _check_shrunken(program, progress)
+        found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, chosen.link, progress)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
@@ -193,30 +212,3 @@ def check_free(out: Path) -> None:
             else "exists, and is not an output of rewriter: it is not touched"
         )
         raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")
-
-
-def _check_shrunken(program: Program, progress: ProgressCall) -> Verification:
-    from rewriter.tracing.meta_model import load_config
-    from rewriter.verify.shrunken_check import check_shrunken
-
-    passes = [entry.rewrite for entry in program.history]
-    assert program.source.path is not None
-    config = load_config(program.source.path, program.source.remote_code)
-
-    def write(small: Program, out: Path) -> None:
-        layout = output_files.plan(small)
-        with OutputDirectory(out, job={"shrunken check": True}) as output:
-            hashes = output_files.write(layout, output)
-            manifest = manifest_of(small, layout, output_files.public_name(None), hashes)
-            manifest.files = output.hashes()
-            output.manifest(manifest.table())
-
-    return check_shrunken(
-        config,
-        passes,
-        program.mesh.get("tp", 1),
-        plan=sequence_plan(program),
-        write=write,
-        trust_remote_code=program.source.remote_code,
-        progress=progress,
-    )

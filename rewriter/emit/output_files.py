@@ -73,7 +73,6 @@ def plan(
     be timed, and everything that the emitters refuse.
     """
     from rewriter.emit.huggingface import emit_huggingface
-    from rewriter.emit.runtime_module import emit_runtime_module
 
     if program.source.path is None:
         raise RewriterError("this program was traced from a config and has no weights: trace a checkpoint to write one")
@@ -113,32 +112,40 @@ def plan(
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
             copies.append((path, path.name))
-    mesh = mesh_name(mesh_of(program))
-    folder = f"runtime/{mesh}"
-    texts[f"{folder}/module.py"] = emit_runtime_module(program)
+    mesh, entry, module = runtime_module(program)
+    texts[entry.module] = module
     references: dict[str, Mapping[str, Reference]] = {}
-    files: dict[str, Any] = {"weights": f"{folder}/weights.json"}
     if materialize:
-        files = {"ranks": [f"{folder}/rank-{rank}.safetensors" for rank in range(program.mesh.get("tp", 1))]}
-        for rank, name in enumerate(files["ranks"]):
+        entry.weights, folder = None, f"runtime/{mesh}"
+        entry.ranks = [f"{folder}/rank-{rank}.safetensors" for rank in range(program.mesh.get("tp", 1))]
+        for rank, name in enumerate(entry.ranks):
             shards[name] = {
                 parameter: (expression := kept.stored(spec.on_rank(rank)), _cast(checkpoint, expression, target))
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt"}
     else:
-        references[files["weights"]] = weight_references(program, changed, kept.shapes)
-    shared = sequence_plan(program)
-    sequence = shared and SequenceEntry(**asdict(shared))
-    runtime = {mesh: Runtime(module=f"{folder}/module.py", class_name="Model", sequence=sequence, **files)}
+        assert entry.weights is not None
+        references[entry.weights] = weight_references(program, changed, kept.shapes)
     per_rank = None
     if (bound := bound_ranks(program)) is not None:
         untied = untied_tensors(changed)
         per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return PlannedFiles(
-        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type, runtime,
-        references, per_rank,
+        checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type,
+        {mesh: entry}, references, per_rank,
     )  # fmt: skip
+
+
+def runtime_module(program: Program) -> tuple[str, Runtime, str]:
+    """(the mesh's name, its part of the manifest, the text of its module), for ranks that read the checkpoint."""
+    from rewriter.emit.runtime_module import emit_runtime_module
+
+    mesh, plan = mesh_name(mesh_of(program)), sequence_plan(program)
+    sequence = None if plan is None else SequenceEntry(**asdict(plan))
+    module, weights = f"runtime/{mesh}/module.py", f"runtime/{mesh}/weights.json"
+    entry = Runtime(module=module, class_name="Model", weights=weights, sequence=sequence)
+    return mesh, entry, emit_runtime_module(program)
 
 
 def write(

@@ -56,10 +56,10 @@ def load(
     module.
     """
     root = Path(directory)
-    made = _made_for(root)
     if dp < 1:
         raise RewriterError(f"dp={dp}: expected 1 or more copies of the model")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    made = _made_for(root, world // dp)
     if world != dp * made.ranks:
         raise RewriterError(f"{root}: {_wrong_world(made, dp, world)}")
     where = rank_device(device)
@@ -105,7 +105,8 @@ class _Made:
         return self.sequence * self.tensor
 
 
-def _made_for(root: Path) -> _Made:
+def _made_for(root: Path, processes: int) -> _Made:
+    """The module for so many processes; where there is none, that of the mesh that the manifest names."""
     path = root / "rewrite.json"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -115,6 +116,8 @@ def _made_for(root: Path) -> _Made:
         raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again") from error
     try:
         mesh = {axis: int(size) for axis, size in manifest["mesh"].items()}
+        others = [dict(tp=1) | {part[:2]: int(part[2:]) for part in name.split("-")} for name in manifest["runtime"]]
+        mesh = next((m for m in (mesh, *others) if m["tp"] * m.get("sp", 1) == processes), mesh)
         ranks, sequence = mesh["tp"], mesh.get("sp", 1)
         entry = manifest["runtime"]["-".join(f"{a}{mesh[a]}" for a in ("sp", "tp") if mesh.get(a, 1) > 1) or "tp1"]
         references, files = entry.get("weights"), entry.get("ranks")
@@ -157,11 +160,8 @@ def _wrong_world(made: _Made, dp: int, world: int) -> str:
         )
     axes = [f"{axis}={n}" for axis, n in (("dp", dp), ("sp", made.sequence), ("tp", made.tensor)) if n > 1]
     product = f" ({' × '.join(axes)})" if len(axes) > 1 else ""
-    again = f"--tp {world}" if made.plan is None else "another --sp or --tp"
-    return (
-        f"its runtime module is for {needed} rank{'s' * (needed > 1)}{product}, {run}. {start}{copies}, or rewrite "
-        f"again with {again}"
-    )
+    again = f"add a module with `rewrite reshard DIR --tp {world // (dp * made.sequence) or 1}`"
+    return f"its runtime module is for {needed} rank{'s' * (needed > 1)}{product}, {run}. {start}{copies}, or {again}"
 
 
 def _inside(root: Path, name: str) -> Path:

@@ -1,0 +1,41 @@
+"""The shrunken check of a program that is going to be written, with files as an output has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rewriter.analysis.sequence_layout import sequence_plan
+from rewriter.convert.output_manifest import manifest_of
+from rewriter.emit import output_files
+from rewriter.emit.output_directory import OutputDirectory
+from rewriter.ir import Program
+from rewriter.verify.comparison import Verification
+
+
+def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Verification:
+    """What `program` and its files compute for a small copy of its model. Raises VerificationError where it differs."""
+    from rewriter.tracing.meta_model import load_config
+    from rewriter.verify.shrunken_check import check_shrunken
+
+    passes = [entry.rewrite for entry in program.history]
+    assert program.source.path is not None
+    config = load_config(program.source.path, program.source.remote_code)
+
+    def write(small: Program, out: Path) -> None:
+        layout = output_files.plan(small)
+        with OutputDirectory(out, job={"shrunken check": True}) as output:
+            hashes = output_files.write(layout, output)
+            manifest = manifest_of(small, layout, output_files.public_name(None), hashes)
+            manifest.files = output.hashes()
+            output.manifest(manifest.table())
+
+    return check_shrunken(
+        config,
+        passes,
+        program.mesh.get("tp", 1),
+        plan=sequence_plan(program),
+        write=write,
+        trust_remote_code=program.source.remote_code,
+        progress=progress,
+    )
