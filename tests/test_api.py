@@ -115,6 +115,7 @@ def test_what_was_verified_is_reported(written: tuple[Path, ConversionReport]) -
         "2 simulated ranks = 1 device",
         "adapted checkpoint = rewritten",
         "sharded module on 2 ranks = rewritten",
+        "real weights: sharded module on 2 ranks = its reference",
     }
     assert compared < set(report.verification)
     assert report.verification["drift"]["text"] == "the packaged calibration text"

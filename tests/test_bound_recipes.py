@@ -46,6 +46,7 @@ def test_everything_emitted_was_compared(written: tuple[Path, Any]) -> None:
         "2 simulated ranks = 2 ranks on 1 device",
         "adapted checkpoint = rewritten",
         "sharded module on 2 ranks = rewritten",
+        "real weights: sharded module on 2 ranks = its reference",
     ]
     assert manifest.mesh == {"tp": 2}
     assert manifest.verification.drift is not None

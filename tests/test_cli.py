@@ -314,7 +314,7 @@ def test_an_interrupt_exits_with_130(api: Api) -> None:
         ("inspct m", ["inspct: neither a command nor a model directory", "`rewrite inspect`"]),
         ("recipe", ["`rewrite recipes`"]),
         ("tiny", ["Missing option '--recipe'", "`rewrite MODEL --help`"]),
-        ("tiny --recipe ladder --tp 0", ["--tp", "greater than or equal to 1"]),
+        ("tiny --recipe ladder --tp 0", ["--tp", "expected a number of ranks"]),
         ("tiny --recipe ladder --verify some", ["--verify", "shrunken"]),
         ("tiny --recipe ladder --dtype int3", ["--dtype", "bf16"]),
         ("tiny --recipe ladder --st a.b=1", ["--st"]),

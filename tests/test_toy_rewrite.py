@@ -123,6 +123,7 @@ def test_both_emitted_models_were_compared_with_the_oracle(converted: Path) -> N
         "2 simulated ranks = 1 device",
         "adapted checkpoint = rewritten",
         "sharded module on 2 ranks = rewritten",
+        "real weights: sharded module on 2 ranks = its reference",
     ]
 
 

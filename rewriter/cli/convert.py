@@ -38,7 +38,7 @@ def convert(
     overrides, degrees = parse_overrides(set or []), parse_degrees(tp)
     ranks = degrees if len(degrees) > 1 else degrees[0]
     text = None if calibration is None else read_text(calibration)
-    destination = out if out is not None else default_output(model, recipe, degrees, sp)
+    destination = out if out is not None else default_output(model, recipe, ranks, sp)
 
     from rewriter.cli.progress import ProgressLine
 
@@ -91,8 +91,8 @@ def parse_degrees(text: str) -> list[int]:
     return numbers
 
 
-def default_output(model: str, recipe: str, degrees: Sequence[int], sp: int = 1) -> Path:
+def default_output(model: str, recipe: str, tp: int | Sequence[int], sp: int = 1) -> Path:
     """Where the result goes without --out: `tiny-llama-long-context-sp4-tp2` in the current directory."""
-    tp = degrees[0] if len(degrees) == 1 else 1
+    tp = tp if isinstance(tp, int) else 1
     name = Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
     return Path(f"{name}-{Path(recipe).stem}" + f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1))

@@ -92,7 +92,8 @@ def convert(
         except BaseException:
             shutil.rmtree(place)  # all of it or nothing
             raise
-    report.files = report.files if chosen.dry_run else sorted(read_manifest(place).files)
+    if others and not chosen.dry_run:
+        report.files = sorted([*read_manifest(place).files, MANIFEST])
     return report
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
-from rewriter.kernels.stored_weights import dequantized
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
 from rewriter.weights.narrowing import narrowed
 
@@ -167,6 +166,8 @@ def evaluate(expression: Expression, read: Callable[[str], torch.Tensor]) -> tor
         case Take(source, dim, index):
             return evaluate(source, read)[(slice(None),) * dim + (torch.tensor(index),)]
         case Dequantized(scheme, parts_, numbers):
+            from rewriter.kernels.stored_weights import dequantized
+
             return dequantized(scheme, [evaluate(part, read) for part in parts_], numbers)
 
 
