@@ -15,7 +15,9 @@ from rewriter.common.errors import RewriterError
 from rewriter.runtime.text_stream import Generation
 
 SAID = [{"role": "user", "content": "hi"}]
-GENERATE = {"max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": []}
+GENERATE = {
+    "tp": None, "max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": [],
+}  # fmt: skip
 
 
 class Api(ModuleType):

@@ -160,8 +160,11 @@ def _wrong_world(made: _Made, dp: int, world: int) -> str:
         )
     axes = [f"{axis}={n}" for axis, n in (("dp", dp), ("sp", made.sequence), ("tp", made.tensor)) if n > 1]
     product = f" ({' × '.join(axes)})" if len(axes) > 1 else ""
-    again = f"add a module with `rewrite reshard DIR --tp {world // (dp * made.sequence) or 1}`"
-    return f"its runtime module is for {needed} rank{'s' * (needed > 1)}{product}, {run}. {start}{copies}, or {again}"
+    again = f"--tp {world}" if made.plan is None else "another --sp or --tp"
+    return (
+        f"its runtime module is for {needed} rank{'s' * (needed > 1)}{product}, {run}. {start}{copies}, or rewrite "
+        f"again with {again}"
+    )
 
 
 def _inside(root: Path, name: str) -> Path:
