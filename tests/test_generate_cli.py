@@ -48,11 +48,19 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
         ("generate d --prompt hi --chat", ("generate", (Path("d"), [SAID]), GENERATE)),
         (
             "generate d --prompt hi --max-new-tokens 3 --temperature .5 --top-p .9 --top-k 40 --seed 7 "
-            "--stop x --stop yy --json",
+            "--stop x --stop yy --tp 4 --json",
             (
                 "generate",
                 (Path("d"), ["hi"]),
-                {"max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 7, "stop": ["x", "yy"]},
+                {
+                    "tp": 4,
+                    "max_new_tokens": 3,
+                    "temperature": 0.5,
+                    "top_p": 0.9,
+                    "top_k": 40,
+                    "seed": 7,
+                    "stop": ["x", "yy"],
+                },  # fmt: skip
             ),
         ),
     ],
