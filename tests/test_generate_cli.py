@@ -60,7 +60,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
                     "top_k": 40,
                     "seed": 7,
                     "stop": ["x", "yy"],
-                },  # fmt: skip
+                },
             ),
         ),
     ],
