@@ -112,6 +112,27 @@ def test_an_impossible_degree_is_refused_before_anything_is_written(source: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"out": tmp_path / "out", "tp": [2, 4], "verify": "none"}
+    api.convert(source, "ladder", **options)
+    before = files(tmp_path / "out")
+    api.convert(source, "ladder", **options, resume=True)
+    assert files(tmp_path / "out") == before
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RewriterError("no room")
+
+    monkeypatch.setattr("rewriter.convert.conversion.reshard", fail)
+    with pytest.raises(RewriterError, match="no room"):
+        api.convert(source, "ladder", **{**options, "tp": [2, 1]}, resume=True)
+    assert files(tmp_path / "out") == before
+    with pytest.raises(RewriterError, match="no room"):
+        api.convert(source, "ladder", **{**options, "out": tmp_path / "new"})
+    assert not (tmp_path / "new").exists()
+
+
 def test_generate_names_the_modules_that_there_are(out: Path) -> None:
     with pytest.raises(RewriterError, match=r"no runtime module for tp4, only tp2\. `rewrite reshard DIR --tp N` adds"):
         api.generate(out, ["text"], tp=4)

@@ -14,11 +14,11 @@ from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.report import ConversionReport, communication, verification_table
 from rewriter.convert.reshard import reshard
-from rewriter.convert.save_options import SaveOptions
+from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
-from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_of, read_manifest
+from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_name, mesh_of, read_manifest
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -70,7 +70,7 @@ def convert(
     if others and (chosen.materialize or any(p.scope == "per_rank" for p in passes)):
         why = "--materialize writes weights for one" if chosen.materialize else f"{loaded.name} is bound to its ranks"
         raise RewriterError(f"--tp {tp},{','.join(map(str, others))}: {why}. Convert once for each number of ranks")
-    mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1)
+    mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1 and not others)
     place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}{mesh}")
     if not chosen.resume:
         check_free(place)
@@ -85,16 +85,27 @@ def convert(
         program, skipped = apply_recipe(traced, loaded, tp, sp=sp)
         for degree in others:
             apply_recipe(traced, loaded, degree, sp=sp)  # refused before anything is written
+    finished = (place / MANIFEST).is_file()  # by an earlier run that is resumed: it is never deleted
     report = save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, **options)
-    for degree in [] if chosen.dry_run else others:
-        try:
-            report.verification |= reshard(place, degree, verify=chosen.verify, progress=progress)
-        except BaseException:
-            shutil.rmtree(place)  # all of it or nothing
-            raise
     if others and not chosen.dry_run:
-        report.files = sorted([*read_manifest(place).files, MANIFEST])
+        _add_degrees(report, place, others, chosen.verify, finished, progress)
     return report
+
+
+def _add_degrees(
+    report: ConversionReport, place: Path, degrees: Sequence[int], verify: Level, finished: bool, progress: ProgressCall
+) -> None:
+    """Add the modules that are not there yet; where one fails, nothing stays, unless it was `finished` before."""
+    made = read_manifest(place)
+    try:
+        for degree in degrees:
+            if mesh_name({**made.mesh, "tp": degree}) not in made.runtime:
+                report.verification |= reshard(place, degree, verify=verify, progress=progress)
+    except BaseException:
+        if not finished:
+            shutil.rmtree(place)
+        raise
+    report.files = sorted([*read_manifest(place).files, MANIFEST])
 
 
 def save(
