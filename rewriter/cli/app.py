@@ -12,7 +12,8 @@ import typer
 
 from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, reshard, verify
 from rewriter.common.errors import RewriterError
-from rewriter.common.processes import end_with_parent, is_child, report
+from rewriter.common.fork_server import end_with_parent
+from rewriter.common.processes import is_child, report
 from rewriter.common.suggestions import nearest
 from rewriter.common.version import VERSION
 

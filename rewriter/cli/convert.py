@@ -10,6 +10,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
+from rewriter.common.fork_server import start_early
 
 
 def convert(
@@ -43,6 +44,7 @@ def convert(
     from rewriter.cli.progress import ProgressLine
 
     with ProgressLine() as progress:
+        start_early()
         from rewriter import api
 
         report = api.convert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.cli import options
+from rewriter.common.fork_server import start_early
 
 
 def reshard(directory: options.Output, tp: options.Ranks, verify: options.ReshardVerify = "shrunken") -> None:
@@ -14,6 +15,7 @@ def reshard(directory: options.Output, tp: options.Ranks, verify: options.Reshar
     from rewriter.cli.progress import ProgressLine
 
     with ProgressLine() as progress:
+        start_early()
         from rewriter import api
 
         verification = api.reshard(directory, tp, verify=verify, progress=progress)

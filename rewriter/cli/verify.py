@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.cli import options
+from rewriter.common.fork_server import start_early
 
 
 def verify(directory: options.Output) -> None:
@@ -13,6 +14,7 @@ def verify(directory: options.Output) -> None:
     from rewriter.cli.progress import ProgressLine
 
     with ProgressLine() as progress:
+        start_early()
         from rewriter import api
 
         verification = api.verify(directory, progress=progress)

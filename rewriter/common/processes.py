@@ -11,7 +11,6 @@ A process that runs within `reported()` hands the reason of its failure back as 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -30,7 +29,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
+from rewriter.common.fork_server import end_with_parent
 from rewriter.common.version import PACKAGE_PARENT
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
@@ -39,7 +40,6 @@ EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
 _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it failed
 _PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _POLL_SECONDS = 0.02
-_PDEATHSIG = 1  # of prctl
 
 
 def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ class Processes:
 
     def __init__(self, *, logged: bool = True, grace: float = GRACE_SECONDS) -> None:
         self._logged, self._grace = logged, grace
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | fork_server.Forked] = {}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -139,8 +139,7 @@ class Processes:
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
-        report = f"{os.getpid()}:{name}:{self.scratch / name}.failed"
-        options = {"env": {**variables, _REPORT: report}, **options}
+        options = {"env": {**variables, _REPORT: self._report(name, os.getpid())}, **options}
         if not self._logged:
             process = subprocess.Popen(command, **options)
         else:
@@ -149,6 +148,18 @@ class Processes:
                 process = subprocess.Popen(command, **{**streams, **options})
         self._processes[name] = process
         return process
+
+    def fork(self, name: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Start `python WORDS…` ("-m MODULE …" or "-P SCRIPT …") from the fork server, where there is one."""
+        with self._log(name).open("wb") as log:
+            child = fork_server.fork(words, lambda parent: {**variables, _REPORT: self._report(name, parent)}, log)
+        if child is None:
+            self.start(name, [sys.executable, *words], variables)
+        else:
+            self._processes[name] = child
+
+    def _report(self, name: str, parent: int) -> str:
+        return f"{parent}:{name}:{self.scratch / name}.failed"
 
     def wait(
         self, timeout: float | None = None, but: Sequence[str] = (), tick: Callable[[], None] = lambda: None
@@ -286,21 +297,6 @@ def report(line: str, message: str | None, details: str = "") -> bool:
 def _reports_to() -> tuple[int, str, str]:
     parent, name, file = (os.environ.get(_REPORT) or "0::").split(":", 2)
     return int(parent), name, file
-
-
-def end_with_parent() -> None:
-    """End when the process that started this one does, even if it is killed."""
-    if os.uname().sysname == "Linux":
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-        return
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -25,7 +25,8 @@ from functools import partial
 from typing import Any
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.processes import end_with_parent, is_child
+from rewriter.common.fork_server import end_with_parent
+from rewriter.common.processes import is_child
 from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.frames import DATA, FRAME, Announced, FrameHeader
 from rewriter.emulation.peer import Peer, Played

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.processes import EMULATED, end_with_parent
+from rewriter.common.fork_server import end_with_parent
+from rewriter.common.processes import EMULATED
 from rewriter.emulation.backend import register
 from rewriter.emulation.config import EmulationConfig
 

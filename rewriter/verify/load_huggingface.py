@@ -4,16 +4,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 # The generated file has to work where this package is not installed.
-sys.modules["rewriter"] = None  # type: ignore[assignment]
+for name in ["rewriter", *(name for name in sys.modules if name.startswith("rewriter."))]:
+    sys.modules[name] = None  # type: ignore[assignment]
 
+import huggingface_hub  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, dynamic_module_utils  # noqa: E402
 from transformers.quantizers import AutoQuantizationConfig  # noqa: E402
+
+# A fork server imported these with other variables.
+dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
+huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def main(request_path: str, result_path: str) -> None:

@@ -41,8 +41,8 @@ def huggingface_logits(directory: Path, batches: Sequence[torch.Tensor]) -> list
     Loaded by AutoModelForCausalLM with trust_remote_code, in fp32, without `rewriter`. Raises VerificationError when it
     does not load, or when names are missing or surplus.
     """
-    command = [sys.executable, "-P", str(HERE / "load_huggingface.py")]
-    return _run(command, directory, batches, "the adapted checkpoint", 1, lambda rank: environment())
+    words = ["-P", str(HERE / "load_huggingface.py")]
+    return _run(words, directory, batches, "the adapted checkpoint", 1, lambda rank: environment())
 
 
 def rank_logits(
@@ -54,12 +54,12 @@ def rank_logits(
 
     Raises VerificationError when they fail, or when ranks end with different logits.
     """
-    command = [sys.executable, "-m", "rewriter.runtime.logits_worker"]
-    return _run(command, directory, batches, f"the module on {ranks} ranks", ranks, placed(ranks), stream=stream)
+    words = ["-m", "rewriter.runtime.logits_worker"]
+    return _run(words, directory, batches, f"the module on {ranks} ranks", ranks, placed(ranks), stream=stream)
 
 
 def _run(
-    command: Sequence[str],
+    words: Sequence[str],
     directory: Path,
     batches: Sequence[torch.Tensor],
     what: str,
@@ -74,9 +74,9 @@ def _run(
         asked = {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches], **more}
         write_json(request, asked | {"quantization": quantization(directory)})
         # Generated files are imported from a separate cache, so that nothing of a failed run stays behind.
-        own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1"}
         for rank in range(ranks):
-            job.start(f"rank {rank}", [*command, str(request), str(result)], {**variables(rank), **own})
+            job.fork(f"rank {rank}", [*words, str(request), str(result)], {**variables(rank), **own})
         failure = job.wait(TIMEOUT)
         if failure is not None:
             if os.environ.get("REWRITER_DEBUG", "0") not in ("", "0"):
