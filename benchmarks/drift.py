@@ -1,14 +1,18 @@
-"""How far each rewrite takes the shipped tiny model from itself before any fine-tuning: writes docs/DRIFT.md.
+"""How far each rewrite takes models from themselves before any fine-tuning: writes docs/DRIFT.md.
 
-    python benchmarks/drift.py      # about six minutes of one core
+    python examples/real_models.py smollm2-135m-instruct models/smollm2
+    python examples/real_models.py gemma3-270m models/gemma3
+    python benchmarks/drift.py models/smollm2 models/gemma3      # about half an hour of two cores
 
-Nothing is drawn at random: windows of 256 tokens at even distances in examples/tiny-llama/heldout.txt, which the model
-was not trained on; weights as shipped; fp32 on the CPU, all ranks in one process. What the text of
-the document claims is checked against the figures first: it exits with 1, and writes nothing, where a claim fails.
+Nothing is drawn at random: windows of 256 tokens at even distances in examples/tiny-llama/heldout.txt, which the tiny
+model was not trained on, and for the real ones in the packaged calibration text; weights as shipped; fp32 on the CPU,
+all ranks in one process. What the text of the document claims is checked against the figures first: it exits with 1,
+and writes nothing, where a claim fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -28,7 +32,7 @@ from rewriter.passes.quantize_collectives import always_quantized, is_quantized
 from rewriter.recipes import Recipe
 from rewriter.recipes.catalogue import library
 from rewriter.tracing import trace
-from rewriter.verify.drift import DriftSums, calibration_tokens, load_tokenizer, other_weights
+from rewriter.verify.drift import CALIBRATION, DriftSums, calibration_tokens, load_tokenizer, other_weights
 from rewriter.verify.sensitivity import sensitivity
 from rewriter.verify.simulate import load_weights, simulate
 
@@ -37,6 +41,7 @@ MODEL = ROOT / "examples" / "tiny-llama"
 DOCUMENT = ROOT / "docs" / "DRIFT.md"
 TEMPLATE = Path(__file__).with_name("drift.md")
 WINDOWS, LENGTH = 48, 256
+REAL_WINDOWS = 3
 RANKS = (2, 4, 8)
 TOKEN_SHARDING = ("attention2d", "long-context", "ring-attention", "ulysses")
 LEFT_OUT = ("ladder-last-20", "upper-bound", *TOKEN_SHARDING)
@@ -69,7 +74,7 @@ class Row:
 
 @dataclass
 class Bench:
-    """The tiny model, windows of held-out text, and the original's logits, computed once."""
+    """A model, windows of text, and the original's logits, computed once."""
 
     program: Program
     weights: dict[str, torch.Tensor]
@@ -79,9 +84,9 @@ class Bench:
 
     @classmethod
     @torch.no_grad()
-    def build(cls) -> Bench:
-        program = trace(MODEL)
-        weights, windows = load_weights(program, torch.float32), held_out_windows()
+    def build(cls, model: Path = MODEL, text: Path = MODEL / "heldout.txt", count: int = WINDOWS) -> Bench:
+        program = trace(model)
+        weights, windows = load_weights(program, torch.float32), windows_of(model, text, count)
         return cls(program, weights, windows, [simulate(program, w[None], weights=weights)[0] for w in windows])
 
     @property
@@ -127,14 +132,13 @@ class Bench:
         return self.known.setdefault(f"{key} {bound}", row)
 
 
-def held_out_windows() -> list[torch.Tensor]:
-    """Token ids int64 [LENGTH] each, at even distances; a token is a byte."""
-    tokenizer: Any = load_tokenizer(str(MODEL))
+def windows_of(model: Path, text: Path, count: int) -> list[torch.Tensor]:
+    """Token ids int64 [LENGTH] each, at even distances in the text."""
+    tokenizer: Any = load_tokenizer(str(model))
     tokenizer.model_max_length = 1 << 30
-    text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False).input_ids)
     last = len(ids) - LENGTH
-    return [ids[start : start + LENGTH] for start in (last * i // (WINDOWS - 1) for i in range(WINDOWS))]
+    return [ids[start : start + LENGTH] for start in (last * i // (count - 1) for i in range(count))]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -149,16 +153,27 @@ def kl(row: Row) -> str:
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-def recipes(bench: Bench) -> str:
-    """Every shipped recipe that a model of 6 layers can have, but those that compute nothing or only shard tokens."""
+def recipes(
+    bench: Bench, several: Sequence[int] = RANKS, unit: str = "byte", left_out: Sequence[str] = LEFT_OUT
+) -> str:
+    """Every shipped recipe that the model can have, but those that compute nothing or only shard tokens."""
     rows = []
     for name in library():
-        if name in LEFT_OUT:
+        if name in left_out:
             continue
-        found = {row.ranks: row for row in (bench.recipe(name, ranks) for ranks in RANKS)}
+        found = {row.ranks: row for row in (bench.recipe(name, ranks) for ranks in several)}
         rows += [[f"`{name}`", *row.cells()] for row in found.values()]
-    columns = ("recipe", "P", "block reductions", "KL, nats per token", "top-1", "bits per byte", "perplexity")
+    columns = ("recipe", "P", "block reductions", "KL, nats per token", "top-1", f"bits per {unit}", "perplexity")
     return table(columns, rows)
+
+
+def real_model(directory: Path, ranks: Sequence[int]) -> str:
+    """The same table for a pretrained model, on prose."""
+    bench = Bench.build(directory, CALIBRATION, REAL_WINDOWS)
+    layers = bench.program.source.config["num_hidden_layers"]
+    left_out = [name for name in LEFT_OUT if name != "ladder-last-20" or layers < 20]
+    original = ["original", "any", "", "", "", f"{bench.bits:.3f}", f"{2**bench.bits:.2f}"]
+    return recipes(bench, ranks, "token", left_out) + "\n| " + " | ".join(original) + " |"
 
 
 def desync(bench: Bench, layers: str, n: int, resync: str, ranks: int) -> Row:
@@ -339,7 +354,10 @@ def claims(bench: Bench, found: dict[int, tuple[float, ...]]) -> dict[str, bool]
 
 
 def main() -> int:
-    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("smollm2", type=Path, help="directory of SmolLM2-135M-Instruct")
+    parser.add_argument("gemma3", type=Path, help="directory of Gemma 3 270M")
+    asked = parser.parse_args()
     bench = Bench.build()
     found = costs(bench)
     parts = {
@@ -351,6 +369,8 @@ def main() -> int:
         "counts": counts(bench, found),
         "norms": norms(bench),
         "formats": formats(bench),
+        "smollm2": real_model(asked.smollm2, (3,)),
+        "gemma3": real_model(asked.gemma3, (2, 4)),
     }
     wrong = [claim for claim, holds in claims(bench, found).items() if not holds]
     if wrong:
@@ -360,6 +380,7 @@ def main() -> int:
     values = {
         **parts,
         "tokens": f"{WINDOWS * LENGTH:,}",
+        "real_tokens": f"{REAL_WINDOWS * LENGTH:,}",
         "bits": f"{bench.bits:.3f}",
         "perplexity": f"{2**bench.bits:.2f}",
     }
