@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rewriter.verify import drift as drift_module
 from rewriter.verify.drift import calibration_tokens, drift
 from rewriter.verify.sensitivity import sensitivity
 from rewriter.verify.shrunken_check import check_shrunken
+from rewriter.verify.simulate import Simulator
 
 OPTIONAL = rw.Recipe.load("drop-sync").with_overrides({"drop_sync.optional": "true"})
 COSTS = (0.9, 0.1, 0.1, None, 0.3, 0.2)
@@ -114,6 +116,25 @@ def test_a_layers_cost_is_the_drift_of_its_drop_alone(program: Program, ranks: i
     assert measured == pytest.approx(expected, rel=1e-3)
     assert min(expected) > 0.01
     assert len(set(measured)) == 4
+
+
+def test_measuring_takes_no_more_than_the_layers_behind_each_drop(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each window every layer once, then for each drop its own layer rank by rank and what follows once."""
+    computed: Counter[str] = Counter()
+    leaf = Simulator._leaf
+
+    def counting(self: Simulator, module: Any, path: str, inputs: Any) -> Any:
+        computed[path] += 1
+        return leaf(self, module, path, inputs)
+
+    monkeypatch.setattr(Simulator, "_leaf", counting)
+    threads = torch.get_num_threads()
+    sensitivity(program, zoo.batch(1, 300)[0], 2)
+    assert torch.get_num_threads() == threads
+    assert computed["lm_head"] == 2 * (1 + 4)
+    assert [computed[f"model.layers.{layer}.mlp.down_proj"] for layer in range(4)] == [4, 6, 8, 10]
 
 
 def test_a_layer_without_such_a_reduction_has_no_cost(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

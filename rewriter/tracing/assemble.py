@@ -25,8 +25,16 @@ from rewriter.tracing.masks import Static
 from rewriter.tracing.meta_model import TRACE_DTYPE, Skeleton, fingerprint
 from rewriter.tracing.model_errors import reason_of, refused
 from rewriter.tracing.opaque import attributes_left_behind, convolves, opaque_child, surviving_failures
+from rewriter.tracing.order_of_use import sort_by_use
 from rewriter.tracing.probe import absent_arguments, bind, example_inputs, switched_off
-from rewriter.tracing.recorded_calls import base_name, intercepted_modules, record_calls, tensor_paths, tensors_of
+from rewriter.tracing.recorded_calls import (
+    base_name,
+    intercepted_modules,
+    layer_number,
+    record_calls,
+    tensor_paths,
+    tensors_of,
+)
 from rewriter.tracing.residual_input import residual_input, without_residual
 from rewriter.tracing.token_mixing import mixing_operator
 from rewriter.tracing.wiring import layer_signature, leaves_with_paths, only_calls_and_sums, trace_wiring
@@ -64,12 +72,6 @@ class SurroundingGraph:
     graph: fx.Graph
     modules: dict[str, Module]
     constants: dict[str, torch.Tensor]
-
-
-def layer_number(call: fx.Node) -> int | None:
-    """Which layer a `call_module` of a SurroundingGraph stands for; None for another module."""
-    name, _, number = str(call.target).partition(" ")
-    return int(number) if name == "layer" else None
 
 
 class ModelTracer:
@@ -234,6 +236,8 @@ class ModelTracer:
         ):
             exported = functional(export_graph(logits, list(example.values()), self.example))
         self.calls = meta_calls
+        names = sort_by_use(exported.graph)
+        modules = {names[name]: module for name, module in modules.items() if name in names}
         graph, used = clean(exported, prefix="inner.")
         for index, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
             node.target = list(example)[index]
@@ -273,7 +277,7 @@ class ModelTracer:
         """Which tensors of the layers' calls depend on lengths alone, and how to evaluate them."""
         static = self.body_tracer.static_graph(graph, used, "", {})
         for node in graph.nodes:
-            if node.op == "call_module" and (index := layer_number(node)) is not None:
+            if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
                 layer = self.layers[index]
                 pairs = list(zip(args_of(node)[1:], tensors_of(self.calls[layer])[0], strict=True))
                 for n, t in pairs:

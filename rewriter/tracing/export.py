@@ -121,8 +121,9 @@ class BodyTracer:
         kept: tuple[int, ...],
         dropout: float,
     ) -> Module:
-        parameters = {n: tuple(p.shape) for n, p in module.named_parameters() if n in used}
-        own = {n: b for n, b in module.named_buffers() if n in used}
+        trained, untrained = dict(module.named_parameters()), dict(module.named_buffers())
+        parameters = {n: tuple(trained[n].shape) for n in used if n in trained}
+        own = {n: untrained[n] for n in used if n in untrained}
         stored = {n: self.stored[f"{path}.{n}"] for n in own if f"{path}.{n}" in self.stored}
         parameters |= {n: tuple(own[n].shape) for n in stored}
         buffers = {n: self.buffers[f"{path}.{n}"] for n in own if n not in stored}

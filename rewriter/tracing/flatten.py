@@ -12,11 +12,11 @@ from rewriter import ops
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT, Body, Input, LayerArgument, Module, PythonCall, args_of, drop_dead_nodes
 from rewriter.ir.marks import mark
-from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph, layer_number
+from rewriter.tracing.assemble import Child, ModelTracer, SurroundingGraph
 from rewriter.tracing.masks import refuse_unknown_masks
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.tracing.probe import bind
-from rewriter.tracing.recorded_calls import tensors_of
+from rewriter.tracing.recorded_calls import layer_number, tensors_of
 from rewriter.tracing.residual_input import residual_input
 from rewriter.tracing.wiring import cast_to_dtype_of, is_cast
 
@@ -41,7 +41,7 @@ def flatten(tracer: ModelTracer, around: SurroundingGraph) -> tuple[fx.Graph, di
             continue
         if ctx is None:
             ctx = graph.placeholder("ctx")
-        if node.op == "call_module" and (index := layer_number(node)) is not None:
+        if node.op == "call_module" and (index := layer_number(str(node.target))) is not None:
             env[node] = _Layer(tracer, graph, modules, index, ctx).place([env[a] for a in node.args])
             continue
         args = fx.map_arg(node.args, env.__getitem__)

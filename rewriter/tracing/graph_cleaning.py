@@ -47,8 +47,11 @@ class _Cleaner:
         self.used: dict[str, torch.Tensor | None] = {}
         self.sizes: dict[str, fx.Node] = {}
         self.slot = itertools.count()
-        self.placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
-        self.inputs = [n for n in self.placeholders if n.name not in self.names and n.name not in self.constants]
+        placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+        self.inputs = [n for n in placeholders if n.name not in self.names and n.name not in self.constants]
+        # tensors in the order of first use: models may register them in an order that differs between processes
+        read = dict.fromkeys(source for n in exported.graph.nodes for source in n.all_input_nodes)
+        self.placeholders = [*self.inputs, *(n for n in read if n.op == "placeholder" and n not in self.inputs)]
         self.ctx: fx.Node | None = None
         self.model_dtype: list[fx.Node] = []
 
@@ -77,11 +80,11 @@ class _Cleaner:
         checkpoint holds."""
         kept = []
         for node in self.placeholders:
-            if node.name in self.names and node.users:
+            if node.name in self.names:
                 self.env[node] = self._read(self.names[node.name].removeprefix(self.prefix), None, node)
                 not_saved = self.names[node.name] in self.exported.graph_signature.non_persistent_buffers
                 kept += [node] if not_saved and _is_model_dtype(node) else []
-            elif node.name in self.constants and node.users:
+            elif node.name in self.constants:
                 value = self.exported.constants[self.constants[node.name]]
                 if value.is_meta:
                     raise RewriterError(

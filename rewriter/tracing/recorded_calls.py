@@ -49,8 +49,7 @@ class Variants:
         known = self.seen.setdefault(module, [])
         if constants not in known:
             known.append(constants)
-        index = known.index(constants)
-        return f"{module}#{index}" if index else module
+        return variant_name(module, known.index(constants))
 
 
 def tensors_of(recorded: Recorded) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], tuple[Any, Any]]]:
@@ -76,6 +75,17 @@ def tensor_paths(call: Recorded) -> tuple[tuple[Any, ...], ...]:
 def base_name(variant: str) -> str:
     """`rotary_emb#1` is a variant of the module `rotary_emb`."""
     return variant.partition("#")[0]
+
+
+def variant_name(module: str, index: int) -> str:
+    """`base_name` the other way round."""
+    return f"{module}#{index}" if index else module
+
+
+def layer_number(call: str) -> int | None:
+    """Which layer a recorded call stands for; None for another module."""
+    name, _, number = call.partition(" ")
+    return int(number) if name == "layer" else None
 
 
 @contextlib.contextmanager

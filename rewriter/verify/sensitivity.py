@@ -1,26 +1,35 @@
 """What dropping one attention reduction costs, layer by layer, on real weights: what `drop_sync` chooses its layers by.
 
 Each layer's drop alone is compared with the original. What comes before that layer is the same in both, so it is
-computed once for all layers: with L layers this takes as long as about 1 + L/2 forward passes.
+computed once for all layers. Only that layer is computed rank by rank: behind it the ranks agree again, and what
+follows is the original on another residual stream. With L layers this takes as long as about 1 + L/2 forward passes on
+one device, and the output layer L/2 times more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import repeat, zip_longest
 
 import torch
 
-from rewriter.analysis.residual import Block, stream_values
+from rewriter.analysis.residual import by_layer, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of, drop_dead_nodes
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
-from rewriter.verify.drift import DriftSums, windows
+from rewriter.verify.drift import windows
+from rewriter.verify.live_model import opaque_modules
 from rewriter.verify.simulate import Simulator, load_weights
 
 STREAM = "stream"
 # Digits that are kept: enough to rank layers, few enough that another summation order gives the same.
 _DIGITS = 4
+# Layers that are measured at a time, each with a window's logits; tokens of which distributions are compared at a time.
+_WORKERS = 8
+_ROWS = 16
 
 
 @torch.no_grad()
@@ -41,36 +50,84 @@ def sensitivity(
     if len(tokens) < 2:
         raise RewriterError(f"drop_sync: {len(tokens)} tokens to measure with; at least two are needed")
     sharded = TensorParallel().apply(program.with_(mesh={"tp": ranks}, origin=program))
-    blocks = attention_reductions(sharded)
-    tails = _tails(sharded, blocks)
-    if not tails:
+    dropped = _dropped_layers(sharded)
+    if not dropped:
         return (None,) * program.source.num_layers
     if weights is None:
         weights = load_weights(program, torch.float32)
-    whole = _with_stream(program, [blocks[layer].index for layer in tails])
-    found = {layer: DriftSums() for layer in tails}
+    original = _with_stream(program, [start for start, _, _ in dropped.values()])
+    rest = {end: _between(program, end) for _, end, _ in dropped.values()}
+    divergence = dict.fromkeys(dropped, 0.0)
+
+    def before(window: torch.Tensor) -> tuple[_Reference, list[torch.Tensor]]:
+        logits, *stream = Simulator(original, weights).run(window[None])[0]
+        return _Reference(logits[0]), stream
+
+    def cost(layer: int, value: torch.Tensor, window: torch.Tensor, reference: _Reference) -> float:
+        _, end, changed = dropped[layer]
+        for part in (changed, rest[end]):
+            value = Simulator(part, weights).run(window[None], given={STREAM: value})[0]
+        return reference.divergence(value[0])
+
     done, pieces = 0, windows(program, tokens)
-    for window in pieces:
-        logits, *stream = Simulator(whole, weights).run(window[None])[0]
-        for (layer, tail), value in zip(tails.items(), stream, strict=True):
-            progress("measuring what each layer's drop costs", done, len(pieces) * len(tails))
-            changed = Simulator(tail, weights).run(window[None], given={STREAM: value})
-            found[layer].add(window, logits[0], changed[0][0])
-            done += 1
-    costs = {layer: float(f"{comparison.kl:.{_DIGITS}g}") for layer, comparison in found.items()}
+    with _threads(1 if opaque_modules(program) else _WORKERS) as pool:  # a live module computes for one at a time
+        ahead = pool.submit(before, pieces[0])
+        for window, following in zip_longest(pieces, pieces[1:]):
+            reference, stream = ahead.result()
+            if following is not None:
+                ahead = pool.submit(before, following)
+            each = pool.map(cost, dropped, stream, repeat(window), repeat(reference))
+            for layer, found in zip(dropped, each, strict=True):
+                progress("measuring what each layer's drop costs", done, len(pieces) * len(dropped))
+                divergence[layer] += found
+                done += 1
+    costs = {layer: float(f"{max(d / len(tokens), 0.0):.{_DIGITS}g}") for layer, d in divergence.items()}
     return tuple(costs.get(layer) for layer in range(program.source.num_layers))
 
 
-def _tails(sharded: Program, blocks: Mapping[int, Block]) -> dict[int, Program]:
-    """By layer that allows it, the program with its reduction dropped, from what its attention reads on."""
-    tails: dict[int, Program] = {}
-    for layer, block in blocks.items():
+@contextmanager
+def _threads(most: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads without gradients that share the cores: small operators of one do not wait until all cores are free."""
+    cores = torch.get_num_threads()
+    workers = min(most, cores)
+    torch.set_num_threads(cores // workers)
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_grad_enabled, initargs=(False,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(cores)
+
+
+class _Reference:
+    """The distributions that the original predicts in one window, from its logits [T, vocabulary]."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.log = logits.float().log_softmax(-1)
+        self.probabilities = self.log.exp()
+
+    def divergence(self, logits: torch.Tensor) -> float:
+        """The sum over the tokens of KL(original ‖ `logits`, [T, vocabulary]) in nats, a few tokens at a time: what is
+        between stays in the processor's cache."""
+        pieces = (x.split(_ROWS) for x in (self.log, self.probabilities, logits))
+        return sum(
+            float(torch.linalg.vecdot(old, log - new.float().log_softmax(-1)).sum())
+            for log, old, new in zip(*pieces, strict=True)
+        )
+
+
+def _dropped_layers(sharded: Program) -> dict[int, tuple[int, int, Program]]:
+    """By layer that allows it: the stream values that it reads and leaves, and the layer with its reduction dropped."""
+    attention, blocks = attention_reductions(sharded), by_layer(residual_blocks(sharded))
+    found: dict[int, tuple[int, int, Program]] = {}
+    for layer, block in attention.items():
         try:
-            dropped = DropSync(layers=layer).apply(sharded)
+            changed = DropSync(layers=layer).apply(sharded)
         except RewriterError:
             continue
-        tails[layer] = _from_stream(dropped, block.index)
-    return tails
+        start, end = block.index, blocks[layer][-1].index + 1
+        found[layer] = (start, end, _between(changed, start, end))
+    return found
 
 
 def _with_stream(program: Program, places: list[int]) -> Program:
@@ -82,14 +139,16 @@ def _with_stream(program: Program, places: list[int]) -> Program:
     return program.with_(graph=graph)
 
 
-def _from_stream(program: Program, place: int) -> Program:
-    """A program that is given the stream value at `place` instead of computing it."""
+def _between(program: Program, start: int, end: int | None = None) -> Program:
+    """A program that is given the stream value `start` and returns the stream value `end`; by default, the logits."""
     graph, env = program.edit()
-    value = env[stream_values(program.graph)[place]]
+    stream = [env[value] for value in stream_values(program.graph)]
+    if end is not None:
+        graph.output_node().args = (stream[end],)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         given = graph.placeholder(STREAM)
-    given.meta.update(value.meta)
-    value.replace_all_uses_with(given)
+    given.meta.update(stream[start].meta)
+    stream[start].replace_all_uses_with(given)
     drop_dead_nodes(graph)
     return program.with_(graph=graph)

@@ -147,8 +147,8 @@ class Simulator:
                 self.cache[name] = RankValues((full,))
             else:
                 dim = spec.dim or 0
-                shards = [torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim) for ranges in spec.ranges]
-                self.cache[name] = RankValues(tuple(shards))
+                pieces = ([full.narrow(dim, a, b - a) for a, b in ranges] for ranges in spec.ranges)
+                self.cache[name] = RankValues(tuple(p[0] if len(p) == 1 else torch.cat(p, dim) for p in pieces))
         return self.cache[name]
 
     def _graph(self, graph: fx.Graph, inputs: Sequence[Shards], prefix: str, body: Body | None) -> Shards:
