@@ -127,7 +127,7 @@ class RuntimeLayerPrinter:
         constructors = {name: self.table.construct(child) for name, child in children.items()}
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group = (
-            any(n.target in SCHEDULED or n.target is ops.copy_to_group for n in region.nodes)
+            any(n.target in SCHEDULED or n.target in (ops.copy_to_group, ops.agreed) for n in region.nodes)
             or any("tp" in c.arguments for c in classes)
             or any(leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf))
         )

@@ -16,6 +16,8 @@ from rewriter import ops
 from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None
+# along the last dimension, as passes put them into a wiring
+_CAT, _CHUNK = torch.ops.aten.cat.default, torch.ops.aten.chunk.default
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
 
 
@@ -45,6 +47,11 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
             shapes[node] = _tokens(inputs[0], args_of(node)[2].ranks if node.target is ops.shard_tokens else 1)
         elif node.target in (ops.all_gather, ops.repeat_shard) and is_shape(inputs[0]):
             shapes[node] = _gathered(inputs[0], int(args_of(node)[2]), ranks)
+        elif node.target is _CAT and all(map(is_shape, inputs)):
+            shapes[node] = (*inputs[0][:-1], sum(shape[-1] for shape in inputs))
+        elif node.target is _CHUNK and is_shape(inputs[0]):
+            count = args_of(node)[1]
+            shapes[node] = ((*inputs[0][:-1], inputs[0][-1] // count),) * count
         elif getattr(node.target, "__name__", "") == "getitem" and isinstance(args_of(node)[1], int):
             several = inputs[0]
             shapes[node] = several[args_of(node)[1]] if several and isinstance(several[0], tuple) else None
