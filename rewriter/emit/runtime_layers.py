@@ -119,7 +119,10 @@ class RuntimeLayerPrinter:
             if owner == str(index - 1):
                 previous = True
                 return f"previous.{rest}"
-            raise RewriterError(f"layer {index} would call {target}, which is neither its own nor the layer's before")
+            raise RewriterError(
+                f"layer {index} would call {target}, which is neither its own nor the layer's before. Of desync with "
+                "resync: sum, keep a reduction in between"
+            )
 
         lines, methods = self._schedule(region, names, module)
         given = [names[n] for n in takes]

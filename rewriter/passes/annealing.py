@@ -32,8 +32,9 @@ def annealed(program: Program, at: float = 1.0) -> Program:
 
     That is, for ladder blocks the stream with the block before and without it (or with a rank's own part of it alone);
     for a parallel MLP the stream after attention and before it, behind their norms where one norm serves both halves.
-    Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f), with the norm of each behind it. One that is kept stays as it is: at λ = 0 all
-    x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r since) are the original's stream.
+    Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f), each normed where a norm stands behind it. One
+    that is kept stays as it is: at λ = 0 all x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r
+    since) are the original's stream.
 
     λ belongs to the layer that reads, or that writes a dropped sum: an emitted layer reads `self.annealing` there.
     Raises RewriterError when nothing in `program` differs from the original, and where passes that belong behind this

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import Block, blocks_of, computes
-from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat
-from rewriter.ir import Module, Parameter, Program, args_of
+from rewriter.ir import Module, Parameter, Program
 from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
 from rewriter.passes.quantize_collectives import STREAM
@@ -26,11 +26,11 @@ from rewriter.passes.residual_rewrite import (
     chosen_blocks,
     is_normed,
     made_of,
+    part_of,
     partial_of,
     replace_stream_value,
     settle_reads,
     split_writes,
-    sum_of,
     travel_of,
 )
 from rewriter.passes.selection import Selection, resolve, runs_of
@@ -170,8 +170,8 @@ def desynchronise(
 ) -> Program:
     """`program` whose blocks (by index) keep their reduction or drop it; each run ends with one that is kept.
 
-    Raises RewriterError for a block with more than factors and norms behind its reduction, or that reduces inside while it reads a
-    rank's own residual.
+    Raises RewriterError for a block with more than factors and norms behind its reduction, or that reduces inside while
+    it reads a rank's own residual.
     """
     graph, _ = program.edit()
     stream = _PerRankStream(graph, program, resync, name)
@@ -243,7 +243,7 @@ class _PerRankStream:
         return value
 
     def _dropped(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
-        parts = [partial_of(w, self.block, self.modules) for w in reduced]
+        parts = [partial_of(w, self.block) for w in reduced]
         for part in parts:
             mark(part, dropped=True)
         if self.resync == "sum":
@@ -253,7 +253,7 @@ class _PerRankStream:
 
     def _kept(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
         travel = travel_of(reduced[0])
-        parts = [partial_of(w, self.block, self.modules) for w in reduced if not is_normed(w)]
+        parts = [partial_of(w, self.block) for w in reduced if not is_normed(w)]
         if self.resync == "sum":
             value, added = self.synchronised, self._added(parts, whole)
         elif travel:
@@ -275,7 +275,7 @@ class _PerRankStream:
         self, normed: list[fx.Node], added: fx.Node | None, travel: Mapping[str, Any]
     ) -> dict[fx.Node, fx.Node]:
         """The sums behind the writes `normed`, and that of `added`, from one all-reduce."""
-        parts = {write: args_of(sum_of(write, self.modules))[0] for write in normed}
+        parts: dict[fx.Node, fx.Node] = {write: part_of(write) for write in normed}
         if added is not None:
             parts[added] = added
         if len(parts) == 1:

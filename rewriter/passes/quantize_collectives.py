@@ -145,9 +145,9 @@ STREAM = (
 
 
 def carries_stream(node: fx.Node) -> bool:
-    """Whether the sum is a value of the residual stream, and not what a block adds to it."""
-    terms = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" or in_stream(n) else n.all_input_nodes)
-    return any(map(in_stream, terms))
+    """Whether what is summed has the residual stream in it, and not only what blocks add to it."""
+    summed = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
+    return any(map(in_stream, summed))
 
 
 def is_quantized(program: Program) -> bool:

@@ -74,15 +74,15 @@ def _is_linear(node: fx.Node) -> bool:
     return is_scaling(node) or kind_of(node) == "view" or node.target in (ops.copy_to_group, ops.agreed)
 
 
-def sum_of(write: fx.Node, modules: Mapping[str, Module]) -> fx.Node | None:
-    """The all-reduce that a write is made of, times numbers or normed; None where there is none or more to it."""
+def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
+    """Whether a write is a sum over ranks, times numbers or normed."""
     while write.target is not ops.all_reduce:
         module = modules[str(write.target)] if write.op == "call_module" else None
         norms = module is not None and not isinstance(module, Opaque) and not computes(module)
         if not (_is_linear(write) or norms) or len(write.all_input_nodes) != 1:
-            return None
+            return False
         write = write.all_input_nodes[0]
-    return write
+    return True
 
 
 def is_normed(write: fx.Node) -> bool:
@@ -104,22 +104,30 @@ def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
     return made
 
 
-def partial_of(write: fx.Node, block: Block, modules: Mapping[str, Module]) -> fx.Node:
+def partial_of(write: fx.Node, block: Block) -> fx.Node:
     """What this rank adds by itself for a reduced `write`: the same, made of its own part of the sum.
 
-    A norm takes the size of the sum from what it is given, so the norm of a part stands for all of the write.
+    A norm gives its result a size of its own, so that of a part stands for all of the write.
     """
-    summed = sum_of(write, modules)
-    assert summed is not None
     with write.graph.inserting_before(write.next):
-        return made_of(write, args_of(summed)[0], block=block.index)
+        return made_of(write, part_of(write), block=block.index)
+
+
+def part_of(write: fx.Node) -> fx.Node:
+    """This rank's own part of the sum in a reduced write."""
+    part: fx.Node = args_of(_sum_in(write))[0]
+    return part
 
 
 def travel_of(write: fx.Node) -> dict[str, Any]:
     """How the sum in a write travels: the options of its all-reduce, none where it is exact."""
+    return dict(_sum_in(write).kwargs)
+
+
+def _sum_in(write: fx.Node) -> fx.Node:
     while write.target is not ops.all_reduce:
         write = write.all_input_nodes[0]
-    return dict(write.kwargs)
+    return write
 
 
 def split_writes(block: Block, modules: Mapping[str, Module], name: str) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -128,7 +136,7 @@ def split_writes(block: Block, modules: Mapping[str, Module], name: str) -> tupl
     Raises RewriterError for a write that depends on a reduction in another way.
     """
     inside = set(block.branch)
-    reduced = [w for w in block.writes if sum_of(w, modules) is not None]
+    reduced = [w for w in block.writes if ends_in_sum(w, modules)]
     whole = [w for w in block.writes if w not in reduced]
     for write in whole:
         behind = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
@@ -190,7 +198,7 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
     if not reduced:
         return before.add
     graph = before.add.graph
-    parts = [partial_of(w, before, modules) for w in reduced]
+    parts = [partial_of(w, before) for w in reduced]
     for write in filter(is_normed, reduced):
         _agree(write, before)
     first = next(n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes))
@@ -208,10 +216,9 @@ def _agree(write: fx.Node, block: Block) -> None:
     """Let ranks agree on a normed sum: its norm computes with values that differ by rank, too."""
     if write.target is ops.agreed:
         return
-    first = write
-    while first.all_input_nodes[0].target is not ops.all_reduce:
+    first, total = write, _sum_in(write)
+    while first.all_input_nodes[0] is not total:
         first = first.all_input_nodes[0]
-    total = first.all_input_nodes[0]
     record = Marks(layer=block.layer, block=block.index)
     with write.graph.inserting_before(first):
         first.replace_input_with(total, new_call(write.graph, record, ops.copy_to_group, total, AXIS))

@@ -142,7 +142,7 @@ class Shares:
             for path in (path for b in split for path in self.norms[b]):
                 norm = model.get_submodule(path)
                 stack.callback(setattr, norm, "forward", norm.forward)
-                norm.forward = lambda x: x  # type: ignore[method-assign]
+                norm.forward = lambda x: x
             ledger = Ledger(lambda _, value: self.plain.values[value])
             watch_few(model, ledger, self.structure.chain)
         return ledger.writes

@@ -100,7 +100,7 @@ class PerRankReference:
         def run(rank: int) -> torch.Tensor:
             for path in (path for b in split for path in self._shares.norms[b]):
                 norm = copies[rank].get_submodule(path)
-                norm.forward = ledgers[rank].behind(norm.forward)  # type: ignore[method-assign]
+                norm.forward = ledgers[rank].behind(norm.forward)
             with watched(copies[rank], ledgers[rank], self.structure.chain):
                 logits: torch.Tensor = copies[rank](input_ids=input_ids, use_cache=False, **kwargs).logits
             return logits
