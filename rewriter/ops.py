@@ -182,6 +182,14 @@ def copy_to_group(x: torch.Tensor, axis: str) -> torch.Tensor:
     return x
 
 
+def agreed(x: torch.Tensor, axis: str) -> torch.Tensor:
+    """`x` that every rank computed alike, as one value of all; its gradient is an equal part on each rank.
+
+    Stands behind a module whose input was copied to the group because it has values of each rank's own as well.
+    """
+    return x
+
+
 def all_gather(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
     """Shards concatenated along `dim`; its gradient is the rank's own slice."""
     return x

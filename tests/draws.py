@@ -14,11 +14,14 @@ from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.verify.per_rank_reference import LayerMode
 
-# A norm stands between the reduction and the residual: a rank's partial sum cannot be added there.
-POST_NORM = {"gemma2", "olmo2"}
+# Norms over all heads reduce inside of attention, which therefore cannot read a rank's own residual.
+SUMS_INSIDE = {"olmo2"}
 EXPERTS = {"mixtral", "qwen3_moe"}
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "starcoder2", "mixtral", "qwen3_moe", "gpt_neox", "gpt2")
-ALL_FAMILIES = (*FAMILIES, *sorted(POST_NORM))
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "granite", "starcoder2", "gemma2"),
+    *("mixtral", "qwen3_moe", "gpt_neox", "gpt2"),
+)
+ALL_FAMILIES = (*FAMILIES, *sorted(SUMS_INSIDE))
 
 
 class Architecture(NamedTuple):
@@ -126,7 +129,7 @@ def mix(rng: random.Random, drawn: Architecture, ranks: int) -> Mix:
     modes = ["standard", "ladder"]
     if drawn.blocks == 2:
         modes += ["parallel"]
-    if ranks > 1 and drawn.name() not in POST_NORM:
+    if ranks > 1 and drawn.name() not in SUMS_INSIDE:
         modes += ["desync", "desync"] + (["own_partial"] if drawn.divides else [])
     depth, layer, before = drawn.config.num_hidden_layers, 0, ""
     runs: list[tuple[tuple[int, ...], LayerMode]] = []

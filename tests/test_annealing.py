@@ -344,7 +344,9 @@ def test_between_the_ends_it_equals_ranks_written_out(family: str, recipe: str, 
     assert min(oracles.relative_error(actual, at(model, end)) for end in (0.0, 1.0)) >= DIFFERENT / 2
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("gpt2", "4x-sum"), ("llama", "mix"), ("mixtral", "2x")], ids=str)
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("gpt2", "4x-sum"), ("llama", "mix"), ("mixtral", "2x"), ("gemma2", "4x-sum")], ids=str
+)
 def test_all_ranks_and_their_gradients_equal_the_simulated_ranks(family: str, recipe: str) -> None:
     """The printed layers compute what the program says, node by node, on ranks."""
     between = annealed(single_device(program(family, recipe)), at=0.5)

@@ -36,7 +36,18 @@ from rewriter.verify.simulate import load_weights, simulate
 
 TOLERANCE = 1e-5
 # llama has 8 query heads on 2 key/value heads: at P = 4, ranks hold copies of them. gpt2 and gpt_neox fuse q, k and v.
-FAMILIES = ["llama", "llama_mha_bias", "llama_tied", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "mixtral"]
+FAMILIES = [
+    "llama",
+    "llama_mha_bias",
+    "llama_tied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "mixtral",
+]
 MIXES: dict[str, tuple[Any, ...]] = {
     "2x": (Desync(n=2),),
     "4x-sum": (Desync(n=4, resync="sum"),),

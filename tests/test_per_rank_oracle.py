@@ -322,8 +322,6 @@ def test_a_block_that_every_rank_computes_in_full_counts_once() -> None:
 @pytest.mark.parametrize(
     ("family", "mix", "options", "message"),
     [
-        ("gemma2", {1: OWN}, {}, r"block 1 \(layer 0\) is not the sum of its ranks' parts: behind .*down_proj"),
-        ("olmo2", {1: desync(False, True)}, {}, r"block 2 \(layer 1\) is not the sum of its ranks' parts"),
         ("llama", {4: LADDER}, {}, r"layers \[4\], the model has 0 to 3"),
         ("llama", {0: desync(True)}, {}, r"layer 0 has 2 blocks, keep=\(True,\) is about 1"),
         ("llama", {0: OWN}, {"whole": ["model.layers.0.mlp"]}, "the ranks would drift apart"),

@@ -141,7 +141,7 @@ def test_programs_with_per_rank_residuals_are_bound_to_their_ranks():
     [
         ("llama", ("desync", {"layers": [1], "pattern": (("keep", "drop"),)}), "no reduction .* can be dropped"),
         ("llama", ("desync", {"pattern": (("drop",),)}), "about 1 reductions, layer 0 has 2"),
-        ("gemma2", ("desync", {"n": 2}), "followed by .*post_attention_layernorm"),
+        ("olmo2", ("desync", {"n": 4}), "q_norm .* reduces over the ranks inside"),
         ("gpt_neox", ("parallel_block", {}), "blocks parallel: expected attention, then an MLP"),
         ("olmo2", ("parallel_block", {}), "without a norm"),
     ],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from subprocesses import ROOT, load_module
 
-CHECKPOINTS = 6 + 4  # ladder of every family, desync of those without a norm behind the reduction
+CHECKPOINTS = 6 + 6  # ladder and desync of every family
 
 
 @pytest.mark.slow

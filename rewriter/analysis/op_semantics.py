@@ -181,6 +181,7 @@ _ROWS: tuple[tuple[Operator, list[Any]], ...] = (
     (Operator("collective", "start"), [ops.all_reduce_start]),
     (Operator("collective", "wait"), [ops.all_reduce_wait]),
     (Operator("collective", "gather"), [ops.all_gather, ops.gather_tokens]),
+    (Operator("collective", "agreed"), [ops.agreed]),
     (Operator("collective"), [ops.repeat_shard, ops.own_shard, ops.shard_tokens]),
 )  # fmt: skip
 
@@ -246,7 +247,7 @@ def starts_sum(node: fx.Node) -> bool:
 
 def ends_collective(node: fx.Node) -> bool:
     """Whether all ranks hold the same value behind a node, whatever they held before it."""
-    return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather")
+    return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather", "agreed")
 
 
 def is_sum(node: fx.Node) -> bool:

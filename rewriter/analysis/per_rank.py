@@ -70,7 +70,7 @@ def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping
     """
     local = local_values(graph, parameters)
     result = dict(modules)
-    done: dict[tuple[int, frozenset[int]], Module] = {}
+    done: dict[tuple[int, frozenset[int], frozenset[str]], Module] = {}
     reached: dict[str, frozenset[int]] = {}
     for node in graph.nodes:
         if node.op != "call_module":
@@ -82,13 +82,13 @@ def localise(graph: fx.Graph, modules: Mapping[str, Module], parameters: Mapping
         if not inputs:
             continue
         module = modules[path]
-        key = (id(module), inputs)
+        split = frozenset(
+            name.removeprefix(f"{path}.")
+            for name, p in parameters.items()
+            if p.ranges is not None and name.startswith(f"{path}.")
+        )
+        key = (id(module), inputs, split)
         if key not in done:
-            split = frozenset(
-                name.removeprefix(f"{path}.")
-                for name, p in parameters.items()
-                if p.ranges is not None and name.startswith(f"{path}.")
-            )
             done[key] = _localised(module, inputs, split, path)
         result[path] = done[key]
     return result

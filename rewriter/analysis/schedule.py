@@ -13,7 +13,7 @@ from torch import fx
 from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
 from rewriter.ir import reachable
-from rewriter.ir.marks import mark, marks
+from rewriter.ir.marks import mark, marks, running_layer
 
 
 def earlier_readers(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -70,7 +70,7 @@ def rescheduled(
             else:
                 env[stack.pop()] = new.node_copy(top, env.__getitem__)
                 if marks(top).layer is not None:
-                    mark(env[top], runs_in=marks(target).layer)
+                    mark(env[top], runs_in=running_layer(target))
 
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or forces(node) or not (late(node) or missing(node)):

@@ -12,6 +12,7 @@ no value differs by rank, and nothing is printed but [B, S, D]. No rewrite is tr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,7 +21,7 @@ from typing import Literal
 from torch import fx
 
 from rewriter import ops
-from rewriter.analysis.op_semantics import function_of
+from rewriter.analysis.op_semantics import aten, function_of
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import computes, is_add, is_scaling, residual_blocks
 from rewriter.common.errors import RewriterError
@@ -36,9 +37,10 @@ from rewriter.emit.per_rank_modules import (
 )
 from rewriter.emit.per_rank_tokens import has_experts, token_child
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.ir import Leaf, Program, args_of
+from rewriter.ir import Leaf, Program, args_of, drop_dead_nodes
 from rewriter.ir.marks import in_stream, marks, stream_index
 
+_ON_ALL = (ops.copy_to_group, ops.agreed)  # the same value
 _PAD = " " * 8  # of statements of a method
 # same: equal on all ranks. per_rank: one per rank. total: printed as its sum over the ranks.
 Form = Literal["same", "per_rank", "total"]
@@ -110,10 +112,24 @@ def print_layers(program: Program) -> list[PrintedLayer]:
     Raises RewriterError when a layer needs a value from outside the layers other than the embedding, when more than
     one value leaves the last, and where a child cannot compute all ranks on one device.
     """
+    program = _sums_apart(program)
     flow = LayerFlow(program)
     printer = _HuggingFaceLayers(program, flow)
     crossing = [flow.crossing(boundary) for boundary in range(program.source.num_layers + 1)]
     return [printer.layer(index, *pair) for index, pair in enumerate(pairwise(crossing))]
+
+
+def _sums_apart(program: Program) -> Program:
+    """`program`, where sums that one all-reduce takes together are taken one by one, each in its own layer."""
+    graph, _ = program.edit()
+    for piece in list(graph.nodes):
+        pieces = args_of(piece)[0] if piece.target is operator.getitem else None
+        if isinstance(pieces, fx.Node) and pieces.target is aten.chunk.default:
+            total = args_of(pieces)[0]
+            part = args_of(args_of(total)[0])[0][args_of(piece)[1]]
+            piece.target, piece.args = ops.all_reduce, (part, args_of(total)[1])
+    drop_dead_nodes(graph)
+    return program.with_(graph=graph)
 
 
 class LayerFlow:
@@ -176,7 +192,7 @@ class _HuggingFaceLayers:
     # --- what is printed of a value
 
     def _form(self, node: fx.Node) -> Form:
-        if node not in self.local or node.target is ops.copy_to_group:
+        if node not in self.local or node.target in _ON_ALL:
             return "same"
         module = self.program.modules[str(node.target)] if node.op == "call_module" else None
         if module is not None and is_entry(module):
@@ -232,8 +248,8 @@ class _HuggingFaceLayers:
         return self.form[node] == "total" and _is_scaled(node)
 
     def _node(self, node: fx.Node) -> None:
-        source = args_of(node)[0] if node.target in (ops.copy_to_group, ops.all_reduce) else None
-        if source in self.names and (node.target is ops.copy_to_group or self.form[source] == "total"):
+        source = args_of(node)[0] if node.target in (*_ON_ALL, ops.all_reduce) else None
+        if source in self.names and (node.target in _ON_ALL or self.form[source] == "total"):
             self.names[node] = self.names[source]
             return
         form = self.form[node]

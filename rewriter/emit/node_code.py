@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
 from rewriter.emit.python_source import literal
 from rewriter.ir import SPLAT, Input, LayerArgument, args_of
@@ -237,7 +238,9 @@ def _on_group(function: str) -> Callable[[NodePrinter, fx.Node], str]:
 
     def show(p: NodePrinter, node: fx.Node) -> str:
         x, _, *rest = node.args
-        items = [p.value(x), GROUP, *map(p.value, rest)]
+        # a sum works in place, and a module that reads the partial too may need it again in backward
+        copied = starts_sum(node) and any(user.op == "call_module" for user in node.all_input_nodes[0].users)
+        items = [f"{p.value(x)}{'.clone()' if copied else ''}", GROUP, *map(p.value, rest)]
         if (tag := marks(node).tag) is not None:
             items.append(f'name="{tag}"')
         if "format" in node.kwargs:
@@ -287,6 +290,7 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     ops.all_reduce_start: _on_group("all_reduce_start"),
     ops.all_reduce_wait: lambda p, n: f"all_reduce_wait({p.value(args_of(n)[0])})",
     ops.copy_to_group: _on_group("copy_to_group"),
+    ops.agreed: _on_group("agreed"),
     ops.all_gather: _on_group("all_gather"),
     ops.repeat_shard: _on_group("repeat_shard"),
     ops.own_shard: _on_group("own_shard"),

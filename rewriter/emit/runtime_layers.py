@@ -119,7 +119,10 @@ class RuntimeLayerPrinter:
             if owner == str(index - 1):
                 previous = True
                 return f"previous.{rest}"
-            raise RewriterError(f"layer {index} would call {target}, which is neither its own nor the layer's before")
+            raise RewriterError(
+                f"layer {index} would call {target}, which is neither its own nor the layer's before. Of desync with "
+                "resync: sum, keep a reduction in between"
+            )
 
         lines, methods = self._schedule(region, names, module)
         given = [names[n] for n in takes]
@@ -127,7 +130,7 @@ class RuntimeLayerPrinter:
         constructors = {name: self.table.construct(child) for name, child in children.items()}
         classes = [self.table.add(m) for m in children.values() if isinstance(m, Body)]
         needs_group = (
-            any(n.target in SCHEDULED or n.target is ops.copy_to_group for n in region.nodes)
+            any(n.target in SCHEDULED or n.target in (ops.copy_to_group, ops.agreed) for n in region.nodes)
             or any("tp" in c.arguments for c in classes)
             or any(leaf_needs_group(m) for m in children.values() if isinstance(m, Leaf))
         )

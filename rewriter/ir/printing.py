@@ -24,6 +24,7 @@ from rewriter.ir.structure import Body, Module, Parameter, ProgramData, placehol
 Namer = Callable[[int], str]
 _SUFFIX = {
     ops.all_reduce: "sum", ops.all_reduce_start: "pending", ops.all_gather: "all", ops.copy_to_group: "in",
+    ops.agreed: "agreed",
     ops.shard_tokens: "own", ops.gather_tokens: "whole",
 }  # fmt: skip
 

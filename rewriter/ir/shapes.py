@@ -16,6 +16,8 @@ from rewriter import ops
 from rewriter.ir.structure import Body, Leaf, Opaque, ProgramData, Shape, args_of, placeholders
 
 Value = Shape | tuple[Shape, ...] | None
+# of equal tensors along the last dimension, as passes put them into a wiring
+_CAT, _CHUNK = torch.ops.aten.cat.default, torch.ops.aten.chunk.default
 _INPUTS: dict[str, Value] = {"input_ids": ("B", "S"), "position_ids": ("B", "S")}
 
 
@@ -50,6 +52,12 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
             shapes[node] = several[args_of(node)[1]] if several and isinstance(several[0], tuple) else None
         elif isinstance(node.meta.get("val"), torch.Tensor):
             shapes[node] = _named(node.meta["val"].shape, {})
+        elif node.target is _CAT:
+            shapes[node] = _wider(inputs[0], len(inputs))
+        elif node.target is _CHUNK:
+            count = int(args_of(node)[1])
+            piece = _wider(inputs[0], 1, count)
+            shapes[node] = (piece,) * count if is_shape(piece) else None
         else:
             shapes[node] = broadcast([s for s in inputs if is_shape(s)])
     return shapes
@@ -57,6 +65,13 @@ def wiring_shapes(program: ProgramData) -> dict[fx.Node, Value]:
 
 def is_shape(value: Value) -> TypeGuard[Shape]:
     return value is not None and all(isinstance(size, (int, str)) for size in value)
+
+
+def _wider(shape: Value, times: int, pieces: int = 1) -> Value:
+    """So many of a shape, or one of so many pieces of it, along its last dimension."""
+    if not is_shape(shape) or not isinstance(shape[-1], int):
+        return None
+    return (*shape[:-1], shape[-1] * times // pieces)
 
 
 def _gathered(shape: Shape, dim: int, ranks: int) -> Shape:

@@ -32,8 +32,9 @@ def annealed(program: Program, at: float = 1.0) -> Program:
 
     That is, for ladder blocks the stream with the block before and without it (or with a rank's own part of it alone);
     for a parallel MLP the stream after attention and before it, behind their norms where one norm serves both halves.
-    Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f). One that is kept stays as it is: at λ = 0 all
-    x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r since) are the original's stream.
+    Where a reduction is dropped, x_r ← x_r + λ · f_r + (1 − λ) · AR(f), each normed where a norm stands behind it. One
+    that is kept stays as it is: at λ = 0 all x_r are equal, and both x ← AR(f_r + x_r / P) and x ← x_sync + AR(all f_r
+    since) are the original's stream.
 
     λ belongs to the layer that reads, or that writes a dropped sum: an emitted layer reads `self.annealing` there.
     Raises RewriterError when nothing in `program` differs from the original, and where passes that belong behind this
@@ -78,11 +79,23 @@ def _blend_dropped(program: Program, graph: fx.Graph, at: float) -> int:
             for part in [n for n in total.all_input_nodes if marks(n).dropped]:
                 made = Marks(layer=block.layer, writes=block.index)
                 with graph.inserting_before(total):
-                    whole = new_call(graph, made, ops.all_reduce, part, AXIS)
-                    whole = new_call(graph, made, ops.copy_to_group, whole, AXIS)
+                    whole = _completed(part, program.modules, made)
                     total.replace_input_with(part, new_call(graph, made, ops.blend, whole, part, at))
                 count += 1
     return count
+
+
+def _completed(part: fx.Node, modules: Mapping[str, Module], made: Marks) -> fx.Node:
+    """What all ranks together add, made of a rank's own `part`; behind its norm, where it is one of a part."""
+    norms = part.op == "call_module" and not computes(modules[str(part.target)])
+    summed = part.all_input_nodes[0] if norms else part
+    whole = new_call(part.graph, made, ops.all_reduce, summed, AXIS)
+    whole = new_call(part.graph, made, ops.copy_to_group, whole, AXIS)
+    if not norms:
+        return whole
+    normed = part.graph.node_copy(part, lambda _: whole)
+    mark(normed, dropped=False, block=None, writes=made.writes)
+    return normed
 
 
 def _sums(value: fx.Node) -> Iterator[fx.Node]:

@@ -11,18 +11,22 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import Block, blocks_of, computes
 from rewriter.analysis.units import AXIS, equal_runs
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat
-from rewriter.ir import Parameter, Program
-from rewriter.ir.marks import Marks, Mode, in_stream, mark, marks, new_call, set_marks
+from rewriter.ir import Module, Parameter, Program
+from rewriter.ir.marks import UNSCHEDULED, Marks, Mode, in_stream, mark, marks, new_call, set_marks
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Scope, places_of, record
 from rewriter.passes.quantize_collectives import STREAM
 from rewriter.passes.residual_rewrite import (
     check_ranks,
     chosen_blocks,
+    is_normed,
+    made_of,
+    part_of,
     partial_of,
     replace_stream_value,
     settle_reads,
@@ -57,8 +61,16 @@ class Desync(Pass):
     counts 1 / P per rank in a sum. `untie_norms` gives each rank weights of its own in the norms that read a rank's own
     residual.
 
+    Where a norm N stands behind the reduction (Gemma 2 and 3, OLMo 2), it moves to where the sum is complete: what a
+    rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from whatever part it is given, and
+
+    - "mean": x = N(AR(f_r)) + AR(x_r / P);
+    - "sum": x = x_last_sync + Σ N(AR(f_r)) over all blocks since, whose f_r are carried along un-normed.
+
+    One all-reduce takes all these vectors, one behind the other.
+
     The function is bound to the number of ranks. Raises RewriterError on one rank, when nothing would be dropped, and
-    for a block whose reduction is followed by something that is not linear.
+    for a block whose reduction is followed by something that is neither linear nor a norm.
     """
 
     layers: Selection = "all"
@@ -85,7 +97,7 @@ class Desync(Pass):
         kept: dict[int, bool] = {}
         by_index = {b.index: b for b in blocks}
         for run in runs_of(list(by_index)):
-            kept |= self._kept([by_index[index] for index in run])
+            kept |= self._kept([by_index[index] for index in run], program.modules)
         dropped = sum(not keep for keep in kept.values())
         if not dropped:
             raise RewriterError("desync: no reduction of the selected layers can be dropped: each ends a run of layers")
@@ -128,9 +140,9 @@ class Desync(Pass):
                 modes[layer] = {"mode": "desync", "keep": tuple(keep), "resync": self.resync}
         return modes
 
-    def _kept(self, run: Sequence[Block]) -> dict[int, bool]:
+    def _kept(self, run: Sequence[Block], modules: Mapping[str, Module]) -> dict[int, bool]:
         """Of each block of a run that reduces, whether its reduction is kept."""
-        reducing = [b for b in run if split_writes(b, self.name)[0]]
+        reducing = [b for b in run if split_writes(b, modules, self.name)[0]]
         if self.n is not None:
             kept = {b.index: (i + 1) % self.n == 0 for i, b in enumerate(reducing)}
         else:
@@ -158,11 +170,11 @@ def desynchronise(
 ) -> Program:
     """`program` whose blocks (by index) keep their reduction or drop it; each run ends with one that is kept.
 
-    Raises RewriterError for a block that is not linear behind its reduction, or that reduces inside while it reads a
-    rank's own residual.
+    Raises RewriterError for a block with more than factors and norms behind its reduction, or that reduces inside while
+    it reads a rank's own residual.
     """
     graph, _ = program.edit()
-    stream = _PerRankStream(graph, program.mesh[AXIS], resync, name)
+    stream = _PerRankStream(graph, program, resync, name)
     for block in blocks_of(graph, program.modules):
         if block.index in kept or stream.varying:
             stream.through(block, kept.get(block.index, True))
@@ -178,18 +190,20 @@ def desynchronise(
 class _PerRankStream:
     """Walks along a run of blocks, with what each rank holds."""
 
-    def __init__(self, graph: fx.Graph, ranks: int, resync: Resync, name: str) -> None:
-        self.graph, self.ranks, self.resync, self.name = graph, ranks, resync, name
+    def __init__(self, graph: fx.Graph, program: Program, resync: Resync, name: str) -> None:
+        self.graph, self.modules, self.resync, self.name = graph, program.modules, resync, name
+        self.ranks = program.mesh[AXIS]
         self.current: fx.Node | None = None  # the stream value that the last block got, if it got another one
         self.synchronised: fx.Node | None = None  # the stream where the ranks last agreed; None while they do
-        self.added: fx.Node | None = None  # what this rank added since
+        self.added: fx.Node | None = None  # what this rank added since, but for writes that are normed
+        self.waiting: list[fx.Node] = []  # the writes since that are to be normed when their sums are complete
 
     @property
     def varying(self) -> bool:
         return self.synchronised is not None
 
     def through(self, block: Block, keep: bool) -> None:
-        reduced, whole = split_writes(block, self.name)
+        reduced, whole = split_writes(block, self.modules, self.name)
         current, self.block = self.current or block.skip, block
         if not self.varying and (keep or not reduced):
             mark(block.add, mode=KEEP)
@@ -199,28 +213,27 @@ class _PerRankStream:
             current = self._carried(current)
             self.synchronised = self.synchronised and self._carried(self.synchronised)
             self.added = self.added and self._carried(self.added)
-            parts = [partial_of(w, block) for w in reduced]
             if not self.varying:  # ranks part ways here; what they share enters
                 self.synchronised = current
                 current = self._made(ops.copy_to_group, current, AXIS)
                 whole = [self._made(ops.copy_to_group, w, AXIS) for w in whole]
             if keep and reduced:
-                value = self._kept(current, parts, whole, travel_of(reduced[0]))
+                value = self._kept(current, reduced, whole)
                 mode = KEEP_MEAN if self.resync == "mean" else KEEP_SUM
-                self.synchronised = self.added = None
+                self.synchronised, self.added, self.waiting = None, None, []
             else:
-                mode = DROP
-                for part in parts:
-                    mark(part, dropped=True)
-                value = self._sum(current, *parts, *whole)
-                if self.resync == "sum":
-                    self.added = self._added(parts, whole)
+                value, mode = self._dropped(current, reduced, whole), DROP
         replace_stream_value(block.add, value, mode)
         self.current = value
 
     def _carried(self, value: fx.Node) -> fx.Node:
         """`value` times what the block multiplies the stream by, before it adds to it."""
         scalings, node = [], self.block.carried
+        if self.waiting and node is not self.block.skip and not in_stream(node):
+            raise RewriterError(
+                f"{self.name}: block {self.block.path} multiplies the stream while sums wait to be normed: keep the "
+                "reduction before it, or use resync: mean"
+            )
         while node is not self.block.skip and not in_stream(node):  # skip itself may have been replaced
             scalings.append(node)
             node = node.all_input_nodes[0]
@@ -229,19 +242,60 @@ class _PerRankStream:
             set_marks(value, Marks(layer=self.block.layer, writes=self.block.index))
         return value
 
-    def _kept(self, current: fx.Node, parts: list[fx.Node], whole: list[fx.Node], travel: Mapping[str, Any]) -> fx.Node:
-        if self.resync == "mean":
-            if travel:
-                raise RewriterError(STREAM.format(f"the reduction that layer {self.block.layer} keeps"))
-            mean = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
-            return self._made(ops.all_reduce, self._sum(*parts, mean), AXIS)
-        total = self._made(ops.all_reduce, self._added(parts, whole), AXIS, **travel)
-        assert self.synchronised is not None
-        return self._made(operator.add, self.synchronised, total)
+    def _dropped(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
+        parts = [partial_of(w, self.block) for w in reduced]
+        for part in parts:
+            mark(part, dropped=True)
+        if self.resync == "sum":
+            self.added = self._added([p for p, w in zip(parts, reduced, strict=True) if not is_normed(w)], whole)
+            self.waiting += filter(is_normed, reduced)
+        return self._sum(current, *parts, *whole)
 
-    def _added(self, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
-        shares = [self._made(operator.mul, w, 1 / self.ranks) for w in whole]
-        return self._sum(*([self.added] if self.added else []), *parts, *shares)
+    def _kept(self, current: fx.Node, reduced: list[fx.Node], whole: list[fx.Node]) -> fx.Node:
+        travel = travel_of(reduced[0])
+        parts = [partial_of(w, self.block) for w in reduced if not is_normed(w)]
+        if self.resync == "sum":
+            value, added = self.synchronised, self._added(parts, whole)
+        elif travel:
+            raise RewriterError(STREAM.format(f"the reduction that layer {self.block.layer} keeps"))
+        else:
+            mean = self._made(operator.mul, self._sum(current, *whole), 1 / self.ranks)
+            value, added = None, self._sum(*parts, mean)
+        normed = [*self.waiting, *filter(is_normed, reduced)]
+        sums = self._reduced(normed, added, travel)
+        for write in normed:
+            term = self._normed(write, sums[write])
+            value = term if value is None else self._late(write, operator.add, value, term)
+        if added is not None:
+            value = sums[added] if value is None else self._made(operator.add, value, sums[added])
+        assert value is not None
+        return value
+
+    def _reduced(
+        self, normed: list[fx.Node], added: fx.Node | None, travel: Mapping[str, Any]
+    ) -> dict[fx.Node, fx.Node]:
+        """The sums behind the writes `normed`, and that of `added`, from one all-reduce."""
+        parts: dict[fx.Node, fx.Node] = {write: part_of(write) for write in normed}
+        if added is not None:
+            parts[added] = added
+        if len(parts) == 1:
+            return {of: self._made(ops.all_reduce, part, AXIS, **travel) for of, part in parts.items()}
+        together = self._made(aten.cat.default, list(parts.values()), -1)
+        total = self._made(ops.all_reduce, together, AXIS, **travel)
+        pieces = self._made(aten.chunk.default, total, len(parts), -1)
+        return {of: self._late(of, operator.getitem, pieces, i) for i, of in enumerate(parts)}
+
+    def _normed(self, write: fx.Node, total: fx.Node) -> fx.Node:
+        """What `write` makes of its `total`; ranks agree on it where the norm was given parts of it before."""
+        if write not in self.waiting:
+            return made_of(write, total)
+        normed = made_of(write, self._late(write, ops.copy_to_group, total, AXIS), runs_in=self._running(write))
+        return self._late(write, ops.agreed, normed, AXIS)
+
+    def _added(self, parts: list[fx.Node], whole: list[fx.Node]) -> fx.Node | None:
+        terms = [*([self.added] if self.added else []), *parts]
+        terms += [self._made(operator.mul, w, 1 / self.ranks) for w in whole]
+        return self._sum(*terms) if terms else None
 
     def _sum(self, *terms: fx.Node) -> fx.Node:
         total = terms[0]
@@ -251,6 +305,14 @@ class _PerRankStream:
 
     def _made(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return new_call(self.graph, Marks(layer=self.block.layer, writes=self.block.index), target, *args, **kwargs)
+
+    def _late(self, write: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A call of the layer of `write`, which runs where its sum is complete."""
+        record = Marks(layer=marks(write).layer, writes=self.block.index, runs_in=self._running(write))
+        return new_call(self.graph, record, target, *args)
+
+    def _running(self, write: fx.Node) -> int | Literal["unscheduled"]:
+        return UNSCHEDULED if marks(write).layer == self.block.layer else self.block.layer
 
 
 def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
@@ -264,6 +326,8 @@ def _untied_norms(program: Program, graph: fx.Graph) -> dict[str, Parameter]:
         if node.op != "call_module" or marks(node).block is None or node.all_input_nodes[0] not in local:
             continue
         path = str(node.target)
+        if any(marks(n).dropped for n in (node, *node.users)):
+            continue  # it norms sums of all ranks, too
         own = [n for n in parameters if n.rpartition(".")[0] == path]
         if computes(program.modules[path]) or any(len(parameters[n].shape) != 1 for n in own):
             continue

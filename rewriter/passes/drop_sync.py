@@ -13,7 +13,7 @@ from rewriter.ir import Program
 from rewriter.ops import SequencePlan
 from rewriter.passes.base import Effect, LayerModes, Pass, Reducing, Request, Scope, places_of, record
 from rewriter.passes.desync import desynchronise
-from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, is_reduced
+from rewriter.passes.residual_rewrite import check_ranks, chosen_blocks, ends_in_sum
 from rewriter.passes.selection import Selection, resolve, spans
 
 
@@ -99,7 +99,7 @@ class DropSync(Pass):
         if not ranked:
             raise RewriterError(
                 "drop_sync: in no layer can attention's reduction be dropped: it has to be followed by another one of "
-                "its layer, with nothing but additions and factors between it and the residual stream"
+                "its layer, with nothing but additions, factors and norms between it and the residual stream"
             )
         count = self.drop if isinstance(self.drop, int) else int(self.drop * len(ranked))
         if not 0 < count <= len(ranked):
@@ -137,7 +137,7 @@ def attention_reductions(program: Program) -> dict[int, Block]:
     """By layer, the attention block whose reduction can be dropped: a later block of the layer reduces, too."""
     found: dict[int, Block] = {}
     for layer, blocks in by_layer(residual_blocks(program)).items():
-        reducing = [b for b in blocks if all(map(is_reduced, b.writes))]
+        reducing = [b for b in blocks if all(ends_in_sum(w, program.modules) for w in b.writes)]
         if len(reducing) > 1 and reducing[0].kind == "attention":
             found[layer] = reducing[0]
     return found

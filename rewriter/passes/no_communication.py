@@ -13,6 +13,8 @@ from rewriter.ir import Program, args_of, bypass, edit_bodies
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
 
+_FREE = (ops.copy_to_group, ops.agreed)
+
 
 @dataclass(frozen=True)
 class NoCommunication(Pass):
@@ -42,9 +44,9 @@ def _silence(graph: fx.Graph) -> int:
         if node.target is ops.all_gather:
             node.target = ops.repeat_shard  # every rank needs logits of the full width: its own, repeated
             removed += 1
-        elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, ops.copy_to_group):
+        elif node.target in (ops.all_reduce, ops.all_reduce_start, ops.all_reduce_wait, *_FREE):
             if in_stream(node):
                 mark(args_of(node)[0], stream=marks(node).stream)
             bypass(node, args_of(node)[0])
-            removed += node.target is not ops.copy_to_group
+            removed += node.target not in _FREE
     return removed

@@ -14,7 +14,7 @@ from rewriter import ops
 from rewriter.analysis.op_semantics import starts_sum
 from rewriter.analysis.sequence_layout import AXIS, attention_shapes, sequence_plan
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, args_of
+from rewriter.ir import Program, args_of, reachable
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Pass, Scope, record
@@ -145,9 +145,9 @@ STREAM = (
 
 
 def carries_stream(node: fx.Node) -> bool:
-    """Whether the sum is a value of the residual stream, and not what a block adds to it."""
-    waits = [user for user in node.users if user.target is ops.all_reduce_wait]
-    return any(in_stream(n) for n in (node, *waits))
+    """Whether what is summed has the residual stream in it, and not only what blocks add to it."""
+    summed = reachable(node.all_input_nodes, lambda n: () if n.op == "call_module" else n.all_input_nodes)
+    return any(map(in_stream, summed))
 
 
 def is_quantized(program: Program) -> bool:

@@ -7,6 +7,8 @@ from the marks alone what each block reads, so that passes may come in any order
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +17,10 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import kind_of
 from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
-from rewriter.analysis.residual import Block, annotate, blocks_of, is_scaling, read_index, stream_values
+from rewriter.analysis.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, args_of, bypass, drop_dead_nodes, reachable
+from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, put_behind, reachable
 from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, new_call, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
@@ -64,46 +66,86 @@ def check_ranks(program: Program, name: str) -> int:
 
 def is_reduced(write: fx.Node) -> bool:
     """Whether a write is a sum over ranks, possibly times numbers."""
-    linear = is_scaling(write) or kind_of(write) == "view"  # what else these are given is numbers
-    return write.target is ops.all_reduce or (linear and is_reduced(write.all_input_nodes[0]))
+    return write.target is ops.all_reduce or (_is_linear(write) and is_reduced(write.all_input_nodes[0]))
+
+
+def _is_linear(node: fx.Node) -> bool:
+    # what else these are given is numbers
+    return is_scaling(node) or kind_of(node) == "view" or node.target in (ops.copy_to_group, ops.agreed)
+
+
+def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
+    """Whether a write is a sum over ranks, times numbers or normed."""
+    while write.target is not ops.all_reduce:
+        module = modules[str(write.target)] if write.op == "call_module" else None
+        norms = module is not None and not isinstance(module, Opaque) and not computes(module)
+        if not (_is_linear(write) or norms) or len(write.all_input_nodes) != 1:
+            return False
+        write = write.all_input_nodes[0]
+    return True
+
+
+def is_normed(write: fx.Node) -> bool:
+    """Whether a norm stands between a reduced write and its sum."""
+    return not is_reduced(write)
+
+
+def made_of(write: fx.Node, value: fx.Node, **other_marks: Any) -> fx.Node:
+    """What a reduced `write` makes of its sum, made of `value` in its place: multiples and norms, where the graph
+    inserts."""
+    if write.target is ops.all_reduce:
+        return value
+    source = write.all_input_nodes[0]
+    inner = made_of(source, value, **other_marks)
+    if write.target in (ops.copy_to_group, ops.agreed):
+        return inner
+    made = write.graph.node_copy(write, lambda n: inner if n is source else n)
+    set_marks(made, replace(marks(write).only("layer", "python"), **other_marks))
+    return made
 
 
 def partial_of(write: fx.Node, block: Block) -> fx.Node:
-    """What this rank contributes to a reduced `write`: its value without the all-reduce."""
-    if write.target is ops.all_reduce:
-        summed: fx.Node = args_of(write)[0]
-        return summed
-    source = write.all_input_nodes[0]
-    inner = partial_of(source, block)
-    graph = write.graph
-    with graph.inserting_after(write):
-        scaled = graph.node_copy(write, lambda n: inner if n is source else n)
-    set_marks(scaled, Marks(layer=marks(write).layer, block=block.index))
-    return scaled
+    """What this rank adds by itself for a reduced `write`: the same, made of its own part of the sum.
+
+    A norm gives its result a size of its own, so that of a part stands for all of the write.
+    """
+    with write.graph.inserting_before(write.next):
+        return made_of(write, part_of(write), block=block.index)
+
+
+def part_of(write: fx.Node) -> fx.Node:
+    """This rank's own part of the sum in a reduced write."""
+    part: fx.Node = args_of(_sum_in(write))[0]
+    return part
 
 
 def travel_of(write: fx.Node) -> dict[str, Any]:
     """How the sum in a write travels: the options of its all-reduce, none where it is exact."""
+    return dict(_sum_in(write).kwargs)
+
+
+def _sum_in(write: fx.Node) -> fx.Node:
     while write.target is not ops.all_reduce:
         write = write.all_input_nodes[0]
-    return dict(write.kwargs)
+    return write
 
 
-def split_writes(block: Block, name: str) -> tuple[list[fx.Node], list[fx.Node]]:
-    """(writes that are reduced, writes that every rank computes in full).
+def split_writes(block: Block, modules: Mapping[str, Module], name: str) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(writes that are reduced, normed ones among them; writes that every rank computes in full).
 
     Raises RewriterError for a write that depends on a reduction in another way.
     """
     inside = set(block.branch)
-    reduced = [w for w in block.writes if is_reduced(w)]
-    whole = [w for w in block.writes if not is_reduced(w)]
+    reduced = [w for w in block.writes if ends_in_sum(w, modules)]
+    whole = [w for w in block.writes if w not in reduced]
     for write in whole:
         behind = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
         if found := next((n for n in behind if n.target is ops.all_reduce), None):
             described = write.target if write.op == "call_module" else write.name
             raise RewriterError(
-                f"{name}: block {block.path}: its reduction {found.name} is followed by {described}, which is not "
-                "linear: a rank's partial sum cannot be added in its place. Leave this layer out of the selection."
+                f"{name}: block {block.path}: its reduction {found.name} is followed by {described}, which is "
+                "neither linear nor a norm: a rank's partial sum cannot be added in its place. Leave this layer out of "
+                "the selection."
             )
     return reduced, whole
 
@@ -135,9 +177,9 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
         elif block.mode.reads == "earlier":
             value = before.skip
         else:
-            value = _with_own_partial(before, block, name)
+            value = _with_own_partial(before, block, program.modules, name)
             bound.add(before.index)
-            if value is not before.add and split_writes(block, name)[1]:
+            if value is not before.add and split_writes(block, program.modules, name)[1]:
                 raise RewriterError(
                     f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
                     "partial sum each would get another result. Leave its layer out of the selection."
@@ -150,13 +192,15 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
     return _with_own_residuals(program, graph, bound)
 
 
-def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
+def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module], name: str) -> fx.Node:
     """X before block `before`, plus this rank's part of what it writes; the sum itself where ranks hold all of it."""
-    reduced, whole = split_writes(before, name)
+    reduced, whole = split_writes(before, modules, name)
     if not reduced:
         return before.add
     graph = before.add.graph
     parts = [partial_of(w, before) for w in reduced]
+    for write in filter(is_normed, reduced):
+        _agree(write, before)
     first = next(n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes))
     made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
@@ -166,6 +210,19 @@ def _with_own_partial(before: Block, block: Block, name: str) -> fx.Node:
         for write in whole:
             value = made(operator.add, value, made(ops.copy_to_group, write, AXIS))
     return value
+
+
+def _agree(write: fx.Node, block: Block) -> None:
+    """Let ranks agree on a normed sum: its norm computes with values that differ by rank, too."""
+    if write.target is ops.agreed:
+        return
+    first, total = write, _sum_in(write)
+    while first.all_input_nodes[0] is not total:
+        first = first.all_input_nodes[0]
+    record = Marks(layer=block.layer, block=block.index)
+    with write.graph.inserting_before(first):
+        first.replace_input_with(total, new_call(write.graph, record, ops.copy_to_group, total, AXIS))
+    set_marks(put_behind(write, ops.agreed, AXIS), record)
 
 
 def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> Program:

@@ -33,6 +33,7 @@ _CACHELESS = (
     "decode: as a cache would give it. The emitted module has a position bias in its attention, for which it refuses a "
     "key/value cache yet, and generates without one"
 )
+_SAME_VALUE = (ops.all_reduce_wait, ops.copy_to_group, ops.agreed, ops.dropout)
 _UNKNOWN = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
@@ -126,7 +127,7 @@ class _ForwardRun:
             return torch.empty(self.program.parameters[name].shape, dtype=self.dtype), ()
         if node.op == "call_module":
             return self._remembered(node, sources)
-        if starts_sum(node) or node.target in (ops.all_reduce_wait, ops.copy_to_group, ops.dropout):
+        if starts_sum(node) or node.target in _SAME_VALUE:
             return sources[0], ()  # what the wiring's collectives cost is the timeline's matter
         known = (node.target, _signature(fx.map_arg(node.args, env.__getitem__)), self.given.fused)
         if node.target not in (ops.all_gather, ops.repeat_shard) and known in self.runner.known and sources:

@@ -8,6 +8,7 @@ from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
 from rewriter.runtime.collective_log import Event, mark, record_events
 from rewriter.runtime.collectives import (
     Shared,
+    agreed,
     all_gather,
     all_reduce,
     all_reduce_start,
@@ -73,6 +74,7 @@ __all__ = [
     "SlotSpec",
     "StaticCache",
     "VocabParallelEmbedding",
+    "agreed",
     "all_gather",
     "all_reduce",
     "all_reduce_start",

@@ -8,6 +8,7 @@ every rank computes the same loss. Here a value is either *replicated* (equal on
     all_reduce              sum over ranks              identity                      partial → replicated
     all_reduce_start/wait   the same, in two steps      identity                      partial → replicated
     copy_to_group           identity                    sum over ranks                replicated → rank-local
+    agreed                  identity                    the gradient / ranks          rank-local, equal → replicated
     all_gather              concatenation               the rank's own slice          shard → replicated
     once                    the value on rank 0 only    identity                      replicated → partial
     share                   the value / ranks           mean over ranks               replicated → partial, used alone
@@ -79,6 +80,13 @@ def all_reduce(
     if format is not None and x.nbytes >= min_bytes:
         return quantized_all_reduce(x, group, format=format, name=name)
     return all_reduce_wait(all_reduce_start(x, group, name))
+
+
+def agreed(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`x`, which every rank computed alike from what entered by `copy_to_group`: the gradients sum to the value's."""
+    if group is None or group.size() == 1:
+        return x
+    return with_gradient(x, backward=lambda gradient: gradient / group.size())
 
 
 # --- gather and its relatives ---

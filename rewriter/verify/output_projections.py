@@ -6,7 +6,8 @@ A table, written from the models' source files, and nothing of the compiler's ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +96,8 @@ class Shares:
             paths = {names[id(m)]: m for m in modules}
             mine = {p: m for p, m in paths.items() if not any(p == w or p.startswith(f"{w}.") for w in whole)}
             self.of_block.append([s for path, module in mine.items() for s in exit_shares(path, module, hidden)])
+        self.norms = [_norms_behind(list(m), names, s) for m, s in zip(structure.modules, self.of_block, strict=True)]
+        """By block, the paths of the norms that its exits' sum passes before it is added to the stream."""
 
     def splittable(self, block: int) -> bool:
         """Whether something of the block can be divided over ranks."""
@@ -116,16 +119,15 @@ class Shares:
 
     @torch.no_grad()
     def check(self, split: Sequence[int]) -> None:
-        """Raises RewriterError for a block in which the parts of the ranks, given the same stream, do not add up."""
-        parts = []
-        for rank in range(self.ranks if split else 0):
-            ledger = Ledger(lambda _, value: self.plain.values[value])  # blocks read what they read in the other run
-            watch_few(self.copy(rank, split), ledger, self.structure.chain)
-            parts.append(ledger.writes)
+        """Raises RewriterError for a block in which the parts of the ranks, given the same stream, do not add up.
+
+        Where a norm follows, its inputs have to add up to what it is given in the model."""
+        parts = [self._writes(self.copy(rank, split), split) for rank in range(self.ranks if split else 0)]
+        whole = self._writes(self.model, split)
         ends = (*self.structure.starts, self.structure.last)
         for b in split:
             span = range(ends[b], ends[b + 1])
-            expected = torch.stack([self.plain.writes[i] for i in span]).sum(0)
+            expected = torch.stack([whole[i] for i in span]).sum(0)
             actual = torch.stack([part[i] for part in parts for i in span]).sum(0)
             if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
                 raise RewriterError(
@@ -133,6 +135,25 @@ class Shares:
                     f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
                     "than that writes. Leave the layer out, or name what every rank computes in `whole`"
                 )
+
+    def _writes(self, model: PreTrainedModel, split: Sequence[int]) -> list[torch.Tensor]:
+        """What `model`, whose blocks read what they read in the other run, writes; of `split` blocks without norms."""
+        with ExitStack() as stack:
+            for path in (path for b in split for path in self.norms[b]):
+                norm = model.get_submodule(path)
+                stack.callback(setattr, norm, "forward", norm.forward)
+                norm.forward = lambda x: x
+            ledger = Ledger(lambda _, value: self.plain.values[value])
+            watch_few(model, ledger, self.structure.chain)
+        return ledger.writes
+
+
+def _norms_behind(modules: Sequence[nn.Module], names: Mapping[int, str], shares: Sequence[Share]) -> list[str]:
+    """The norms among `modules` (of a block, in the order of their calls) that are called after its last exit."""
+    paths = [names[id(module)] for module in modules]
+    exits = [i for i, path in enumerate(paths) if any(share.path == path for share in shares)]
+    behind = paths[exits[-1] + 1 :] if exits else []
+    return [path for path in behind if "norm" in path.rpartition(".")[2]]
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -14,6 +14,10 @@ ledger then is the definition of each mode, written as a rank sees it, with `AR`
                  x   ← AR(f_r(x_r) + x_r / P)              where it is kept, resync "mean"
                  x   ← x_sync + AR(all f_r since x_sync)   where it is kept, resync "sum"
 
+A norm N behind the exits moves to where their sum is complete. A rank's own part is then what its copy writes, N(f_r),
+and what all ranks have together, N(AR(f_r)), stands for every AR(f_r): where a sum is kept, each rank's share of it is
+1/P.
+
 Transitions: a first ladder or own-partial block after a standard layer reads the same, after a parallel layer that
 layer's input, after anything else the whole stream. The last reduction of a run of desynced layers is kept. A block
 that every rank computes in full writes g(x_r): added as it is, and counted 1/P per rank where a sum is taken.
@@ -94,6 +98,9 @@ class PerRankReference:
         ledgers = [_Rank(rank, group, self.structure, self.steps) for rank in range(self.ranks)]
 
         def run(rank: int) -> torch.Tensor:
+            for path in (path for b in split for path in self._shares.norms[b]):
+                norm = copies[rank].get_submodule(path)
+                norm.forward = ledgers[rank].behind(norm.forward)
             with watched(copies[rank], ledgers[rank], self.structure.chain):
                 logits: torch.Tensor = copies[rank](input_ids=input_ids, use_cache=False, **kwargs).logits
             return logits
@@ -197,11 +204,12 @@ class _Rank(Ledger):
         self.block_of = {start: block for block, start in enumerate((*structure.starts, structure.last))}
         self.seen: list[torch.Tensor] = []  # x at the start of each block
         self.parts: list[torch.Tensor] = []  # what this rank wrote in each block
+        self.complete: torch.Tensor | None = None  # what all ranks write, where a norm has just computed it
         self.carries: list[list[Carry]] = []  # what was made of x in each block
 
     def begin(self, stream: torch.Tensor) -> None:
         self.x = self.synchronised = stream
-        self.added, self.written = torch.zeros_like(stream), torch.zeros_like(stream)
+        self.added, self.written, self.share = (torch.zeros_like(stream) for _ in range(3))
         self.seen, self.parts, self.carries = [stream], [], [[]]
 
     def read(self, value: int) -> torch.Tensor:
@@ -217,28 +225,46 @@ class _Rank(Ledger):
 
     def write(self, value: int, carry: Carry, written: torch.Tensor) -> None:
         self.written = carry(self.written) + written
+        self.share = carry(self.share) + self._share(value, written)
         self.carries[-1].append(carry)
         block = self.block_of.get(value + 1)
         if block is not None:
             self.parts.append(self.written)
-            self.x = self._after(self.steps[block - 1], self.written)
+            self.x = self._after(self.steps[block - 1], self.written, self.share)
             self.seen.append(self.x)
             self.carries.append([])
-            self.written = torch.zeros_like(self.x)
+            self.written, self.share = torch.zeros_like(self.x), torch.zeros_like(self.x)
 
-    def _after(self, step: _Step, f: torch.Tensor) -> torch.Tensor:
-        """The stream after a block that wrote `f` here."""
+    def behind(self, norm: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`norm` of what this rank gives it; the norm of what all ranks give together is kept for the write."""
+
+        def normed(part: torch.Tensor) -> torch.Tensor:
+            self.complete = norm(self.group.all_reduce(self.rank, part))
+            return norm(part)
+
+        return normed
+
+    def _share(self, value: int, written: torch.Tensor) -> torch.Tensor:
+        """This rank's share of what all ranks write where this one wrote `written`."""
+        complete, self.complete = self.complete, None
+        if complete is not None:
+            return complete.reshape(written.shape) / self.group.ranks
+        block = next(b for start, b in sorted(self.block_of.items(), reverse=True) if start <= value)
+        return written if self.steps[block].split else written / self.group.ranks
+
+    def _after(self, step: _Step, f: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """The stream after a block that wrote `f` here, `share` of what all ranks write."""
         ranks, reduce = self.group.ranks, lambda part: self.group.all_reduce(self.rank, part)
         x, synchronised, added = (_carried(self.carries[-1], v) for v in (self.x, self.synchronised, self.added))
         if step.mode.mode == "desync" and not (step.split and step.keep):
-            self.synchronised, self.added = synchronised, added + (f if step.split else f / ranks)
+            self.synchronised, self.added = synchronised, added + share
             return x + f
         if step.mode.mode != "desync":
-            x = x + (reduce(f) if step.split else f)
+            x = x + (reduce(share) if step.split else f)
         elif step.mode.resync == "mean":
-            x = reduce(f + x / ranks)
+            x = reduce(share + x / ranks)
         else:
-            x = synchronised + reduce(added + f)
+            x = synchronised + reduce(added + share)
         self.synchronised, self.added = x, torch.zeros_like(x)
         return x
 

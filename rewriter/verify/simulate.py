@@ -279,6 +279,8 @@ class Simulator:
             return RankValues((quantized_sum(parts, **options) if options else sum(parts[1:], parts[0]),))
         if target is ops.copy_to_group and not env[args_of(node)[0]].replicated:
             raise RewriterError(f"{node.name}: ranks do not share the value that enters here: a reduction is missing")
+        if target is ops.agreed and not env[args_of(node)[0]].replicated:
+            raise RewriterError(f"{node.name}: ranks hold different values where they have to agree")
         if target is ops.all_gather:
             return RankValues((torch.cat(env[args_of(node)[0]].values, dim=args_of(node)[2]),))
         if target is ops.own_shard:
