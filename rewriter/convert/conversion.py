@@ -13,7 +13,7 @@ from rewriter.common.garbage import collector_paused
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.report import ConversionReport, communication, verification_table
-from rewriter.convert.reshard import reshard
+from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
@@ -96,6 +96,7 @@ def _add_degrees(
     report: ConversionReport, place: Path, degrees: Sequence[int], verify: Level, finished: bool, progress: ProgressCall
 ) -> None:
     """Add the modules that are not there yet; where one fails, nothing stays, unless it was `finished` before."""
+    remove_interrupted(place)
     made = read_manifest(place)
     try:
         for degree in degrees:
