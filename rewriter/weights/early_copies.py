@@ -80,7 +80,6 @@ class EarlyCopies:
         """End all copying and free what was not taken."""
         self._run.stop()
         self._thread.join()
-        sys.setswitchinterval(self._interval)
         self._close()
 
     def sha256(self, source: Path) -> str:
@@ -109,6 +108,8 @@ class EarlyCopies:
             for digest in self._sha256.values():
                 if not digest.done():
                     digest.set_exception(error)
+        finally:
+            sys.setswitchinterval(self._interval)
 
     def _close(self) -> None:
         while self._files:
