@@ -1,13 +1,18 @@
-"""What converting a checkpoint costs beside copying it: `rewriter.convert` for 8 ranks against `cp` and fsync.
+"""What converting a checkpoint costs beside copying and reading it: seconds, memory, and bytes on the disk.
 
-    python benchmarks/convert.py [--gigabytes 4] [--rounds 5] [--dir DIR] [--json]
+    python benchmarks/convert.py [--gigabytes 4] [--rounds 5] [--dir DIR] [--verify] [--json]
+    python benchmarks/convert.py --model DIR --tp 3 --rounds 1
 
-Writes a Llama of random bf16 weights in several safetensors files, then alternates `cp` to a fresh directory, with
-every file on the disk at the end, and a conversion (recipe ladder-upper-half, tp 8, no verification) in a process of
-its own, Python's start, imports and tracing included. After every conversion it recomputes hashes of the manifest and
-compares parts of ranks' tensors with the source. Exit code: 1 if the median of the ratios is above 1.5, if a conversion
-had more than 1.5 GB resident, or if a file is not what it should be. DIR needs four times the size; everything written
-there is deleted at the end.
+Writes a Llama of random bf16 weights in several safetensors files, or takes the model in DIR. Then alternates: `cp` to
+a fresh directory, with every file on the disk at the end; reading and hashing every file once, with a thread per core;
+a conversion (recipe ladder-upper-half, tp 8, no verification) and one with --link, each in a process of its own,
+Python's start, imports and tracing included; and a conversion that writes nothing (--dry-run), which is that start.
+After every conversion it recomputes hashes of the manifest and compares what a rank reads with the source. `--verify`
+adds one conversion with default verification, of which a person pays the rest.
+
+Exit code: 1 if a file is not what it should be or a limit is exceeded: see LIMITS; those of time are for 4 GB, since a
+start takes as long for a small model. DIR needs three times the size;
+everything written there is deleted at the end.
 """
 
 from __future__ import annotations
@@ -22,115 +27,63 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from process_tree import Usage, run
+from random_checkpoint import make
 from rich.console import Console
 from rich.table import Table
 
-from rewriter.common.processes import environment
-from rewriter.weights.header import encode_header
+from rewriter.weights import Checkpoint
+from rewriter.weights.references import RankWeights
 
-RATIO_LIMIT = 1.5
-RESIDENT_LIMIT = 1.5e9
-TP = 8
 RECIPE = "ladder-upper-half"
-FILE_BYTES = 1e9  # of one safetensors file, about
-HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 32000
-# Rows of the whole tensor that ranks divide (0), or its columns (1).
-SAMPLES = {"model.layers.0.self_attn.k_proj.weight": 0, "model.layers.{last}.mlp.down_proj.weight": 1}
-
-CONVERT = "import sys; from rewriter.api import convert; convert(*sys.argv[1:3], out=sys.argv[3], tp=%d, verify='none')"
+READING = 1.5  # times the time of reading, of which --link may take as much, and LINK_SECONDS for the start
+LINK_SECONDS = 6.0
+LIMITS = {
+    "convert ÷ cp": 1.2,
+    "--link ÷ (6 s + 1.5 × reading)": 1.0,
+    "resident, GB": 0.8,
+    "written ÷ source": 1.02,
+    "written with --link, MB": 20.0,
+}
+CONVERT = (
+    "import sys, json; from rewriter.api import convert; source, recipe, out, options = sys.argv[1:]; "
+    "convert(source, recipe, out=out, **json.loads(options))"
+)
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one copy and one conversion, and the conversion's peak resident bytes."""
+    """Seconds of one copy, one reading, conversions and the start alone; bytes that both outputs take."""
 
     copy: float
-    convert: float
-    resident: int
+    reading: float
+    start: float
+    converted: Usage
+    linked: Usage
+    source: int
+    written: int
+    written_linked: int
 
-    @property
-    def ratio(self) -> float:
-        return self.convert / self.copy
-
-
-def layer_shapes(index: int) -> dict[str, tuple[int, ...]]:
-    """One decoder layer's tensors."""
-    prefix = f"model.layers.{index}."
-    return {
-        f"{prefix}input_layernorm.weight": (HIDDEN,),
-        f"{prefix}mlp.down_proj.weight": (HIDDEN, FEED_FORWARD),
-        f"{prefix}mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
-        f"{prefix}mlp.up_proj.weight": (FEED_FORWARD, HIDDEN),
-        f"{prefix}post_attention_layernorm.weight": (HIDDEN,),
-        f"{prefix}self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-        f"{prefix}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
-        f"{prefix}self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
-        f"{prefix}self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-    }
-
-
-def make(directory: Path, gigabytes: float) -> int:
-    """Write config.json, weights and index of a Llama of about this size; returns its number of layers."""
-    outside = {"lm_head.weight": (VOCABULARY, HIDDEN), "model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    shapes: dict[str, tuple[int, ...]] = {**outside, "model.norm.weight": (HIDDEN,)}
-    layers = 0
-    while layers < 2 or sum(map(nbytes, shapes.values())) < gigabytes * 1e9:
-        shapes |= layer_shapes(layers)
-        layers += 1
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, shape in shapes.items():
-        if sum(map(nbytes, groups[-1].values())) + nbytes(shape) > FILE_BYTES:
-            groups.append({})
-        groups[-1][name] = shape
-    index = {}
-    for number, group in enumerate(groups, start=1):
-        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        index |= dict.fromkeys(group, file)
-        write_random(directory / file, group)
-    total = sum(map(nbytes, shapes.values()))
-    table = {"metadata": {"total_size": total}, "weight_map": index}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(table))
-    (directory / "config.json").write_text(json.dumps(config(layers)))
-    os.sync()
-    return layers
-
-
-def config(layers: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FEED_FORWARD,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD,
-        "num_hidden_layers": layers,
-        "vocab_size": VOCABULARY,
-        "tie_word_embeddings": False,
-    }
-
-
-def nbytes(shape: tuple[int, ...]) -> int:
-    return 2 * prod(shape)
-
-
-def write_random(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> None:
-    """A safetensors file of random bf16 bit patterns without infinities and NaNs, no two pieces of it alike."""
-    with path.open("wb") as file:
-        file.write(encode_header({n: ("BF16", s, nbytes(s)) for n, s in tensors.items()}, {"format": "pt"}))
-        left = sum(map(nbytes, tensors.values()))
-        while left:
-            # The exponent's highest bit cleared: every value is finite.
-            noise = bytearray(os.urandom(min(left, 64 << 20)))
-            noise[1::2] = noise[1::2].translate(bytes(b & 0xBF for b in range(256)))
-            left -= file.write(noise)
+    def figures(self) -> dict[str, float]:
+        """By name, in the order in which a person reads them; those of LIMITS among them."""
+        return {
+            "cp + fsync, s": self.copy,
+            "reading and hashing, s": self.reading,
+            "start (--dry-run), s": self.start,
+            "convert, s": self.converted.seconds,
+            "convert --link, s": self.linked.seconds,
+            "convert ÷ cp": self.converted.seconds / self.copy,
+            "--link ÷ reading": self.linked.seconds / self.reading,
+            "--link ÷ (6 s + 1.5 × reading)": self.linked.seconds / (LINK_SECONDS + READING * self.reading),
+            "resident, GB": max(self.converted.resident, self.linked.resident) / 1e9,
+            "written ÷ source": self.written / self.source,
+            "written with --link, MB": self.written_linked / 1e6,
+        }
 
 
 def timed_copy(source: Path, out: Path) -> float:
@@ -142,112 +95,125 @@ def timed_copy(source: Path, out: Path) -> float:
     return time.perf_counter() - begin
 
 
-def timed_convert(source: Path, out: Path) -> tuple[float, int]:
-    """(seconds, peak resident bytes) of a conversion in a process of its own, from its start to its end."""
-    command = [sys.executable, "-c", CONVERT % TP, str(source), RECIPE, str(out)]
+def timed_reading(source: Path) -> float:
+    """Seconds in which every weight file is read and hashed once, by as many threads as there are cores."""
+
+    def sha256(path: Path) -> str:
+        with path.open("rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     begin = time.perf_counter()
-    process = subprocess.Popen(command, env=environment())
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    seconds = time.perf_counter() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"the conversion ended with exit code {process.returncode}")
-    return seconds, usage.ru_maxrss * 1024
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(sha256, sorted(source.glob("*.safetensors"))))
+    return time.perf_counter() - begin
 
 
-def faults(source: Path, out: Path, layers: int, number: int) -> Iterator[str]:
-    """What is wrong with an output: hashes of a sample of files, another in every round, and ranks' parts."""
-    from safetensors import safe_open
+def converted(source: Path, out: Path, tp: int, **options: object) -> Usage:
+    """A conversion in a process of its own, from its start to its end."""
+    return run(CONVERT, source, RECIPE, out, json.dumps({"tp": tp, "verify": "none", **options}))
 
+
+def taken(directory: Path, beside: Path | None = None) -> int:
+    """Bytes of the files of a directory, without those that are files of `beside`."""
+    shared = {path.stat().st_ino for path in beside.iterdir()} if beside is not None else set()
+    files = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    return sum(status.st_size for status in files if status.st_ino not in shared)
+
+
+def faults(source: Path, out: Path, tp: int, number: int) -> Iterator[str]:
+    """What is wrong with an output: hashes of a sample of files, another in every round, and what a rank reads."""
     manifest = json.loads((out / "rewrite.json").read_text())
     weights = sorted(name for name in manifest["files"] if name.endswith(".safetensors"))
-    copied = [name for name in weights if "/" not in name]
-    ranks = [name for name in weights if name.startswith("runtime/")]
-    if len(ranks) != TP or not copied:
-        yield f"the manifest lists {len(copied)} weight files and {len(ranks)} rank files, expected {TP} of these"
-        return
-    for name in ["config.json", copied[number % len(copied)], ranks[number % TP]]:
+    for name in ["config.json", weights[number % len(weights)]]:
         with (out / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]:
                 yield f"{name} does not have the hash that the manifest says"
-    rank = number % TP
-    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    for template, dim in SAMPLES.items():
-        name = template.format(last=layers - 1)
-        with safe_open(source / index[name], "pt") as whole, safe_open(out / ranks[rank], "pt") as part:
-            view, found = whole.get_slice(name), part.get_tensor(name)
-            size = view.get_shape()[dim] // TP
-            cut = slice(rank * size, (rank + 1) * size)
-            expected = view[cut] if dim == 0 else view[:, cut]
-            if found.shape != expected.shape or not found.equal(expected):
-                yield f"{name} of rank {rank} is not its part of the source's"
+    whole = Checkpoint.open(source)
+    (mesh,) = manifest["runtime"].values()
+    rank = number % tp
+    part = RankWeights.open(out, out / mesh["weights"], rank)
+    for name, dim in (("model.embed_tokens.weight", 0), ("model.layers.0.mlp.down_proj.weight", 1)):
+        full = whole.read(name)
+        size = full.shape[dim] // tp
+        found = part.read({name: None}, "cpu")[name]
+        if not found.equal(full.narrow(dim, rank * size, size)):
+            yield f"{name} of rank {rank} is not its part of the source's"
 
 
-def measure(root: Path, gigabytes: float, rounds: int, console: Console) -> tuple[list[Round], list[str]]:
-    """Alternate copies and conversions; also returns everything that was wrong with an output."""
-    source, copied, converted = root / "source", root / "copied", root / "converted"
-    source.mkdir()
-    layers = make(source, gigabytes)
-    found: list[Round] = []
+def measure(
+    source: Path, root: Path, tp: int, rounds: int, console: Console
+) -> tuple[list[dict[str, float]], list[str]]:
+    """Alternate what is compared; also returns everything that was wrong with an output."""
+    found: list[dict[str, float]] = []
     wrong: list[str] = []
+    size = taken(source)
+    out = root / "out"
+
+    def fresh() -> None:
+        shutil.rmtree(out)
+        os.sync()
+
     for number in range(rounds):
-        copy = timed_copy(source, copied)
-        shutil.rmtree(copied)
-        os.sync()
-        seconds, resident = timed_convert(source, converted)
-        wrong += faults(source, converted, layers, number)
-        shutil.rmtree(converted)
-        os.sync()
-        found.append(Round(copy, seconds, resident))
-        console.print(
-            f"round {number + 1}: cp + fsync {copy:.2f} s, convert {seconds:.2f} s: {seconds / copy:.2f}×, "
-            f"{resident / 1e9:.2f} GB resident"
-        )
+        copy = timed_copy(source, out)
+        fresh()
+        plain = converted(source, out, tp)
+        wrong += faults(source, out, tp, number)
+        written = taken(out)
+        fresh()
+        reading = timed_reading(source)
+        linked = converted(source, out, tp, link=True)
+        wrong += faults(source, out, tp, number)
+        written_linked = taken(out, source)
+        fresh()
+        start = converted(source, out, tp, dry_run=True).seconds
+        found.append(Round(copy, reading, start, plain, linked, size, written, written_linked).figures())
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
+        console.print(f"round {number + 1}: {shown}")
     return found, wrong
 
 
-def table(rounds: list[Round]) -> Table:
+def table(rounds: Sequence[dict[str, float]], tp: int) -> Table:
     """What a person reads."""
-    shown = Table(title=f"conversion, recipe {RECIPE}, tp {TP}, beside a copy")
+    shown = Table(title=f"conversion, recipe {RECIPE}, tp {tp}")
     for column in ("", "median", "range", "limit"):
         shown.add_column(column, justify="right" if column else "left")
-    rows = (
-        ("cp + fsync, s", [r.copy for r in rounds], ""),
-        ("convert, s", [r.convert for r in rounds], ""),
-        ("ratio", [r.ratio for r in rounds], f"{RATIO_LIMIT}"),
-        ("resident, GB", [r.resident / 1e9 for r in rounds], f"{RESIDENT_LIMIT / 1e9}"),
-    )
-    for name, values, limit in rows:
-        shown.add_row(name, f"{statistics.median(values):.2f}", f"{min(values):.2f} – {max(values):.2f}", limit)
+    for name in rounds[0]:
+        values = [figures[name] for figures in rounds]
+        limit = f"{LIMITS[name]}" if name in LIMITS else ""
+        shown.add_row(name, f"{statistics.median(values):.3f}", f"{min(values):.3f} – {max(values):.3f}", limit)
     return shown
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What converting a checkpoint costs beside copying it.")
+    parser = argparse.ArgumentParser(description="What converting a checkpoint costs beside copying and reading it.")
     parser.add_argument("--gigabytes", type=float, default=4, help="size of the checkpoint (default 4)")
-    parser.add_argument("--rounds", type=int, default=5, help="copies and conversions (default 5)")
+    parser.add_argument("--model", type=Path, default=None, help="a checkpoint to take in place of one that is made")
+    parser.add_argument("--tp", type=int, default=8, help="ranks (default 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured (default 5)")
     parser.add_argument("--dir", type=Path, default=None, help="where to write (default: the system's temporary files)")
+    parser.add_argument("--verify", action="store_true", help="measure default verification too, once")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, progress goes to stderr")
     options = parser.parse_args()
     console = Console(stderr=options.json, highlight=False)
     with tempfile.TemporaryDirectory(prefix="convert-", dir=options.dir) as name:
-        rounds, wrong = measure(Path(name), options.gigabytes, options.rounds, console)
-    ratio = statistics.median(r.ratio for r in rounds)
-    resident = max(r.resident for r in rounds)
-    if ratio > RATIO_LIMIT:
-        wrong.append(f"{ratio:.2f} times the time of a copy, limit {RATIO_LIMIT}")
-    if resident > RESIDENT_LIMIT:
-        wrong.append(f"{resident / 1e9:.2f} GB resident, limit {RESIDENT_LIMIT / 1e9}")
+        root = Path(name)
+        source = options.model or root / "source"
+        if options.model is None:
+            source.mkdir()
+            make(source, options.gigabytes)
+        rounds, wrong = measure(source, root, options.tp, options.rounds, console)
+        if options.verify:
+            used = converted(source, root / "verified", options.tp, link=True, verify="shrunken")
+            shown = f"{used.seconds:.1f} s, {used.resident / 1e9:.2f} GB resident in all processes"
+            console.print(f"verified, --link: {shown}")
+    for figure, limit in LIMITS.items():
+        median = statistics.median(figures[figure] for figures in rounds)
+        if median > limit and (options.model is None or ("÷ cp" not in figure and "reading" not in figure)):
+            wrong.append(f"{figure}: {median:.3f}, limit {limit}")
     if options.json:
-        rows = [{**asdict(r), "ratio": r.ratio} for r in rounds]
-        print(json.dumps({"ratio": ratio, "resident": resident, "rounds": rows, "faults": wrong}, indent=2))
+        print(json.dumps({"rounds": rounds, "limits": LIMITS, "faults": wrong}, indent=2, ensure_ascii=False))
     else:
-        console.print(table(rounds))
+        console.print(table(rounds, options.tp))
     for fault in wrong:
         console.print(f"FAILED: {fault}", style="red")
     return 1 if wrong else 0

@@ -55,10 +55,13 @@ def rewrite(
 
 def convert(model: str | os.PathLike[str], recipe: str | os.PathLike[str] | Recipe, **options: Any) -> ConversionReport:
     """Convert a checkpoint into a verified output directory: the options are those of `convert.conversion.convert`."""
-    with collector_paused():
-        from rewriter.convert.conversion import convert
+    from rewriter.convert.early import begun_copies
 
-    return convert(model, recipe, **options)
+    with begun_copies(model, **options) as early:
+        with collector_paused():
+            from rewriter.convert.conversion import convert
+
+        return convert(model, recipe, early=early, **options)
 
 
 def save(program: Program, out: str | os.PathLike[str], **options: Any) -> ConversionReport:

@@ -133,6 +133,29 @@ def test_a_resumed_run_adds_what_is_missing_and_deletes_nothing(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_what_a_killed_run_left_is_replaced(source: Path, tmp_path: Path, kept: int) -> None:
+    """Killed before the manifest names the second module, and after it, with its scratch directory still there."""
+    options = {"out": tmp_path / "out", "tp": [2, 4], "verify": "none"}
+    api.convert(source, "ladder", **options)
+    complete, path = files(tmp_path / "out"), tmp_path / "out" / "rewrite.json"
+    if not kept:
+        manifest = json.loads(path.read_text())
+        del manifest["runtime"]["tp4"]
+        manifest["files"] = {name: digest for name, digest in manifest["files"].items() if "tp4" not in name}
+        path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        (tmp_path / "out" / "runtime" / "tp4" / "module.py").write_text("half")
+    (tmp_path / "out" / module.SCRATCH / "view").mkdir(parents=True)
+    api.convert(source, "ladder", **options, resume=True)
+    assert files(tmp_path / "out") == complete
+    assert not (tmp_path / "out" / module.SCRATCH).exists()
+
+
+def test_two_runs_do_not_add_modules_at_once(out: Path) -> None:
+    with module._scratch(out), pytest.raises(RewriterError, match="another run is adding a module there"):
+        api.reshard(out, 4, verify="none")
+
+
 def test_generate_names_the_modules_that_there_are(out: Path) -> None:
     with pytest.raises(RewriterError, match=r"no runtime module for tp4, only tp2\. `rewrite reshard DIR --tp N` adds"):
         api.generate(out, ["text"], tp=4)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
+from rewriter.convert.preflight import require_room
 from rewriter.convert.report import ConversionReport, communication, verification_table
-from rewriter.convert.reshard import reshard
+from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
@@ -31,6 +33,7 @@ from rewriter.verify.real_weights import RealWeights
 
 if TYPE_CHECKING:
     from rewriter.recipes import Recipe
+    from rewriter.weights.early_copies import EarlyCopies
 
 ProgressCall = Callable[..., None]
 GOLDEN = "golden.safetensors"
@@ -51,6 +54,7 @@ def convert(
     trust_remote_code: bool = False,
     set: Mapping[str, Any] | None = None,
     progress: ProgressCall = silent,
+    early: EarlyCopies | None = None,
     **options: Any,
 ) -> ConversionReport:
     """Convert a Hugging Face checkpoint by a recipe; `options` are those of `SaveOptions`.
@@ -58,7 +62,8 @@ def convert(
     `tp` ranks share the heads and channels, `sp` ranks the tokens of a sequence. Of several numbers in `tp` each gets
     a runtime module, and all read one checkpoint; the recipe must not be bound to its ranks then. `out` defaults to
     MODEL-RECIPE[-spN][-tpN] in the current directory. Everything that can be refused without work is refused first,
-    then the shrunken check runs, then files are written beside their final place and renamed. Raises RewriterError for
+    then the shrunken check runs, then files are written beside their final place and renamed; of the weights, what
+    `early` copies meanwhile is taken. Raises RewriterError for
     bad input, VerificationError when the result does not compute what the recipe says; nothing is left then.
     """
     loaded = load_recipe(recipe, set)
@@ -86,7 +91,7 @@ def convert(
         for degree in others:
             apply_recipe(traced, loaded, degree, sp=sp)  # refused before anything is written
     finished = (place / MANIFEST).is_file()  # by an earlier run that is resumed: it is never deleted
-    report = save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, **options)
+    report = save(program, place, name=os.fspath(model), skipped=skipped, progress=progress, early=early, **options)
     if others and not chosen.dry_run:
         _add_degrees(report, place, others, chosen.verify, finished, progress)
     return report
@@ -96,6 +101,7 @@ def _add_degrees(
     report: ConversionReport, place: Path, degrees: Sequence[int], verify: Level, finished: bool, progress: ProgressCall
 ) -> None:
     """Add the modules that are not there yet; where one fails, nothing stays, unless it was `finished` before."""
+    remove_interrupted(place)
     made = read_manifest(place)
     try:
         for degree in degrees:
@@ -117,6 +123,7 @@ def save(
     progress: ProgressCall = silent,
     adaptation: AdaptationEntry | None = None,
     beside: Mapping[str, Path] | None = None,
+    early: EarlyCopies | None = None,
     **options: Any,
 ) -> ConversionReport:
     """Verify a rewritten program and write its output directory. `name` is what the base model is called in the card,
@@ -124,7 +131,7 @@ def save(
 
     `adaptation` says that the program's weights were trained after the rewrite, and how: their drift is then not
     measured, since the same weights under the original wiring are not the original. `beside` are further files to copy
-    into the directory, by their names there.
+    into the directory, by their names there. `early` may have begun to copy the weights.
 
     Raises RewriterError and VerificationError as `convert` does.
     """
@@ -153,9 +160,10 @@ def save(
             report.notes.append("it was complete already; nothing was written")
             report.verification = verification_table(read_manifest(output.final).verification)
             return report
-        output.require_space(layout.nbytes())
+        early = kept_copies(early, layout)
+        require_room(program, layout, output, chosen, early)
         found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
-        hashes = output_files.write(layout, output, chosen.link, progress)
+        hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])

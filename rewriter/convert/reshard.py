@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import tempfile
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks
 from rewriter.weights import Checkpoint
 from rewriter.weights.references import references_text
+
+SCRATCH = ".reshard"
 
 
 def reshard(
@@ -48,19 +52,47 @@ def reshard(
     name = mesh_name({**manifest.mesh, "tp": tp})
     if name in manifest.runtime:
         raise RewriterError(f"{root}: it has the module of {name} already. Use it")
-    with tempfile.TemporaryDirectory(dir=root, prefix=".reshard-") as scratch:
-        source = write_source(opened, Path(scratch) / "source")
+    with _scratch(root) as scratch:
+        source = write_source(opened, scratch / "source")
         progress("tracing")
         with collector_paused():
             program = rewritten(opened, source, tp=tp)
         found = Verification() if verify == "none" else check_shrunken_copy(program, progress)
-        view = _write(program, manifest, root, Path(scratch) / "view")
+        view = _write(program, manifest, root, scratch / "view")
         if verify != "none":
             compare_ranks(program, mesh_of(program), view, found, progress=progress)
         manifest.verification.checks += verified(found, verify).checks
+        if (root / "runtime" / name).exists():  # put there by a run that was killed before the manifest knew of it
+            shutil.rmtree(root / "runtime" / name)
         os.rename(view / "runtime" / name, root / "runtime" / name)
-        _replace_manifest(root, manifest)
+        os.replace(_manifest(view, manifest), root / MANIFEST)
     return found.figures()
+
+
+def remove_interrupted(root: Path) -> None:
+    """Delete what a killed `reshard` left. Raises RewriterError while another one is under way."""
+    if (root / SCRATCH).is_dir():
+        with _scratch(root):
+            pass
+
+
+@contextmanager
+def _scratch(root: Path) -> Iterator[Path]:
+    """An empty directory in `root` that one process at a time has."""
+    scratch = root / SCRATCH
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except BlockingIOError as error:
+        raise RewriterError(f"{root}: another run is adding a module there. Wait for it") from error
+    finally:
+        os.close(lock)
 
 
 def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path:
@@ -73,18 +105,22 @@ def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path
             (view / path.name).symlink_to(path)
     checkpoint = Checkpoint.open(view)
     references = weight_references(program, {}, checkpoint.shapes)
-    (view / entry.module).write_text(module, encoding="utf-8")
-    (view / entry.weights).write_text(references_text(references, checkpoint), encoding="utf-8")
+    _to_disk(view / entry.module, module)
+    _to_disk(view / entry.weights, references_text(references, checkpoint))
     manifest.runtime[name] = entry
     manifest.files |= {file: sha256_of(view / file) for file in (entry.module, entry.weights)}
-    _replace_manifest(view, manifest)
+    _manifest(view, manifest)
     return view
 
 
-def _replace_manifest(root: Path, manifest: Manifest) -> None:
+def _manifest(view: Path, manifest: Manifest) -> Path:
     text = json.dumps({**manifest.table(), "job": manifest.job}, indent=2, ensure_ascii=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=root, delete=False, encoding="utf-8") as file:
+    _to_disk(view / MANIFEST, text)
+    return view / MANIFEST
+
+
+def _to_disk(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(file.name, root / MANIFEST)

@@ -85,10 +85,10 @@ class OutputDirectory:
                 self._abandon(failure)
                 raise
 
-    def require_space(self, nbytes: int) -> None:
-        """Raise RewriterError unless this many more bytes fit on the disk. Say all that will be written."""
+    def require_space(self, nbytes: int, files: int = 0) -> None:
+        """Raise RewriterError unless so many more bytes and files fit on the disk. Say all that will be written."""
         self._needed = nbytes
-        require_space(self.staging, nbytes)
+        require_space(self.staging, nbytes, files)
 
     def path(self, name: str) -> Path:
         """Where to write the file `name` (a relative path with '/'); its directory exists afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, SINGLE
+from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,11 +56,13 @@ class PlannedFiles:
         """Every file, sorted."""
         return sorted([*(name for _, name in self.copies), *self.shards, *self.texts, *self.references])
 
-    def nbytes(self) -> int:
-        """Bytes to write if nothing can be shared with the source."""
-        plans = [ShardPlan(Path(name), tensors) for name, tensors in self.shards.items()]
-        copied = sum(source.stat().st_size for source, _ in self.copies)
-        return copied + plan_bytes(self.checkpoint, plans) + sum(len(text.encode()) for text in self.texts.values())
+    def nbytes(self, written: Collection[str] = (), shared: bool = False) -> int:
+        """Bytes to write, without files that are `written`, and without copies if the source `shared` its blocks."""
+        plans = [ShardPlan(Path(name), tensors) for name, tensors in self.shards.items() if name not in written]
+        copies = [source for source, name in self.copies if name not in written and not shared]
+        copied = sum(source.stat().st_size for source in copies)
+        texts = sum(len(text.encode()) for name, text in self.texts.items() if name not in written)
+        return copied + plan_bytes(self.checkpoint, plans) + texts
 
 
 def plan(
@@ -153,12 +156,13 @@ def write(
     output: OutputDirectory,
     link: bool = False,
     progress: Callable[..., None] = lambda *_: None,
+    early: EarlyCopies | None = None,
 ) -> dict[str, str]:
     """Write everything but manifest and card; returns the sha256 of the source's weight files by name.
 
-    Files that an interrupted run finished are kept. Raises RewriterError and OSError as `convert_files` does.
+    Files that an interrupted run finished are kept, and those that `early` copies are taken from there. Raises
+    RewriterError and OSError as `convert_files` does.
     """
-    output.require_space(layout.nbytes())
     for name, text in layout.texts.items():
         if output.finished(name) is None:
             output.write(name, text)
@@ -177,7 +181,7 @@ def write(
         progress("weights", done, total)
 
     progress("weights", 0, total)
-    convert_files(layout.checkpoint, copies, plans, link=link, finished=finished)
+    convert_files(layout.checkpoint, copies, plans, link=link, early=early, finished=finished)
     if layout.references:
         adapted = Checkpoint.open(output.staging)
         for name, references in layout.references.items():

@@ -170,6 +170,11 @@ def parameter_count(program: Program) -> int:
     return sum(math.prod(spec.full_shape or spec.shape) for spec in program.parameters.values())
 
 
+def largest_parameter(program: Program) -> int:
+    """Elements of the largest parameter of the full model."""
+    return max(math.prod(spec.full_shape or spec.shape) for spec in program.parameters.values())
+
+
 def too_large(program: Program, copies: int = 1) -> str | None:
     """Why the real weights cannot be computed with here, in words; None when they fit into half of the free memory."""
     shortage = memory_shortage(copies * parameter_count(program))

@@ -12,24 +12,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Slice
 from rewriter.weights.checkpoint import TORCH_DTYPES, Checkpoint, mixed_dtypes, torch_dtype
+from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import BITS, encode_header
 from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.regions import fill, regions, tiles
-from rewriter.weights.sink import reflink_into
+from rewriter.weights.sink import Sink, reflink_into
 from rewriter.weights.space import available, disk_full, is_disk_full
-from rewriter.weights.streams import Finished, Stream, StreamPiece, StreamRun
+from rewriter.weights.streams import (
+    PIECE,
+    WINDOW,
+    Finished,
+    Stream,
+    StreamPiece,
+    StreamRun,
+    file_pieces,
+    processors,
+)
 
 if TYPE_CHECKING:
     import torch
 
-PIECE = 1 << 20
 COMPUTED = 16 << 20  # bytes of dequantized weights that are computed at a time
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -62,6 +71,7 @@ def convert_files(
     plans: Sequence[ShardPlan],
     *,
     link: bool = False,
+    early: EarlyCopies | None = None,
     finished: Finished | None = None,
     workers: int | None = None,
 ) -> dict[Path, str]:
@@ -69,28 +79,40 @@ def convert_files(
 
     The copies' sources are files of the checkpoint or any others. A copy shares its blocks with the source where the
     file system can (reflink), and is a hard link only with `link`: a later save through such a link overwrites the
-    source. Everything is checked before the first file is created. `finished(path, sha256)` is called, from any thread
-    but one at a time, when a file is complete and on the disk. Files of a failed conversion stay behind for the caller
-    to delete. Raises RewriterError for expressions that do not fit, a source that shrinks and a full disk;
-    OSError otherwise.
+    source. What `early` has begun to copy is taken from there. Everything is checked before the first file is created.
+    `finished(path, sha256)` is called, from any thread but one at a time, when a file is complete and on the disk.
+    Files of a failed conversion stay behind for the caller to delete. Raises RewriterError for expressions that do not
+    fit, a source that shrinks and a full disk; OSError otherwise.
     """
     planned = [_plan(checkpoint, plan) for plan in plans]
     needed = sum(item.nbytes for items in planned for item in items)
     streams: list[Stream] = []
     before = dict(zip(checkpoint.files, accumulate(checkpoint.sizes.values(), initial=0), strict=False))
+    begun = {} if early is None else {source: target for source, target in copies if source in early.sources}
     for source, target in copies:
-        shared = link_or_reflink(source, target, link)
+        shared = (link or source not in begun) and link_or_reflink(source, target, link)
         needed += 0 if shared else source.stat().st_size
-        place = before.get(source, 0)
-        streams.append(Stream(target, place, _file_pieces(source, place), write=not shared))
+        if source not in begun:
+            place = before.get(source, 0)
+            sink = None if shared else partial(Sink, target)
+            streams.append(Stream(target, place, file_pieces(source, place), sink))
     for plan, items in zip(plans, planned, strict=True):
-        streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items), write=True))
+        streams.append(Stream(plan.path, 0, _shard_pieces(checkpoint, plan, items), partial(Sink, plan.path)))
+    # Copies read different files. Only shards have to wait for each other, and for copies of what they are made of.
+    run = StreamRun(checkpoint, streams, finished, WINDOW if plans else inf)
     try:
-        return StreamRun(checkpoint, streams, finished).run(workers or min(8, _processors()))
+        hashes = run.run(workers or processors())
+        for source, target in begun.items():
+            assert early is not None
+            hashes[target] = early.sha256(source) if link else early.take(source, target)
+            if finished is not None:
+                finished(target, hashes[target])
     except OSError as error:
-        if is_disk_full(error) and streams:
-            raise disk_full(streams[0].path.parent, needed, available(streams[0].path.parent)) from error
+        if is_disk_full(error):
+            place_ = [*(target for _, target in copies), *(plan.path for plan in plans)][0].parent
+            raise disk_full(place_, needed, available(place_)) from error
         raise
+    return hashes
 
 
 def write_shards(checkpoint: Checkpoint, plans: Sequence[ShardPlan]) -> dict[Path, str]:
@@ -152,11 +174,6 @@ def _plan(checkpoint: Checkpoint, plan: ShardPlan) -> list[_Planned]:
     return sorted(result, key=lambda item: (-BITS[item.dtype], item.span))
 
 
-def _processors() -> int:
-    # What this process may use: in a container that is less than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _shard_pieces(checkpoint: Checkpoint, plan: ShardPlan, items: Sequence[_Planned]) -> Iterator[StreamPiece]:
     header = encode_header({item.name: (item.dtype, item.shape, item.nbytes) for item in items}, plan.metadata)
     yield from _constant(header)
@@ -211,20 +228,3 @@ def _constant(data: bytes) -> Iterator[StreamPiece]:
 
 def _put(data: bytes, target: memoryview) -> None:
     target[:] = data
-
-
-def _file_pieces(path: Path, place: int) -> Iterator[StreamPiece]:
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-
-        def read(offset: int, target: memoryview) -> None:
-            while target:
-                count = os.preadv(file.fileno(), [target], offset)
-                if count == 0:
-                    raise RewriterError(
-                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
-                    )
-                target, offset = target[count:], offset + count
-
-        for offset in range(0, size, PIECE):
-            yield StreamPiece(min(PIECE, size - offset), place + offset, 0, partial(read, offset))

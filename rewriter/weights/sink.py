@@ -26,10 +26,14 @@ class Sink:
     """One new file, written at given offsets, then closed with everything on the disk.
 
     `write` takes aligned offsets and lengths from several threads; `finish` takes the rest that is not a whole block.
+    `fd` is an empty file that is open already: it is written in place of a new one at `path`, and closed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fd: int | None = None) -> None:
         self.path = path
+        if fd is not None:
+            self._fd = fd
+            return
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags | O_DIRECT, 0o666)
@@ -116,6 +120,29 @@ class WriteBehind:
     def close(self) -> None:
         """Run what was submitted, then stop the threads."""
         self._pool.shutdown()
+
+
+def unnamed(directory: Path) -> int:
+    """A new file in a directory, open for writing, which has no name and ends with its descriptor. Raises OSError."""
+    flags = getattr(os, "O_TMPFILE", 0) | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        return os.open(directory, flags | O_DIRECT, 0o666)
+    except OSError:
+        return os.open(directory, flags, 0o666)
+
+
+def reflinks(source: Path, directory: Path) -> bool:
+    """Whether a file in `directory` can share the data of `source`."""
+    while not directory.exists():
+        directory = directory.parent
+    try:
+        fd = unnamed(directory)
+    except OSError:
+        return False
+    try:
+        return reflink_into(fd, source)
+    finally:
+        os.close(fd)
 
 
 def reflink_into(fd: int, source: Path) -> bool:

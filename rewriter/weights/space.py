@@ -11,19 +11,29 @@ from rewriter.common.errors import RewriterError
 
 def available(path: Path) -> int:
     """Bytes that this user can still write on the file system of `path`, or of its nearest parent that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    status = os.statvfs(path)
+    status = _status(path)
     return status.f_bavail * status.f_frsize
 
 
-def require_space(path: Path, nbytes: int) -> None:
-    """Raise RewriterError unless `nbytes` can be written on the file system of `path`."""
+def require_space(path: Path, nbytes: int, files: int = 0) -> None:
+    """Raise RewriterError unless `nbytes` in so many `files` can be written on the file system of `path`."""
     free = available(path)
     if nbytes > free:
         raise RewriterError(
             f"{path}: {_size(nbytes)} are needed there and {_size(free)} are free. Make room or choose another --out."
         )
+    status = _status(path)
+    if status.f_files and files > status.f_favail:  # file systems without a table of inodes say 0
+        raise RewriterError(
+            f"{path}: {files} files are needed there and {status.f_favail} inodes are free. Delete files or choose "
+            "another --out."
+        )
+
+
+def _status(path: Path) -> os.statvfs_result:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return os.statvfs(path)
 
 
 def is_disk_full(error: BaseException) -> bool:

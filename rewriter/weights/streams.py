@@ -7,17 +7,21 @@ furthest behind in the source, so the source is read from the disk once, for any
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.sink import ALIGNMENT, BUFFER, Sink, WriteBehind
 
 # How far, in bytes of source, one output may run ahead of another, and how much of the source may be mapped at a time.
 WINDOW = 256 << 20
+PIECE = 1 << 20
 Finished = Callable[[Path, str], None]
 
 
@@ -36,9 +40,14 @@ class StreamPiece:
 
 
 class Stream:
-    """One output: its pieces, taken by one thread at a time, a buffer at once; written by other threads."""
+    """One output: its pieces, taken by one thread at a time, a buffer at once; written by other threads.
 
-    def __init__(self, path: Path, position: int, pieces: Iterator[StreamPiece], write: bool) -> None:
+    `sink` opens the file that they go to; None: they are only hashed.
+    """
+
+    def __init__(
+        self, path: Path, position: int, pieces: Iterator[StreamPiece], sink: Callable[[], Sink] | None
+    ) -> None:
         self.path = path
         self.position = position
         self.mapped = 0
@@ -46,7 +55,7 @@ class Stream:
         self.done = False
         self.digest = hashlib.sha256()
         self._pieces = pieces
-        self._write = write
+        self._open = sink
         self._next: StreamPiece | None = None
         self._begun = False
         self._sink: Sink | None = None
@@ -59,7 +68,7 @@ class Stream:
         """Fill, hash and hand on one buffer. `complete` is called on a writing thread once the file is on the disk."""
         if not self._begun:  # only now is any file opened: there may be hundreds
             self._begun = True
-            self._sink = Sink(self.path) if self._write else None
+            self._sink = self._open() if self._open is not None else None
             self._advance()
         buffer = behind.buffer()
         try:
@@ -109,16 +118,23 @@ class Stream:
 
 
 class StreamRun:
-    """All streams, advanced together. One object, one run."""
+    """All streams, advanced together, none further than `window` ahead of another. One object, one run."""
 
-    def __init__(self, checkpoint: Checkpoint, streams: Sequence[Stream], finished: Finished | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, streams: Sequence[Stream], finished: Finished | None, window: float = WINDOW
+    ) -> None:
         self._checkpoint = checkpoint
+        self._window = window
         self._streams = streams
         self._finished = finished
         self._turn = threading.Condition()
         self._error: BaseException | None = None
         self._hashes: dict[Path, str] = {}
         self._mapped = 0
+
+    def stop(self) -> None:
+        """Make `run` raise InterruptedError soon. From another thread."""
+        self._fail(InterruptedError())
 
     def run(self, workers: int) -> dict[Path, str]:
         behind = WriteBehind(count=workers + 8, threads=2, failed=self._fail)
@@ -164,7 +180,7 @@ class StreamRun:
                 behind = min(stream.position for stream in open_)
                 idle = [stream for stream in open_ if not stream.busy]
                 first = min(idle, key=lambda stream: stream.position, default=None)
-                if first is not None and first.position <= behind + WINDOW:
+                if first is not None and first.position <= behind + self._window:
                     first.busy = True
                     return first
                 self._turn.wait()
@@ -179,3 +195,30 @@ class StreamRun:
         with self._turn:
             self._error = self._error or error
             self._turn.notify_all()
+
+
+def file_pieces(path: Path, place: int = 0, size: int = PIECE) -> Iterator[StreamPiece]:
+    """A file's bytes, in pieces of at most `size`; the first is at `place` in the source.
+
+    Reading one raises RewriterError where the file has become shorter.
+    """
+    with open(path, "rb", buffering=0) as file:
+        total = os.fstat(file.fileno()).st_size
+
+        def read(offset: int, target: memoryview) -> None:
+            while target:
+                count = os.preadv(file.fileno(), [target], offset)
+                if count == 0:
+                    raise RewriterError(
+                        f"{path}: it became shorter while being copied. Run again when nothing writes to it."
+                    )
+                target, offset = target[count:], offset + count
+
+        for offset in range(0, total, size):
+            yield StreamPiece(min(size, total - offset), place + offset, 0, partial(read, offset))
+
+
+def processors() -> int:
+    """How many threads are worth having: what this process may use, which in a container is less than there is."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, count)

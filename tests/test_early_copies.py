@@ -1,0 +1,142 @@
+"""Copies that begin before it is known whether they are wanted: right where they are taken, gone where they are not."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zoo
+
+from rewriter import api
+from rewriter.common.errors import RewriterError
+from rewriter.convert import early as module
+from rewriter.convert.early import begun_copies, kept_copies
+from rewriter.weights import Checkpoint, sink
+from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.header import encode_header
+
+SIZE = (9 << 20) + 4096 + 24  # of the data: three buffers, and not a whole block
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    (tmp_path / "model").mkdir()
+    header = encode_header({"w": ("U8", (SIZE,), SIZE)}, {"format": "pt"})
+    (tmp_path / "model" / "model.safetensors").write_bytes(header + os.urandom(SIZE))
+    return Checkpoint.open(tmp_path / "model")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_copy_gets_its_name_when_it_is_taken(
+    checkpoint: Checkpoint, tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "O_DIRECT", sink.O_DIRECT if direct else 0)
+    (source,), interval, before = checkpoint.files, sys.getswitchinterval(), open_files()
+    (tmp_path / "out").mkdir()
+    with EarlyCopies(checkpoint, tmp_path / "out") as early:
+        digest = early.sha256(source)
+        assert not list((tmp_path / "out").iterdir())
+        assert early.nbytes() >= SIZE
+        assert early.take(source, tmp_path / "out" / "a") == digest
+        assert early.nbytes() == 0
+    assert digest == hashlib.sha256(source.read_bytes()).hexdigest()
+    assert (tmp_path / "out" / "a").read_bytes() == source.read_bytes()
+    assert (sys.getswitchinterval(), open_files()) == (interval, before)
+
+
+def test_what_is_not_taken_is_gone(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    before = open_files()
+    with pytest.raises(KeyboardInterrupt), EarlyCopies(checkpoint, tmp_path):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert open_files() == before
+
+
+def test_for_links_files_are_only_hashed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with begun_copies(tmp_path / "model", out=tmp_path / "out", link=True) as early:
+        assert early is not None
+        assert early.nbytes() == 0
+        assert early.sha256(checkpoint.files[0]) == hashlib.sha256(checkpoint.files[0].read_bytes()).hexdigest()
+
+
+def test_a_source_that_shrinks_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    early = EarlyCopies(checkpoint, tmp_path)
+    early._run._streams[0]._advance()  # its size is known
+    os.truncate(checkpoint.files[0], 1000)
+    with early, pytest.raises(RewriterError, match="became shorter"):
+        early.take(checkpoint.files[0], tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"resume": True}, {"dry_run": True}, {"materialize": True}])
+def test_copies_do_not_begin_where_others_are_written(
+    checkpoint: Checkpoint, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with begun_copies(tmp_path / "model", out=tmp_path / "out", **options) as early:
+        assert early is None
+
+
+def test_copies_do_not_begin_without_room(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rewriter.weights.early_copies.available", lambda _: SIZE // 2)
+    with begun_copies(tmp_path / "model", out=tmp_path / "out") as early:
+        assert early is None
+
+
+def test_copies_end_where_the_plan_holds_others(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with EarlyCopies(checkpoint, tmp_path) as early:
+        wanted: Any = SimpleNamespace(copies=[(checkpoint.files[0], "model.safetensors")])
+        assert kept_copies(early, wanted) is early
+        assert kept_copies(early, SimpleNamespace(copies=[])) is None  # type: ignore[arg-type]
+        assert early.nbytes() == 0
+
+
+# A conversion
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "llama"
+    zoo.save("llama", path)
+    return path
+
+
+def test_a_conversion_takes_them(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = [], EarlyCopies.take
+    monkeypatch.setattr(EarlyCopies, "take", lambda self, *files: taken.append(files) or take(self, *files))
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
+    assert [from_.name for from_, _ in taken] == ["model.safetensors"]
+    api.verify(tmp_path / "out")
+
+
+def test_without_files_that_have_no_name_it_copies_as_ever(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), directory)
+
+    monkeypatch.setattr("rewriter.weights.early_copies.unnamed", refuse)
+    assert EarlyCopies.begin(source, tmp_path / "out", link=False) is None
+    api.convert(source, "ladder", out=tmp_path / "out", tp=2, verify="none")
+    api.verify(tmp_path / "out")
+
+
+def test_a_refused_conversion_leaves_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, before, begin = [], open_files(), module.begun_copies
+    monkeypatch.setattr(module, "begun_copies", lambda *a, **k: begun.append(begin(*a, **k)) or begun[-1])
+    with pytest.raises(RewriterError, match="--tp 3"):
+        api.convert(source, "ladder", out=tmp_path / "out", tp=3, verify="none")
+    assert isinstance(begun[0], EarlyCopies)
+    assert not list(tmp_path.iterdir())
+    assert open_files() == before

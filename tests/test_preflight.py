@@ -1,0 +1,103 @@
+"""What a conversion needs of disk and memory is asked for before anything is written, and only what it really needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zoo
+
+from rewriter import api
+from rewriter.common.errors import RewriterError
+from rewriter.verify import drift
+from rewriter.weights import space
+from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.header import read_header
+
+BESIDE = 8 << 20  # what is asked for beside weights
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "llama"
+    zoo.save("llama", path)
+    return path
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, **numbers: int) -> None:
+    """A disk with these numbers, as `statvfs` gives them, and a block of one byte; without early copies, which take
+    room of the real one."""
+    monkeypatch.setattr(EarlyCopies, "begin", lambda *_: None)
+    full = {"f_frsize": 1, "f_bavail": 1 << 40, "f_files": 1 << 20, "f_favail": 1 << 20} | numbers
+    monkeypatch.setattr(space, "_status", lambda _: SimpleNamespace(**full))
+
+
+def converted(source: Path, tmp_path: Path, **options: Any) -> set[str]:
+    api.convert(source, "ladder", **{"out": tmp_path / "out", "tp": 2, "verify": "none", **options})
+    return {path.name for path in tmp_path.iterdir()}
+
+
+def refused(source: Path, tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(RewriterError) as caught:
+        converted(source, tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+    return str(caught.value)
+
+
+def test_too_little_room_and_a_link_that_needs_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk(monkeypatch, f_bavail=BESIDE + 200_000)
+    size = read_header(source / "model.safetensors").size
+    assert size > 200_000
+    message = refused(source, tmp_path)
+    assert f"{BESIDE + 200_000} bytes" in message
+    assert "are needed there and" in message
+    assert "Make room or choose another --out" in message
+    assert converted(source, tmp_path, link=True) == {"out"}
+
+
+def test_too_few_inodes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk(monkeypatch, f_favail=12)
+    message = refused(source, tmp_path)
+    assert "files are needed there and 12 inodes are free. Delete files or choose another --out" in message
+    disk(monkeypatch, f_favail=0, f_files=0)  # Btrfs: inodes are made as they are needed
+    assert converted(source, tmp_path) == {"out"}
+
+
+def test_as_many_files_as_it_asks_for_suffice(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "rewriter.emit.output_directory.require_space", lambda place, nbytes, files=0: asked.append(files)
+    )
+    converted(source, tmp_path)
+    made = sum(1 + len(files) for _, _, files in os.walk(tmp_path / "out"))
+    assert made <= asked[-1] <= made + 12
+
+
+def test_too_little_memory_for_verification(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "available_memory", lambda: 600_000_000)
+    message = refused(source, tmp_path, verify="shrunken")
+    assert "verification on 2 ranks needs 0.7 GB of memory and 0.6 GB are free" in message
+    assert "--verify none" in message
+    assert converted(source, tmp_path) == {"out"}
+
+
+def test_a_resumed_run_needs_room_for_what_is_missing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("rewriter.convert.conversion.model_card", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            converted(source, tmp_path)
+    assert not (tmp_path / "out").exists()
+    disk(monkeypatch, f_bavail=BESIDE + 10_000)
+    assert converted(source, tmp_path, resume=True) == {"out"}
+    api.verify(tmp_path / "out")
+
+
+def interrupt(*_: object) -> str:
+    raise KeyboardInterrupt
