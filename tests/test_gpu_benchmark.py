@@ -70,8 +70,15 @@ def test_everything_runs_dry() -> None:
     assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4 + 7
 
 
-def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]:
-    """(what a rank gathers, what it receives from the other, whether anything came before it was waited for)."""
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it lies on a GPU, as the runtime asks."""
+
+    is_cuda = True
+
+
+def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, bool]:
+    """(what the runtime's gather of a rank's tensors on a GPU gives, what an exchange does, whether anything came before
+    it was waited for, whether all went through copies)."""
     sys.path.insert(0, benchmarks)
     import gpu_rank
 
@@ -79,20 +86,22 @@ def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]
 
     rank = group.rank()
     gpu_rank.stage()
-    found, own = torch.zeros(4), torch.tensor([1.0, 2.0]) + 10 * rank
-    work = exchange._all_gather(found, own, group=group, async_op=True)
-    sent, arriving = own.clone(), torch.zeros(2)
+    rows = torch.zeros(2, 2, dtype=torch.uint8)
+    rows[rank] = torch.tensor([1, 2]) + 10 * rank
+    gathered = exchange.gather_rows_start(rows.as_subclass(OnGpu), group, "rows")
+    sent, arriving = torch.tensor([1.0, 2.0]) + 10 * rank, torch.zeros(2)
     works = exchange._start({1 - rank: sent}, {1 - rank: arriving}, group)
     sent.zero_()  # a copy is on its way
-    early = bool(found.any() or arriving.any())
-    for w in [work, *works]:
+    early = bool(rows[1 - rank].any() or arriving.any())
+    for w in [gathered, *works]:
         w.wait()
-    return found.tolist(), arriving.tolist(), early
+    copied = all(isinstance(w, gpu_rank.Staged) for w in [*gathered.works, *works])
+    return rows.flatten().tolist(), arriving.tolist(), early, copied
 
 
 def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
     for rank, found in enumerate(run_ranks(staged, 2, str(BENCHMARKS))):
-        assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False)
+        assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False, True)
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
