@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -102,6 +103,25 @@ def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, b
 def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
     for rank, found in enumerate(run_ranks(staged, 2, str(BENCHMARKS))):
         assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False, True)
+
+
+def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_runtime
+
+    from rewriter.runtime import exchange
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert gpu_runtime.messages(scale)[1] == ""
+        for name, wrong in (
+            ("pack", lambda *_, out: out),
+            ("_all_to_all", lambda _, rows, group: [rows[0].zero_()][1:]),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(exchange, name, wrong)
+                assert gpu_runtime.messages(scale)[1] == "other bytes came back", name
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
