@@ -1,0 +1,77 @@
+"""What runs for every token reads nothing on the host, which on a GPU would wait for the device."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import runtime_reference as reference
+import torch
+from host_reads import HostReads
+from ranks import run_ranks
+from test_runtime_parallel import PROMPTS, build
+
+from rewriter.runtime import generate
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("_local_scalar_dense", lambda x: bool((x > 0).all())),
+        ("tolist", lambda x: x.tolist()),
+        ("lift_fresh", lambda x: torch.tensor(3)),
+        ("nonzero", lambda x: torch.where(x > 0)),
+        ("index of a mask", lambda x: x[x > 0]),
+        ("_unique2", lambda x: x.unique()),
+        ("multinomial", lambda x: torch.multinomial(x, 1)),
+    ],
+)
+def test_every_kind_of_read_is_seen(name, read):
+    with HostReads() as reads:
+        read(torch.ones(3))
+    assert reads.counts[name] == 1
+
+
+POLL = 8
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    "ends": {"eos_token_ids": range(reference.VOCAB - 3, reference.VOCAB + 30)},  # so many that torch.isin would sort
+}
+
+
+def reads_of(group, weights, poll):
+    """Per option: what a generation of 4 tokens reads, what one of 24 does, and its tokens."""
+    sys.modules["rewriter.runtime.generate"].tokens_between_polls = lambda device: poll
+    model, found = build(group, weights), {}
+    for name, options in OPTIONS.items():
+        rows = []
+        for count in (4, 24):
+            with HostReads() as reads:
+                tokens = generate(model, PROMPTS, count, **options)
+            rows.append(reads.counts)
+        found[name] = *rows, tokens
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_tokens_are_not_more_reads(ranks):
+    for found in run_ranks(reads_of, ranks, reference.weights(), POLL):
+        for name, (few, many, tokens) in found.items():
+            assert max(map(len, tokens)) == 24
+            polls = {"_local_scalar_dense": 2} if name == "ends" else {}  # after 8 and 16 tokens
+            assert dict(many - few) == polls, name
+
+
+def test_polls_change_no_tokens():
+    """Prompts end between two polls, and the host asks after all have."""
+    by_poll = [run_ranks(ended, 1, reference.weights(), poll)[0] for poll in (1, POLL)]
+    assert by_poll[0] == by_poll[1]
+    assert {len(row) for row in by_poll[0]} == {2, 3}
+
+
+def ended(group, weights, poll):
+    sys.modules["rewriter.runtime.generate"].tokens_between_polls = lambda device: poll
+    model = build(group, weights)
+    whole = generate(model, PROMPTS[:2], 24)
+    return generate(model, PROMPTS[:2], 24, eos_token_ids=[whole[0][1], whole[1][2]])
