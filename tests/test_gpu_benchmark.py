@@ -78,8 +78,8 @@ class OnGpu(torch.Tensor):
 
 
 def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, bool]:
-    """(what the runtime's gather of a rank's tensors on a GPU gives, what an exchange does, whether anything came before
-    it was waited for, whether all went through copies)."""
+    """(what the runtime's gather of tensors on a GPU gives, what an exchange does, whether anything came before it was
+    waited for, whether all went through copies)."""
     sys.path.insert(0, benchmarks)
     import gpu_rank
 

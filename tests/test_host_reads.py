@@ -8,7 +8,9 @@ import pytest
 import runtime_reference as reference
 import torch
 from host_reads import HostReads
+from programs import program, runtime_case, weights
 from ranks import run_ranks
+from test_emitted_runtime import build as emitted_model
 from test_runtime_parallel import PROMPTS, build
 
 from rewriter.runtime import generate
@@ -75,3 +77,20 @@ def ended(group, weights, poll):
     model = build(group, weights)
     whole = generate(model, PROMPTS[:2], 24)
     return generate(model, PROMPTS[:2], 24, eos_token_ids=[whole[0][1], whole[1][2]])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2"])
+def test_an_emitted_model_reads_nothing_for_a_token(family, monkeypatch):
+    """Experts as on a GPU, for one prompt; of which the first tokens are many, and are read."""
+    monkeypatch.setattr(sys.modules["rewriter.runtime.experts"], "host_waits", lambda x: True)
+    source, tensors, ties = runtime_case(program(family), weights(family))
+    model = emitted_model(source, tensors[0], ties, None)
+    found = []
+    for count in (4, 12):
+        with HostReads() as reads:
+            found.append((reads.counts, generate(model, [list(range(3, 30))], count)))
+    (few, first), (many, whole) = found
+    assert first[0] == whole[0][:4]
+    assert many == few
+    monkeypatch.undo()
+    assert generate(model, [list(range(3, 30))], 12) == whole

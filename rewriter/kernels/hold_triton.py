@@ -5,10 +5,11 @@ and sets when it begins; each block then stays until
 
     deadline = begin + delay + (the block's arrival − the first one's)
 
-for a channel of NCCL does its share of the data however late its block found a multiprocessor. Blocks wait for nothing
-but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. No wait is without a
-limit (`SPINS`, `LONGEST`), so that tables with wrong values cannot hang a device. Meanwhile each block copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has room
-for one: a matrix product beside it loses as many of them as beside the real collective.
+for a channel of NCCL does its share of the data however late its block found a multiprocessor. Blocks wait for
+nothing but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. No wait is
+without a limit (`SPINS`, `LONGEST`), so that tables with wrong values cannot hang a device. Meanwhile each block
+copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has
+room for one: a matrix product beside it loses as many of them as beside the real collective.
 
 Times are nanoseconds of %globaltimer, int64. Tables are int64 on the device, so that what is captured in a CUDA graph
 follows when they are changed:
