@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import runtime_reference as reference
@@ -13,7 +14,11 @@ from ranks import run_ranks
 from test_emitted_runtime import build as emitted_model
 from test_runtime_parallel import PROMPTS, build
 
-from rewriter.runtime import generate
+from rewriter.ops import SequencePlan
+from rewriter.runtime import SequenceCache, SlotSpec, generate
+from rewriter.runtime.cache import NEVER
+from rewriter.runtime.sequence_axis import Shards
+from rewriter.sequence.token_layout import join_tokens, take_tokens
 
 
 @pytest.mark.parametrize(
@@ -94,3 +99,24 @@ def test_an_emitted_model_reads_nothing_for_a_token(family, monkeypatch):
     assert many == few
     monkeypatch.undo()
     assert generate(model, [list(range(3, 30))], 12) == whole
+
+
+@pytest.mark.parametrize("kind", ["attention2d", "ring"])  # cyclic and zigzag
+@pytest.mark.parametrize("length", [1, 7, 8, 19])
+def test_shards_of_tokens_and_their_cache_are_found_on_the_device(kind, length):
+    x = torch.arange(1.0, length + 1).view(1, length, 1)
+    plan = SequencePlan(kind, (1, 4, 1))
+    layout = plan.layout
+    axes = [SimpleNamespace(plan=plan, ranks=4, rank=rank, key="") for rank in range(4)]
+    caches = [SequenceCache([SlotSpec(1, 1, 1)], axis, 1, length + 2, torch.float32) for axis in axes]
+    with torch.no_grad(), HostReads() as reads:
+        parts = [take_tokens(x, 1, layout, rank, 4, fill=-1) for rank in range(4)]
+        whole = join_tokens(parts, 1, layout, length)
+        for cache, part in zip(caches, parts, strict=True):
+            cache.store_prompt(0, part[:, None], part[:, None], Shards(cache.axis, length))
+    assert not reads.counts
+    assert torch.equal(whole, x)
+    for cache, part in zip(caches, parts, strict=True):
+        own = [place for place in cache.places[: part.shape[1]].tolist() if place != NEVER]
+        assert part.flatten().tolist() == [place + 1.0 for place in own] + [-1.0] * (part.shape[1] - len(own))
+        assert cache.prompt.tolist() == [length, part.shape[1]]
