@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_everything_runs_dry() -> None:
     ran = run("--cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
-    assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4 + 7
+    assert len(rows) == 30 + 3 + 72 + 35 + 5 + 7 + 4 + 7
 
 
 class OnGpu(torch.Tensor):
@@ -122,6 +123,26 @@ def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pyte
                 assert gpu_runtime.messages(scale)[1] == "other bytes came back", name
     finally:
         dist.destroy_process_group()
+
+
+def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles one for strides and lengths that 16 divides, and one for others."""
+    import gpu_quantize
+
+    seen = []
+    quantize = gpu_quantize.quantize_rows
+
+    def spied(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.append((x.dtype, x.stride(0) % 16 == 0))
+        return quantize(x, *rest, **options)
+
+    monkeypatch.setattr(gpu_quantize, "quantize_rows", spied)
+    monkeypatch.setattr(gpu_quantize, "kernels", lambda scale: nullcontext())
+    monkeypatch.setattr(gpu_quantize, "FORMATS", ("int8", "int4@32"))
+    table = gpu_quantize.quantizing(scale)
+    assert (table.failed, len(table.rows)) == (0, 16)
+    assert {aligned for dtype, aligned in seen if dtype == torch.bfloat16} == {True, False}
+    assert {aligned for dtype, aligned in seen if dtype == torch.float16} == {True}
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
