@@ -296,6 +296,16 @@ def test_a_rank_takes_its_gpu_and_makes_it_current(gpus, count, local_rank, visi
     assert current == ([expected] if expected else [])
 
 
+def test_ranks_that_srun_starts_have_slurms_numbers(gpus, monkeypatch):
+    gpus(4, 1)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert str(rank_device()) == "cuda:1"  # torchrun's, within a task of SLURM's
+    monkeypatch.delenv("LOCAL_RANK")
+    assert str(rank_device()) == "cuda:3"
+    monkeypatch.delenv("SLURM_LOCALID")
+    assert str(rank_device()) == "cuda:0"
+
+
 @pytest.mark.parametrize(
     ("count", "local_rank", "visible", "device", "message"),
     [

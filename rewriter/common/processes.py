@@ -75,6 +75,11 @@ def placed(ranks: int) -> Callable[[int], dict[str, str]]:
     return lambda rank: environment(ranks, **place(rank, ranks, port))
 
 
+def local_rank() -> int:
+    """This process's number among those of its machine: torchrun's, or SLURM's where `srun` started it; else 0."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+
+
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on."""
     with socket.socket() as probe:

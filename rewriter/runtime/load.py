@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import local_rank
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
@@ -196,14 +197,14 @@ def rank_device(device: torch.device | str | None = None) -> torch.device:
 
 def _own_gpu(visible: int) -> int:
     """Of this rank: the one of its number, or the only one where a launcher (SLURM) shows each process its own."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank < visible:
-        return local_rank
+    number = local_rank()
+    if number < visible:
+        return number
     if visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return 0  # if it is other ranks' too, NCCL refuses
     alone = ", or device='cuda:0' if each process sees a GPU of its own" if visible == 1 else ""
     raise RewriterError(
-        f"local rank {local_rank}: this process sees {_gpus(visible)}. Use fewer ranks, or device='cpu'{alone}"
+        f"local rank {number}: this process sees {_gpus(visible)}. Use fewer ranks, or device='cpu'{alone}"
     )
 
 
