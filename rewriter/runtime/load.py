@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.processes import local_rank
+from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
@@ -192,6 +192,7 @@ def rank_device(device: torch.device | str | None = None) -> torch.device:
         elif where.index >= visible:
             raise RewriterError(f"device {where}: this process sees {_gpus(visible)}. Choose another, or device='cpu'")
         torch.cuda.set_device(where)
+        os.environ.setdefault(*CUDNN_ATTENTION_LAST)  # for ranks that torchrun started
     return where
 
 
