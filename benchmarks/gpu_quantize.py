@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from gpu_report import Row, Scale, Table, copy_rate, short
+from gpu_report import Row, Scale, Table, compiled, copy_rate, short
 from torch import Tensor
 
 from rewriter.kernels import (
@@ -178,12 +178,12 @@ def row(scale: Scale, rate: float, moved: int, call: Callable[[], object], other
     return (*times, other, beside), ""
 
 
-def compiled(scale: Scale, call: Callable[..., object], x: Tensor, *rest: object) -> str:
+def by_compiler(scale: Scale, call: Callable[..., object], x: Tensor, *rest: object) -> str:
     """µs of `torch.compile` of a function of the specification, which here has all of x at a time."""
     piece = specification._PIECE
     try:
         specification._PIECE = x.numel()
-        fast = torch.compile(call, backend=scale.pick("inductor", "eager"), dynamic=False)
+        fast = compiled(scale, call)
         return f"{scale.seconds(lambda: fast(x, *rest), 5) * 1e6:.0f}"
     finally:
         specification._PIECE = piece
@@ -192,7 +192,7 @@ def compiled(scale: Scale, call: Callable[..., object], x: Tensor, *rest: object
 def quantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int | None) -> Row:
     format = parse_format(name)
     out = torch.empty(len(x), format.payload_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
-    other = compiled(scale, specification._quantize_rows, x, format, seed, out)
+    other = by_compiler(scale, specification._quantize_rows, x, format, seed, out)
     call = functools.partial(quantize_rows, x, format, seed=seed, out=out)
     return row(scale, rate, x.nbytes + out.nbytes, call, "torch.compile", other)
 
@@ -205,7 +205,7 @@ def dequantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int |
     def reference(payload: Tensor, out: Tensor) -> None:
         specification._dequantize_rows(payload, format, x.shape[1], seed, out)
 
-    other = compiled(scale, reference, payload, out)
+    other = by_compiler(scale, reference, payload, out)
     call = functools.partial(dequantize_rows, payload, format, x.shape[1], x.dtype, seed=seed, out=out)
     return row(scale, rate, payload.nbytes + out.nbytes, call, "torch.compile", other)
 

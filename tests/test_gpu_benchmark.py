@@ -145,6 +145,22 @@ def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, m
     assert {aligned for dtype, aligned in seen if dtype == torch.float16} == {True}
 
 
+def test_what_is_timed_as_compiled_is_compiled(scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch runs a function eagerly from its ninth graph on."""
+    from gpu_report import compiled
+
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+
+    def double(x: torch.Tensor, times: int) -> torch.Tensor:
+        return 2 * times * x if torch.compiler.is_compiling() else x
+
+    for times in range(12):
+        assert compiled(scale, double)(torch.ones(1), times) == 2 * times
+    one = compiled(scale, double)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        [one(torch.ones(1), times) for times in range(12)]
+
+
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_rank
     import gpu_runtime
