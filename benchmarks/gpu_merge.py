@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from gpu_report import Row, Scale, Table, copy_rate
+from gpu_report import Row, Scale, Table, compiled, copy_rate
 from torch import Tensor
 
 from rewriter.kernels.merge import Parts, merge_reference
@@ -22,9 +22,9 @@ def merging(scale: Scale) -> Table:
     )
     shape = scale.pick((1, 32, 16384, 128), (1, 2, 9, 16))
     eager = functools.partial(rounded, merge_reference)
-    compiled = torch.compile(eager, backend=scale.pick("inductor", "eager"), dynamic=False)
+    fast = compiled(scale, eager)
     for count in (2, 4, 8):
-        table.attempt(str(count), functools.partial(merge_row, scale, shape, count, rate, eager, compiled))
+        table.attempt(str(count), functools.partial(merge_row, scale, shape, count, rate, eager, fast))
     return table
 
 
@@ -34,7 +34,7 @@ def rounded(merged: Merge, parts: Parts) -> tuple[Tensor, Tensor]:
     return o.to(parts[0][0].dtype), lse
 
 
-def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eager: Merge, compiled: Merge) -> Row:
+def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eager: Merge, fast: Merge) -> Row:
     """Errors of `count` parts, of which some rows saw nothing, and times; `rate` is a copy's."""
     from rewriter.kernels.merge_triton import launch
 
@@ -56,6 +56,6 @@ def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eag
     del exact, exact_sums
     seconds = scale.seconds(lambda: launch(parts, out, sums))
     moved = sum(o.nbytes + lse.nbytes for o, lse in parts) + out.nbytes + sums.nbytes
-    others = [f"{scale.seconds(lambda how=how: how(parts)) * 1e6:.0f}" for how in (eager, compiled)]
+    others = [f"{scale.seconds(lambda how=how: how(parts)) * 1e6:.0f}" for how in (eager, fast)]
     times = f"{seconds * 1e6:.0f}", f"{moved / seconds / 1e9:.0f}", f"{moved / seconds / rate:.0%}"
     return (f"{off:.2f}", *times, *others), "" if right else f"o is {off:.2f} roundings off, lse {away:.1e}"

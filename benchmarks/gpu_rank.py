@@ -102,4 +102,4 @@ def stage() -> None:
         work = dist.all_gather(list(arriving.chunk(group.size())), leaving, group=group, async_op=async_op)
         return Staged([work], [(found, arriving)], [leaving])
 
-    exchange._start, exchange._all_gather = start, gather
+    exchange._start, exchange.all_gather_flat = start, gather

@@ -74,6 +74,14 @@ class Scale:
         return statistics.median(found)
 
 
+def compiled(scale: Scale, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` by torch.compile, for each of its shapes. Past torch's limit of graphs of a function it is an error, where
+    torch would run eager code; graphs of earlier functions are forgotten, for one may be compiled for every row."""
+    torch.compiler.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(call, backend=scale.pick("inductor", "eager"), dynamic=False)
+
+
 def copy_rate(scale: Scale) -> float:
     """Bytes per second, read and written, of a copy too big for the caches."""
     source = torch.randn(scale.pick(1 << 28, 1 << 12), device=scale.device)

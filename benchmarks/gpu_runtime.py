@@ -64,7 +64,10 @@ def alone(scale: Scale, attend: Callable[..., Tensor], mesh: Any) -> Row:
 def messages(scale: Scale) -> Row:
     """A gather and an exchange of packed tensors through the backend itself; those of attention need no messages."""
     given = torch.randn(3, 5, device=scale.device).bfloat16(), torch.randn(3, device=scale.device)
-    back = [exchange.gather_start(given, dist.group.WORLD, "alone").wait()[0]]
+    # not `gather_start`, which gives a rank its own tensors back as they are
+    rows = torch.full((1, sum(x.nbytes for x in given)), 0xAA, dtype=torch.uint8, device=scale.device)
+    exchange.pack(given, out=rows[0])
+    back = [exchange.unpack(exchange.gather_rows_start(rows, dist.group.WORLD, "alone").wait()[0], given)]
     note = "gather, exchange"
     if scale.device.type == "cuda":
         try:

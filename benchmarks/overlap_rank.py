@@ -54,6 +54,7 @@ def build(root: Path, variant: str, rank: int, mesh: DeviceMesh, compiled: bool)
     model.load_state_dict(load_file(root / f"{variant}-{rank}.safetensors"), strict=True, assign=True)
     model.eval()
     if compiled:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # eager code would be timed as compiled
         compile_segments(model)
     return model
 

@@ -154,8 +154,28 @@ def engine():
         made._row(EmulatedOperation(Call("all_reduce", 20, range(16)), "world", 1, 0, (x,), (x,), 9.0))
         rows = made._table[: len(made._rows)].tolist()
         found["links"] = [sum(link >= 0 for link in row[3 : 3 + LINKS]) for row in rows]
+        try:
+            made.change(Constant(21.0))
+        except RewriterError as error:
+            found["too long"] = str(error)
         made.close()
         found["held"] = len(made._held)
+    return found
+
+
+def limits():
+    """Nanoseconds that collectives take whose tables would have them wait for ever."""
+    found = {}
+    limits = {"SPINS": tl.constexpr(50), "LONGEST": tl.constexpr(30_000)}
+    with mock.patch.multiple(hold_triton, **limits):
+        for name in ("lock", "first", "delay"):
+            device = Device()
+            if name == "lock":
+                device.lock[0] = 1  # nobody gives it back
+            elif name == "first":
+                device.state[hold_triton.CAME.value] = 1  # and is gone
+            begun, end = device.hold(1 << 60 if name == "delay" else 1_000, 0, [0])
+            found[name] = end - begun
     return found
 
 
@@ -187,6 +207,7 @@ def main() -> None:
     changed = (device.scratch != before).nonzero()
     found["words written"] = len(changed)
     found["only behind"] = bool((changed >= 4 * TILE).all())
+    found["limits"] = limits()
     found["engine"] = engine()
     print(json.dumps(found))
 

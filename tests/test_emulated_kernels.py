@@ -45,6 +45,14 @@ def test_it_sums_over_uniform_ranks_and_moves_its_bytes():
     assert found["only behind"]
 
 
+def test_no_wrong_table_makes_it_wait_for_ever():
+    found = interpreted()["limits"]
+    assert 1_000 <= found["lock"] <= 1_000 + LOOK
+    assert 1_000 <= found["first"] <= 1_000 + LOOK
+    assert 30_000 <= found["delay"] <= 30_000 + LOOK
+    assert interpreted()["engine"]["too long"] == "a collective of 21 s, expected at most 20 s on a GPU"
+
+
 def test_the_engine_launches_them_as_it_should():
     """Its code, with streams and events that do nothing: what the kernels did to tensors, tables and clock."""
     found = interpreted()["engine"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -67,11 +69,18 @@ def test_everything_runs_dry() -> None:
     ran = run("--cpu")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
-    assert len(rows) == 30 + 3 + 54 + 35 + 5 + 7 + 4 + 7
+    assert len(rows) == 30 + 3 + 72 + 35 + 5 + 7 + 4 + 7
 
 
-def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]:
-    """(what a rank gathers, what it receives from the other, whether anything came before it was waited for)."""
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it lies on a GPU, as the runtime asks."""
+
+    is_cuda = True
+
+
+def staged(group: Any, benchmarks: str) -> tuple[list[int], list[float], bool, bool]:
+    """(what the runtime's gather of tensors on a GPU gives, what an exchange does, whether anything came before it was
+    waited for, whether all went through copies)."""
     sys.path.insert(0, benchmarks)
     import gpu_rank
 
@@ -79,20 +88,77 @@ def staged(group: Any, benchmarks: str) -> tuple[list[float], list[float], bool]
 
     rank = group.rank()
     gpu_rank.stage()
-    found, own = torch.zeros(4), torch.tensor([1.0, 2.0]) + 10 * rank
-    work = exchange._all_gather(found, own, group=group, async_op=True)
-    sent, arriving = own.clone(), torch.zeros(2)
+    rows = torch.zeros(2, 2, dtype=torch.uint8)
+    rows[rank] = torch.tensor([1, 2]) + 10 * rank
+    gathered = exchange.gather_rows_start(rows.as_subclass(OnGpu), group, "rows")
+    sent, arriving = torch.tensor([1.0, 2.0]) + 10 * rank, torch.zeros(2)
     works = exchange._start({1 - rank: sent}, {1 - rank: arriving}, group)
     sent.zero_()  # a copy is on its way
-    early = bool(found.any() or arriving.any())
-    for w in [work, *works]:
+    early = bool(rows[1 - rank].any() or arriving.any())
+    for w in [gathered, *works]:
         w.wait()
-    return found.tolist(), arriving.tolist(), early
+    copied = all(isinstance(w, gpu_rank.Staged) for w in [*gathered.works, *works])
+    return rows.flatten().tolist(), arriving.tolist(), early, copied
 
 
 def test_messages_of_ranks_that_share_a_gpu_travel_as_copies() -> None:
     for rank, found in enumerate(run_ranks(staged, 2, str(BENCHMARKS))):
-        assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False)
+        assert found == ([1, 2, 11, 12], [11, 12] if rank == 0 else [1, 2], False, True)
+
+
+def test_a_gather_that_loses_bytes_fails_its_row(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_runtime
+
+    from rewriter.runtime import exchange
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert gpu_runtime.messages(scale)[1] == ""
+        for name, wrong in (
+            ("pack", lambda *_, out: out),
+            ("_all_to_all", lambda _, rows, group: [rows[0].zero_()][1:]),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(exchange, name, wrong)
+                assert gpu_runtime.messages(scale)[1] == "other bytes came back", name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles one for strides and lengths that 16 divides, and one for others."""
+    import gpu_quantize
+
+    seen = []
+    quantize = gpu_quantize.quantize_rows
+
+    def spied(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.append((x.dtype, x.stride(0) % 16 == 0))
+        return quantize(x, *rest, **options)
+
+    monkeypatch.setattr(gpu_quantize, "quantize_rows", spied)
+    monkeypatch.setattr(gpu_quantize, "kernels", lambda scale: nullcontext())
+    monkeypatch.setattr(gpu_quantize, "FORMATS", ("int8", "int4@32"))
+    table = gpu_quantize.quantizing(scale)
+    assert (table.failed, len(table.rows)) == (0, 16)
+    assert {aligned for dtype, aligned in seen if dtype == torch.bfloat16} == {True, False}
+    assert {aligned for dtype, aligned in seen if dtype == torch.float16} == {True}
+
+
+def test_what_is_timed_as_compiled_is_compiled(scale, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch runs a function eagerly from its ninth graph on."""
+    from gpu_report import compiled
+
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+
+    def double(x: torch.Tensor, times: int) -> torch.Tensor:
+        return 2 * times * x if torch.compiler.is_compiling() else x
+
+    for times in range(12):
+        assert compiled(scale, double)(torch.ones(1), times) == 2 * times
+    one = compiled(scale, double)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        [one(torch.ones(1), times) for times in range(12)]
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_several(tiles, monkeypatch: pytest.MonkeyPatch) -> None:

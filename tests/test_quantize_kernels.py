@@ -12,6 +12,7 @@ import pytest
 import subprocesses
 import torch
 from subprocesses import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Found = dict[str, dict[str, float]]
 
@@ -142,3 +143,37 @@ def test_no_seed_or_length_is_a_constant_of_a_kernel(code: Any) -> None:
         kernel = getattr(quantize_triton, name)
         free = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
         assert free == {"n", "tiles", "seed", "to_seed", "senders", "skip"} & set(kernel.arg_names)
+
+
+class ComputedOn(TorchDispatchMode):
+    """Which operators had an argument on a device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.found = device, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, torch.Tensor) and x.device.type == self.device for x in args):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_constants_are_copied_to_their_device_when_they_are_done() -> None:
+    """A kernel that makes them runs on one stream, and a user on another one would not wait for it."""
+    from rewriter.kernels import blocks, parse_format, quantize_triton
+
+    format, device = parse_format("int3-hadamard"), torch.device("meta")
+    tile = quantize_triton.tile_of(format)
+    with ComputedOn("meta") as mode:
+        made = [
+            quantize_triton._matrix_of(tile, torch.bfloat16, device),
+            quantize_triton._scaled_matrix(tile, torch.bfloat16, device),
+            quantize_triton._indices((1, 0), 2, device),
+            blocks.hadamard(64, device),
+            blocks.signs(64, device),
+            blocks._table(format, device),
+        ]
+        assert mode.found == []
+        assert all(x is not None and x.is_meta for x in made)
+        _ = blocks.signs(64, device) + 1
+        assert mode.found == ["aten.add.Tensor"]

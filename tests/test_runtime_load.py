@@ -296,6 +296,32 @@ def test_a_rank_takes_its_gpu_and_makes_it_current(gpus, count, local_rank, visi
     assert current == ([expected] if expected else [])
 
 
+def test_a_gpus_attention_does_not_plan_for_every_length_unless_asked_to(gpus, monkeypatch):
+    from rewriter.common.processes import environment
+
+    name = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    monkeypatch.setenv(name, "0")
+    gpus(1, 0)
+    rank_device()
+    assert os.environ[name] == environment()[name] == "0"
+    monkeypatch.delenv(name)
+    assert environment()[name] == "1"
+    rank_device("cpu")
+    assert name not in os.environ
+    rank_device()
+    assert os.environ[name] == "1"
+
+
+def test_ranks_that_srun_starts_have_slurms_numbers(gpus, monkeypatch):
+    gpus(4, 1)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    assert str(rank_device()) == "cuda:1"  # torchrun's, within a task of SLURM's
+    monkeypatch.delenv("LOCAL_RANK")
+    assert str(rank_device()) == "cuda:3"
+    monkeypatch.delenv("SLURM_LOCALID")
+    assert str(rank_device()) == "cuda:0"
+
+
 @pytest.mark.parametrize(
     ("count", "local_rank", "visible", "device", "message"),
     [

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from ranks import run_ranks
 from test_sequence_training import batch, pair_model, refusal
 from torch.utils.checkpoint import checkpoint
 
 from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.ops import SequencePlan
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.runtime import Context, StaticCache, generate, sequence_mesh
-from rewriter.runtime.attention import attention2d, attention2d_overlap, ring_attention
+from rewriter.runtime.attention import algorithms, attention2d, attention2d_overlap, ring_attention
 from rewriter.runtime.attention.local import kernel_backward, kernel_forward
+from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.tracing import trace
 
 TESTS = Path(__file__).parent
@@ -164,6 +167,23 @@ def test_results_are_bitwise_those_of_a_plain_call(case):
 def test_axes_of_one_process_do_not_mix():
     """All forward passes before all backward passes, with the same plan on other ranks and other plans on the same."""
     assert all(together for _, together, _ in of_four())
+
+
+def test_a_second_job_of_a_process_connects_its_own_groups(monkeypatch):
+    """A registration outlives the groups that it was made with."""
+    connected = []
+    monkeypatch.setattr(algorithms, "_connect", connected.append)
+    monkeypatch.setattr(algorithms, "_axes", {})
+    plan, keys = SequencePlan("attention2d", (1, 2, 2)), set()
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = AttentionMesh(1, 2, 2, 0, 0, 0, (0, 1, 2, 3), None, None, None, dist.group.WORLD)
+            keys |= {algorithms.register(plan, mesh) for _ in range(2)}
+        finally:
+            dist.destroy_process_group()
+    assert len(keys) == 1
+    assert len(connected) == len(set(map(id, connected))) == 2
 
 
 def test_an_error_with_messages_under_way_is_not_forgotten():

@@ -38,6 +38,9 @@ GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
 _RANK_GRACE_SECONDS = 5.0  # the same for ranks of `run_ranks`, which have nothing to save
 EMULATED = "REWRITER_EMULATE"  # what is emulated, see rewriter.emulation.config
 _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it failed
+# cuDNN's attention, which torch prefers on capabilities 9 and 10, plans for every new length of a prompt or a cache,
+# for up to half a second. With this, kernels without plans come first. Torch reads it once, before its first attention.
+CUDNN_ATTENTION_LAST = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 _PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _POLL_SECONDS = 0.02
 
@@ -46,13 +49,14 @@ def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
     """The variables of a process of a separate job: this process's, without its place in a world.
 
     `rewriter` can be imported there, and gloo takes the loopback interface, so that no host name has to resolve. With
-    `ranks`, these share the CPU's threads. `own` are set as they are.
+    `ranks`, these share the CPU's threads. `own` are set as they are, and what the user has set stays.
     """
     found = {k: v for k, v in os.environ.items() if not _PLACE.fullmatch(k) and k not in (EMULATED, _REPORT)}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         found.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    found.setdefault(*CUDNN_ATTENTION_LAST)
     if ranks is not None:
         found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     return found | own
@@ -73,6 +77,11 @@ def placed(ranks: int) -> Callable[[int], dict[str, str]]:
     """By rank its `environment` in a world of `ranks` on this machine, as torchrun gives it."""
     port = free_port()
     return lambda rank: environment(ranks, **place(rank, ranks, port))
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine: torchrun's, or SLURM's where `srun` started it; else 0."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
 def free_port() -> int:

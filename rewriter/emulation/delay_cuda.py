@@ -127,6 +127,9 @@ class CudaDelayEngine:
     def _write(self, row: int, delay: Delay) -> None:
         if len(delay.links) > self._kernels.LINKS:
             raise RewriterError(f"a collective on {len(delay.links)} links, expected at most {self._kernels.LINKS}")
+        if delay.seconds * 1e9 > self._kernels.LONGEST.value:
+            longest = self._kernels.LONGEST.value / 1e9
+            raise RewriterError(f"a collective of {delay.seconds:g} s, expected at most {longest:g} s on a GPU")
         numbers = [self._link_numbers.setdefault(link, len(self._link_numbers)) for link in delay.links]
         numbers += [-1] * (self._kernels.LINKS - len(numbers))
         nanoseconds = max(0, round(delay.seconds * 1e9) - self.launch_nanoseconds)

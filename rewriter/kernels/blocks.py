@@ -148,7 +148,7 @@ def signs(size: int, device: torch.device) -> Tensor:
 
     H alone turns a block of equal numbers, or of a wave, into one number beside zeros, for which there is no level.
     """
-    return 1.0 - 2.0 * ((mix(torch.arange(size)) >> 7) & 1).to(torch.float32).to(device)
+    return (1.0 - 2.0 * ((mix(torch.arange(size)) >> 7) & 1).to(torch.float32)).to(device)
 
 
 @_kept

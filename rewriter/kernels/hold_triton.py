@@ -5,10 +5,11 @@ and sets when it begins; each block then stays until
 
     deadline = begin + delay + (the block's arrival − the first one's)
 
-for a channel of NCCL does its share of the data however late its block found a multiprocessor. Blocks wait for nothing
-but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. Meanwhile each block
-copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has room
-for one: a matrix product beside it loses as many of them as beside the real collective.
+for a channel of NCCL does its share of the data however late its block found a multiprocessor. Blocks wait for
+nothing but the first one, which runs: launches whose blocks do not all fit cannot wait for each other. No wait is
+without a limit (`SPINS`, `LONGEST`), so that tables with wrong values cannot hang a device. Meanwhile each block
+copies its share of the bytes, evenly over the delay, and it keeps so much shared memory that a multiprocessor has
+room for one: a matrix product beside it loses as many of them as beside the real collective.
 
 Times are nanoseconds of %globaltimer, int64. Tables are int64 on the device, so that what is captured in a CUDA graph
 follows when they are changed:
@@ -28,6 +29,8 @@ ROW = 8  # of which the last is not used: rows are aligned alike
 STATE = 4
 WARPS = 16  # 512 threads, as NCCL's blocks have
 TILE = 8192  # 4-byte words that a block copies at a time
+SPINS = tl.constexpr(1 << 24)  # looks at what another block is to write: some ten seconds
+LONGEST = tl.constexpr(20_000_000_000)  # nanoseconds that a block stays at most
 
 
 @triton.jit
@@ -46,8 +49,10 @@ def _read(place):
 def reserve(row, free, lock, now, LINKS: tl.constexpr):
     """The time from `now` on at which all links of `row` are free; they are taken for its transfer from then on."""
     held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
-    while held != 0:
+    spins = tl.full((), 0, tl.int32)
+    while (held != 0) & (spins < SPINS):
         held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+        spins += 1
     begin = now
     for i in tl.static_range(LINKS):
         link = _read(row + FIRST_LINK + i)
@@ -118,11 +123,13 @@ def hold_kernel(
             tl.atomic_xchg(state + BEGIN, reserve(row, free, lock, now, LINKS))
         tl.atomic_xchg(state + FIRST, now)
     first = _read(state + FIRST)
-    while first == 0:
+    spins = tl.full((), 0, tl.int32)
+    while (first == 0) & (spins < SPINS):
         first = _read(state + FIRST)
+        spins += 1
     begin = _read(state + BEGIN)
     delay = _read(row + DELAY)
-    deadline = begin + delay + (now - first)
+    deadline = tl.minimum(begin + delay + (now - first), now + LONGEST)
     if ALONE:
         _scale(x, factor, elements, TILE)
     blocks = tl.num_programs(0).to(tl.int64)

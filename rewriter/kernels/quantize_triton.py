@@ -127,6 +127,7 @@ def dequantize_reduce(
 
 
 _OPTIONS: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+_CPU = torch.device("cpu")
 
 
 @cache
@@ -143,15 +144,16 @@ def tile_of(format: Format, to: Format | None = None, dithered: bool = False) ->
 
 @cache
 def _matrix_of(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Hadamard's matrix that rotates a part."""
-    return blocks.hadamard(tile.width, device).to(dtype) if tile.format.rotated else None
+    """Hadamard's matrix that rotates a part. It is made on the CPU: a copy from there is done when it is returned. A
+    kernel would run on the first user's stream, and users on other streams would not wait for it."""
+    return blocks.hadamard(tile.width, _CPU).to(dtype).to(device) if tile.format.rotated else None
 
 
 @cache
 def _scaled_matrix(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The same, over the block's size: no sum of a block's numbers overflows."""
-    matrix = _matrix_of(tile, torch.float32, device)
-    return None if matrix is None else (matrix / tile.format.block).to(dtype)
+    matrix = _matrix_of(tile, torch.float32, _CPU)
+    return None if matrix is None else (matrix / tile.format.block).to(dtype).to(device)
 
 
 def _order(order: Sequence[int] | None, rows: int, device: torch.device) -> Tensor | None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import local_rank
 from rewriter.fabric import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.writing import measured_points, name_of, short, to_yaml
@@ -112,7 +113,7 @@ def calibrated(
     if started:
         cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _local_ranks()
         if cuda:
-            torch.cuda.set_device(_local_rank())
+            torch.cuda.set_device(local_rank())
         else:
             _keep_to_own_cores()
         dist.init_process_group("nccl" if cuda else "gloo")
@@ -190,11 +191,7 @@ def _keep_to_own_cores() -> None:
     cores, ranks = sorted(os.sched_getaffinity(0)), _local_ranks()
     each = len(cores) // ranks
     if ranks > 1 and each:
-        os.sched_setaffinity(0, cores[_local_rank() * each :][:each])
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+        os.sched_setaffinity(0, cores[local_rank() * each :][:each])
 
 
 def _local_ranks() -> int:

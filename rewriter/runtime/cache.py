@@ -201,12 +201,15 @@ class SequenceCache(_SlotMemory):
     def _begin(self, shards: Shards | None) -> None:
         """Set `places` and `prompt` for a prompt, or for none."""
         ranks, rank, room = self.axis.ranks, self.axis.rank, len(self.places) - 1
-        own = torch.empty(0, dtype=torch.int64) if shards is None else shards.indices
-        length, count = (0, 0) if shards is None else (shards.length, len(own))
-        own = torch.where(own < length, own, NEVER)
-        later = length + rank + ranks * torch.arange(room - count)
-        self.places.copy_(torch.cat([own, later, torch.tensor([NEVER])]))
-        self.prompt.copy_(torch.tensor([length, count]))
+        length, count = (0, 0) if shards is None else (shards.length, shards.count)
+        if shards is not None:
+            own = shards.indices_of(rank, self.places.device)
+            self.places[:count] = torch.where(own < length, own, NEVER)
+        later = torch.arange(room - count, device=self.places.device)
+        self.places[count:room] = length + rank + ranks * later
+        self.places[room:].fill_(NEVER)
+        self.prompt[0].fill_(length)
+        self.prompt[1].fill_(count)
 
     def _too_long(self, length: int) -> RewriterError:
         return RewriterError(f"SequenceCache: {length} tokens, but it was made for max_length={self.max_length}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
+
+FEW = 16  # choices whose experts' weights are copied, rather than that the host waits to know them
 
 
 @torch.compiler.disable
@@ -35,13 +39,18 @@ def experts(
     replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1 add nothing: transformers marks
     dropped tokens so. Only experts that some token chose are computed, each on its own tokens.
 
-    How many tokens an expert gets is data, so this is never inside a compiled graph.
+    How many tokens an expert gets is data, so this is never inside a compiled graph. On a GPU the host waits for it,
+    except for up to `FEW` choices without gradients: those take copies of their experts' weights.
     """
     if act not in ACTIVATIONS:
         raise RewriterError(f"experts: activation {act!r} is unknown, expected one of {', '.join(sorted(ACTIVATIONS))}")
     if layout not in ("concatenated", "interleaved", "ungated"):
         raise RewriterError(f"experts: layout {layout!r}, expected 'concatenated', 'interleaved' or 'ungated'")
+    gate: dict[str, Any] = dict(act=act, layout=layout, limit=limit, slope=slope, offset=offset)
     count, per_token = up_E2ID.shape[0], index_NK.shape[1]
+    if index_NK.numel() <= FEW and not torch.is_grad_enabled() and host_waits(x_ND):
+        weights = (up_E2ID, down_EDI, up_bias_E2I, down_bias_ED)
+        return _of_each_choice(x_ND, index_NK, weight_NK, weights, transposed, gate)
     # Choices in order of expert, then of token; one transfer to the host tells where each expert's begin.
     chosen = index_NK.reshape(-1)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
@@ -59,8 +68,41 @@ def experts(
         up, down = (w[expert].T if transposed else w[expert] for w in (up_E2ID, down_EDI))
         up_bias, down_bias = (None if b is None else b[expert] for b in (up_bias_E2I, down_bias_ED))
         h = F.linear(x_ND[token], up, up_bias)
-        h = gated(h, act=act, layout=layout, limit=limit, slope=slope, offset=offset)
+        h = gated(h, **gate)
         y = F.linear(h, down, down_bias)
         out_ND = out_ND.index_add(0, token, (y * weight_of[begin : begin + size, None]).to(out_ND.dtype))
         begin += size
     return out_ND
+
+
+def host_waits(x: Tensor) -> bool:
+    """Whether the host, to read values of tensors like `x`, waits for what is computed before; nor can it in a graph
+    that is captured."""
+    return x.is_cuda
+
+
+def _of_each_choice(
+    x_ND: Tensor,
+    index_NK: Tensor,
+    weight_NK: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    transposed: bool,
+    gate: dict[str, Any],
+) -> Tensor:
+    """`experts` with the weights of each of the C = N · K choices side by side, up, down and their biases: no shape
+    depends on who was chosen."""
+    tokens, per_token = index_NK.shape
+    chosen = index_NK.reshape(-1)
+    real = (chosen >= 0) & (chosen < len(weights[0]))
+    own = [None if w is None else w.index_select(0, torch.where(real, chosen, 0)) for w in weights]
+
+    def linear(x_CD: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+        assert w is not None
+        y = torch.bmm(x_CD[:, None], w if transposed else w.transpose(1, 2))[:, 0]
+        return y if bias is None else y + bias
+
+    up, down, up_bias, down_bias = own
+    h = gated(linear(x_ND.repeat(1, per_token).view(tokens * per_token, -1), up, up_bias), **gate)
+    y = linear(h, down, down_bias) * weight_NK.reshape(-1, 1)
+    y = torch.where(real[:, None], y, 0).to(x_ND.dtype)
+    return y.view(tokens, per_token, -1).sum(1)

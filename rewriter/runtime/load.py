@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
@@ -191,19 +192,20 @@ def rank_device(device: torch.device | str | None = None) -> torch.device:
         elif where.index >= visible:
             raise RewriterError(f"device {where}: this process sees {_gpus(visible)}. Choose another, or device='cpu'")
         torch.cuda.set_device(where)
+        os.environ.setdefault(*CUDNN_ATTENTION_LAST)  # for ranks that torchrun started
     return where
 
 
 def _own_gpu(visible: int) -> int:
     """Of this rank: the one of its number, or the only one where a launcher (SLURM) shows each process its own."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank < visible:
-        return local_rank
+    number = local_rank()
+    if number < visible:
+        return number
     if visible == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return 0  # if it is other ranks' too, NCCL refuses
     alone = ", or device='cuda:0' if each process sees a GPU of its own" if visible == 1 else ""
     raise RewriterError(
-        f"local rank {local_rank}: this process sees {_gpus(visible)}. Use fewer ranks, or device='cpu'{alone}"
+        f"local rank {number}: this process sees {_gpus(visible)}. Use fewer ranks, or device='cpu'{alone}"
     )
 
 

@@ -79,8 +79,8 @@ def last_tokens(x: Tensor, n: int, ctx: Context) -> Tensor:
         return x[:, -n:]
     _check_count(x, shards, "last_tokens")
     axis, count = shards.axis, shards.count
-    places = torch.cat([shards.indices_of(rank) for rank in range(axis.ranks)])
-    where = torch.argsort(places)[max(0, shards.length - n) : shards.length].to(x.device)  # rank · count + local index
+    places = torch.cat([shards.indices_of(rank, x.device) for rank in range(axis.ranks)])
+    where = torch.argsort(places)[max(0, shards.length - n) : shards.length]  # rank · count + local index
     owner = where // count
     # every rank sends n rows, of which only its own are read
     rows = x.index_select(1, torch.where(owner == axis.rank, where % count, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,6 +73,6 @@ class Shards:
         """int64 [count]: the position of each of this rank's tokens; `length` and above for padding."""
         return self.indices_of(self.axis.rank)
 
-    def indices_of(self, rank: int) -> Tensor:
-        """int64 [count]: `indices` of any rank."""
-        return indices(self.axis.plan.layout, rank, self.axis.ranks, self.length)
+    def indices_of(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
+        """int64 [count]: `indices` of any rank, computed where they are needed."""
+        return indices(self.axis.plan.layout, rank, self.axis.ranks, self.length, device)

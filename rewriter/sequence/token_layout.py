@@ -89,7 +89,7 @@ def indices(layout: LayoutName, rank: int, ranks: int, length: int, device: torc
 def take_tokens(x: Tensor, dim: int, layout: LayoutName, rank: int, ranks: int, fill: float = 0) -> Tensor:
     """A rank's tokens of the full `x`, whose dimension `dim` is the sequence; padding is `fill`."""
     own = indices(layout, rank, ranks, x.shape[dim], x.device)
-    missing = int(own.max()) + 1 - x.shape[dim]
+    missing = padded(x.shape[dim], ranks * LAYOUTS[layout].chunks) - x.shape[dim]
     if missing > 0:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing], value=fill)
     return x.index_select(dim, own)

@@ -76,7 +76,8 @@ def register(plan: SequencePlan, mesh: AttentionMesh) -> str:
     by_heads = (mesh.rank,) if mesh.by_heads is None else tuple(dist.get_process_group_ranks(mesh.by_heads))
     place = f"{mesh.head_index} {mesh.row} {mesh.column} {by_heads} {mesh.members}"
     key = f"{plan} {hashlib.sha256(place.encode()).hexdigest()[:12]}"
-    if mesh.in_grid is not None and key not in _axes:
+    known = _axes.get(key)  # which may be of an earlier job in this process, with groups that are gone
+    if mesh.in_grid is not None and (known is None or known.mesh.in_grid is not mesh.in_grid):
         _connect(mesh.in_grid)
     _axes[key] = AttentionAxis(mesh, plan, format)
     return key
