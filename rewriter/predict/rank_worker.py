@@ -193,7 +193,8 @@ def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], floa
 
 
 def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
-    """A pass as a CUDA graph, captured after it has warmed up on a separate stream."""
+    """A pass as a CUDA graph, captured on the stream on which it has warmed up: cuBLAS has a workspace for each stream.
+    NCCL's watchdog, another thread, may ask for events meanwhile."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -201,7 +202,7 @@ def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], 
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph.replay
 
