@@ -57,18 +57,23 @@ def expected_tokens(directory: Path, prompts: list[list[int]]) -> list[list[int]
     return found
 
 
-def row(model: Path, recipe: str, tp: int, scratch: Path) -> dict[str, Any]:
+def continued_alike(model: Path, recipe: str, tp: int, prompts: list[str], directory: Path) -> int:
+    """How many prompts the ranks continue as transformers does."""
+    api.convert(model, recipe, tp=tp, out=directory, verify="none", dtype="fp32")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    expected = expected_tokens(directory, [tokenizer(text).input_ids for text in prompts])
+    generations = api.generate(directory, prompts, max_new_tokens=NEW_TOKENS)
+    return sum(found.tokens == wanted for found, wanted in zip(generations, expected, strict=True))
+
+
+def row(model: Path, recipe: str, tp: int, prompts: list[str], scratch: Path) -> dict[str, Any]:
     """One line of the table. Raises RewriterError where a conversion or its verification fails."""
     copied, linked, exact = (scratch / name for name in ("copied", "linked", "fp32"))
     report = api.convert(model, recipe, tp=tp, out=copied, verify="full")
     differences = [value for name, value in report.verification.items() if name.startswith("real weights")]
     drift = {n: v for n, v in report.verification.items() if n.startswith("drift.") and isinstance(v, float)}
     api.convert(model, recipe, tp=tp, out=linked, verify="none", link=True)
-    api.convert(model, recipe, tp=tp, out=exact, verify="none", dtype="fp32")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    expected = expected_tokens(exact, [tokenizer(text).input_ids for text in PROMPTS])
-    generations = api.generate(exact, list(PROMPTS), max_new_tokens=NEW_TOKENS)
-    equal = sum(found.tokens == wanted for found, wanted in zip(generations, expected, strict=True))
+    equal = continued_alike(model, recipe, tp, prompts, exact) if prompts else 0
     return {
         "recipe": recipe, "tp": tp, "largest difference": max(differences), **drift,
         "size": size(copied) / size(model), "linked": size(linked, but_links=True), "equal": equal,
@@ -81,21 +86,22 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tp", default="1", help="numbers of ranks, such as 1,3")
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many are continued")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    rows, failed = [], False
-    print(f"{'recipe':20} tp  difference      KL  top-1  size ×  linked MB  equal of {len(PROMPTS)}")
+    rows, failed, prompts = [], False, list(PROMPTS[: asked.prompts])
+    print(f"{'recipe':20} tp  difference      KL  top-1  size ×  linked MB  equal of {len(prompts)}")
     for recipe in asked.recipes.split(","):
         for tp in map(int, asked.tp.split(",")):
             with tempfile.TemporaryDirectory(prefix="real-models-") as scratch:
                 try:
-                    found = row(asked.model, recipe, tp, Path(scratch))
+                    found = row(asked.model, recipe, tp, prompts, Path(scratch))
                 except RewriterError as error:
                     print(f"{recipe:20} {tp:2}  {error}", flush=True)
                     failed = True
                     continue
             rows.append(found)
-            failed |= found["size"] > 1.02 or found["linked"] > 20e6 or found["equal"] < len(PROMPTS)
+            failed |= found["size"] > 1.02 or found["linked"] > 20e6 or found["equal"] < len(prompts)
             print(
                 f"{recipe:20} {tp:2}  {found['largest difference']:10.1e}  {found.get('drift.kl', 0.0):6.3f}"
                 f"  {found.get('drift.top1 agreement', 1.0):5.3f}  {found['size']:6.4f}  {found['linked'] / 1e6:9.2f}"
