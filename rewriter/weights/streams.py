@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -96,9 +96,11 @@ class Stream:
             behind.submit(lambda: self._written(None, 0, complete))
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file as it is, and the source. No thread is in `step`."""
         if self._sink is not None:
             self._sink.close()
+        if isinstance(self._pieces, Generator):
+            self._pieces.close()
 
     def _advance(self) -> None:
         self._next = next(self._pieces, None)
