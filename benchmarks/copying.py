@@ -16,54 +16,20 @@ import statistics
 import subprocess
 import tempfile
 import time
-from math import prod
+from math import inf
 from pathlib import Path
+
+from random_checkpoint import Sizes, make
 
 from rewriter.common.expressions import Expression, Slice, Tensor
 from rewriter.weights import Checkpoint, ShardPlan, convert_files
-from rewriter.weights.header import encode_header
-
-HIDDEN, HEADS, FEED_FORWARD, VOCABULARY = 4096, 8, 14336, 32000
 
 
-def layer(index: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
-    """Names of one layer's tensors: shape, and the dimension that ranks divide (None: none)."""
-    prefix, key_values = f"model.layers.{index}.", HEADS * 128
-    return {
-        f"{prefix}input_layernorm.weight": ((HIDDEN,), None),
-        f"{prefix}mlp.down_proj.weight": ((HIDDEN, FEED_FORWARD), 1),
-        f"{prefix}mlp.gate_proj.weight": ((FEED_FORWARD, HIDDEN), 0),
-        f"{prefix}mlp.up_proj.weight": ((FEED_FORWARD, HIDDEN), 0),
-        f"{prefix}self_attn.k_proj.weight": ((key_values, HIDDEN), 0),
-        f"{prefix}self_attn.o_proj.weight": ((HIDDEN, HIDDEN), 1),
-        f"{prefix}self_attn.q_proj.weight": ((HIDDEN, HIDDEN), 0),
-        f"{prefix}self_attn.v_proj.weight": ((key_values, HIDDEN), 0),
-    }
-
-
-def make(directory: Path, gigabytes: float) -> dict[str, tuple[tuple[int, ...], int | None]]:
-    """Write model.safetensors with random bytes of about this size; returns its tensors."""
-    tensors: dict[str, tuple[tuple[int, ...], int | None]] = {"model.embed_tokens.weight": ((VOCABULARY, HIDDEN), 0)}
-    index = 0
-    while sum(2 * prod(shape) for shape, _ in tensors.values()) < gigabytes * 1e9:
-        tensors |= layer(index)
-        index += 1
-    header = encode_header({n: ("BF16", s, 2 * prod(s)) for n, (s, _) in tensors.items()}, {"format": "pt"})
-    noise = os.urandom(64 << 20)
-    with open(directory / "model.safetensors", "wb") as file:
-        file.write(header)
-        left = sum(2 * prod(shape) for shape, _ in tensors.values())
-        while left:
-            left -= file.write(noise[: min(left, len(noise))])
-        file.flush()
-        os.fsync(file.fileno())
-    return tensors
-
-
-def shard(name: str, shape: tuple[int, ...], dim: int | None, rank: int, tp: int) -> Expression:
-    """The rank's part of a tensor."""
-    if dim is None:
+def shard(name: str, shape: tuple[int, ...], rank: int, tp: int) -> Expression:
+    """The rank's part of a tensor: of outputs, or of inputs where ranks' products are added; norms are whole."""
+    if len(shape) == 1:
         return Tensor(name)
+    dim = int("o_proj" in name or "down_proj" in name)
     size = shape[dim] // tp
     return Slice(Tensor(name), dim, ((rank * size, rank * size + size),))
 
@@ -77,8 +43,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
-        tensors = make(root, options.gigabytes)
-        source = root / "model.safetensors"
+        make(root, options.gigabytes, Sizes(file_bytes=inf))
+        (source,) = Checkpoint.open(root).files
         ratios = []
         for _ in range(options.rounds):
             start = time.perf_counter()
@@ -94,7 +60,7 @@ def main() -> None:
             plans = [
                 ShardPlan(
                     out / f"rank-{rank}.safetensors",
-                    {n: (shard(n, shape, dim, rank, options.tp), None) for n, (shape, dim) in tensors.items()},
+                    {n: (shard(n, shape, rank, options.tp), None) for n, shape in checkpoint.shapes.items()},
                 )
                 for rank in range(options.tp)
             ]

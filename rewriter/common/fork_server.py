@@ -99,9 +99,9 @@ class _Server:
         self.connection, self.pid, self.owner = connection, pid, os.getpid()
 
     def fork(self, words: Sequence[str], variables: Callable[[int], Mapping[str, str]], log: IO[bytes]) -> Forked:
-        status, theirs = os.pipe()
         own = dict(variables(self.pid))
         content = json.dumps({"words": list(words), "variables": own, "directory": os.getcwd()}).encode()
+        status, theirs = os.pipe()
         try:
             socket.send_fds(self.connection, [len(content).to_bytes(8, "big")], [theirs, log.fileno()])
             self.connection.sendall(content)

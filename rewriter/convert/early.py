@@ -1,4 +1,5 @@
-"""Copying while a model is imported, traced and verified. Imports no torch: it begins before that is there."""
+"""Copying while a model is imported, traced and verified. Imports no torch: in a program it begins before that is
+there; the command imports torch first, to fork its server before there are threads."""
 
 from __future__ import annotations
 

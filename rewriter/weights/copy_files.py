@@ -109,8 +109,8 @@ def convert_files(
                 finished(target, hashes[target])
     except OSError as error:
         if is_disk_full(error):
-            place_ = [*(target for _, target in copies), *(plan.path for plan in plans)][0].parent
-            raise disk_full(place_, needed, available(place_)) from error
+            directory = [*(target for _, target in copies), *(plan.path for plan in plans)][0].parent
+            raise disk_full(directory, needed, available(directory)) from error
         raise
     return hashes
 

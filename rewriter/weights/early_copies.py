@@ -18,7 +18,7 @@ from typing import Self
 from rewriter.common.errors import RewriterError
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.sink import BUFFER, Sink, reflink_into, unnamed
-from rewriter.weights.space import available
+from rewriter.weights.space import available, existing
 from rewriter.weights.streams import Stream, StreamRun, file_pieces, processors
 
 SWITCH_SECONDS = 5e-4  # a thread that copies waits so long for the one that imports or traces, several times a buffer
@@ -54,9 +54,7 @@ class EarlyCopies:
     @classmethod
     def begin(cls, model: str | os.PathLike[str], out: str | os.PathLike[str], link: bool) -> EarlyCopies | None:
         """Copies for an output at `out`; None where they cannot be made, which the conversion itself will report."""
-        place = Path(os.path.realpath(out)).parent
-        while not place.exists():
-            place = place.parent
+        place = existing(Path(os.path.realpath(out)).parent)
         try:
             checkpoint = Checkpoint.open(model)
             if not link and sum(checkpoint.sizes.values()) > available(place):

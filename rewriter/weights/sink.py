@@ -16,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rewriter.weights.space import existing
+
 # Offsets, lengths and addresses of O_DIRECT are multiples of this on every Linux file system of today.
 ALIGNMENT = 4096
 BUFFER = 4 << 20
@@ -133,10 +135,8 @@ def unnamed(directory: Path) -> int:
 
 def reflinks(source: Path, directory: Path) -> bool:
     """Whether a file in `directory` can share the data of `source`."""
-    while not directory.exists():
-        directory = directory.parent
     try:
-        fd = unnamed(directory)
+        fd = unnamed(existing(directory))
     except OSError:
         return False
     try:

@@ -31,9 +31,14 @@ def require_space(path: Path, nbytes: int, files: int = 0) -> None:
 
 
 def _status(path: Path) -> os.statvfs_result:
+    return os.statvfs(existing(path))
+
+
+def existing(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
-    return os.statvfs(path)
+    return path
 
 
 def is_disk_full(error: BaseException) -> bool:
