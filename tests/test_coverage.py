@@ -35,6 +35,15 @@ def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
     assert not row.replicated
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["beam", "llama4_text"])
+def test_desync_where_a_sum_is_multiplied_and_viewed(model_type: str) -> None:
+    """Beam multiplies what a norm behind the sum gives, Llama 4 views the sum by sizes of the graph."""
+    row = check(model_type)
+    assert row.desync, row.reason
+    assert not row.wrong
+
+
 def test_a_model_without_residual_stream_says_so_and_is_still_sharded() -> None:
     row = check("bart")
     assert (row.builds, row.traces, row.tp2, row.tp4) == (True, True, True, True)

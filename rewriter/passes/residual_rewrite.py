@@ -79,7 +79,7 @@ def ends_in_sum(write: fx.Node, modules: Mapping[str, Module]) -> bool:
     while write.target is not ops.all_reduce:
         module = modules[str(write.target)] if write.op == "call_module" else None
         norms = module is not None and not isinstance(module, Opaque) and not computes(module)
-        if not (_is_linear(write) or norms) or len(write.all_input_nodes) != 1:
+        if not (_is_linear(write) or (norms and len(write.all_input_nodes) == 1)):
             return False
         write = write.all_input_nodes[0]
     return True

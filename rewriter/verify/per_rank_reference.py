@@ -195,6 +195,14 @@ def _shared_norms(structure: Structure, modes: Sequence[LayerMode]) -> list[tupl
     return pairs
 
 
+def _multiple(written: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    """The number that a block multiplies what its norm computed by before it is written."""
+    number = (written * normed).sum() / (normed * normed).sum().clamp(min=1e-30)
+    if not torch.allclose(written, number * normed, rtol=1e-3, atol=1e-5):
+        raise RewriterError("per-rank reference: what is written is not a multiple of what the norm before it computed")
+    return number
+
+
 class _Rank(Ledger):
     """The stream as one rank holds it. What a model multiplies the stream by (`carry`) holds for all that is in it."""
 
@@ -204,7 +212,7 @@ class _Rank(Ledger):
         self.block_of = {start: block for block, start in enumerate((*structure.starts, structure.last))}
         self.seen: list[torch.Tensor] = []  # x at the start of each block
         self.parts: list[torch.Tensor] = []  # what this rank wrote in each block
-        self.complete: torch.Tensor | None = None  # what all ranks write, where a norm has just computed it
+        self.normed: tuple[torch.Tensor, torch.Tensor] | None = None  # of this rank's part and of all ranks', just now
         self.carries: list[list[Carry]] = []  # what was made of x in each block
 
     def begin(self, stream: torch.Tensor) -> None:
@@ -239,16 +247,17 @@ class _Rank(Ledger):
         """`norm` of what this rank gives it; the norm of what all ranks give together is kept for the write."""
 
         def normed(part: torch.Tensor) -> torch.Tensor:
-            self.complete = norm(self.group.all_reduce(self.rank, part))
-            return norm(part)
+            self.normed = norm(part), norm(self.group.all_reduce(self.rank, part))
+            return self.normed[0]
 
         return normed
 
     def _share(self, value: int, written: torch.Tensor) -> torch.Tensor:
         """This rank's share of what all ranks write where this one wrote `written`."""
-        complete, self.complete = self.complete, None
-        if complete is not None:
-            return complete.reshape(written.shape) / self.group.ranks
+        normed, self.normed = self.normed, None
+        if normed is not None:
+            own, complete = (x.reshape(written.shape) for x in normed)
+            return complete * _multiple(written, own) / self.group.ranks
         block = next(b for start, b in sorted(self.block_of.items(), reverse=True) if start <= value)
         return written if self.steps[block].split else written / self.group.ranks
 
