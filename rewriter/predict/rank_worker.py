@@ -25,7 +25,8 @@ from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.context import Context
-from rewriter.runtime.generate import make_cache, positions
+from rewriter.runtime.cache import make_cache
+from rewriter.runtime.generate import positions
 from rewriter.runtime.load import build, fill
 from rewriter.weights.references import RankWeights
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.pytree_node import register_node
@@ -52,6 +52,11 @@ class _SlotMemory:
         )
         self.only_slot = False
 
+    def clear(self) -> None:
+        """Zeros everywhere, as when it was made: what was not finite would show even where it is masked."""
+        for memory in (*self.keys, *self.values):
+            memory.zero_()
+
     def bound(self, slot: int) -> Self:
         """The same memory, seen as the one entry that any slot number names.
 
@@ -81,8 +86,8 @@ class _SlotMemory:
 
 
 class StaticCache(_SlotMemory):
-    """Position t, left padding counted, is at index t of max_length; a slot with a window w keeps min(w, max_length)
-    positions as a ring, t at index t modulo the length."""
+    """Position t, left padding counted, is at index t of max_length; a slot with a window w below max_length keeps w
+    positions as a ring, t at index t modulo w."""
 
     def __init__(
         self,
@@ -93,8 +98,17 @@ class StaticCache(_SlotMemory):
         device: torch.device | str = "cpu",
     ) -> None:
         lengths = [max_length if spec.window is None else min(spec.window, max_length) for spec in slots]
+        self.rings = [length < max_length for length in lengths]
         super().__init__(slots, lengths, batch, dtype, device)
-        self.rings = [spec.window is not None for spec in slots]
+
+    def first(self, length: int) -> Self:
+        """The same memory as far as positions below `length` need it: less to look at."""
+        one = copy(self)
+        one.keys, one.values = (
+            [m if ring else m[:, :, :length] for m, ring in zip(memories, self.rings, strict=True)]
+            for memories in (self.keys, self.values)
+        )
+        return one
 
     def bound(self, slot: int) -> Self:
         one = super().bound(slot)
@@ -213,6 +227,23 @@ class SequenceCache(_SlotMemory):
 
     def _too_long(self, length: int) -> RewriterError:
         return RewriterError(f"SequenceCache: {length} tokens, but it was made for max_length={self.max_length}")
+
+
+def make_cache(model: nn.Module, batch: int, max_length: int, like: Tensor) -> StaticCache | SequenceCache:
+    """An empty cache for `batch` rows of an emitted model, in dtype and on the device of `like`.
+
+    Raises RewriterError for a model that does not say what it caches.
+    """
+    slots: Any = getattr(model, "slots", None)
+    if not slots:
+        raise RewriterError(
+            f"generate: {type(model).__name__} names no cache slots. Rewrite the model with this version, or pass "
+            "use_cache=False"
+        )
+    axis: SequenceAxis | None = getattr(model, "sequence", None)
+    if axis is not None and axis.ranks > 1:
+        return SequenceCache(slots, axis, batch, max_length, like.dtype, like.device)
+    return StaticCache(slots, batch, max_length, like.dtype, like.device)
 
 
 register_node(StaticCache, ("keys", "values"), ("rings", "only_slot"))

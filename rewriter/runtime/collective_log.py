@@ -51,6 +51,11 @@ def record_events() -> Iterator[list[Event]]:
         _observers[:] = [other for other in _observers if other is not events]
 
 
+def is_recording() -> bool:
+    """Whether any `record_events` is running."""
+    return bool(_observers)
+
+
 def mark(name: str) -> None:
     """Add an event of kind "mark" to every running `record_events`."""
     for events in _observers:

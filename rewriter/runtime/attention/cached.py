@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops import MaskSpec
 from rewriter.runtime.attention.decode import decode_attention
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context, segment_positions
+from rewriter.runtime.products import in_memory
 
 
 def attention(
@@ -63,7 +65,7 @@ def attention(
     explicit = softcap is not None or sinks is not None
     everything = positions is None and ctx.first_valid is None and ctx.segment_ids is None
     if everything and not explicit and bias is None:
-        causal = mask.causal and queries > 1
+        causal = mask.causal if queries > 1 else False  # a bool where the number is symbolic
         if not causal or mask.unbounded(queries):
             return _sdpa(q_BHSD, k_BKSD, v_BKSE, None, causal, scale)
     visible = _visible(mask, ctx, positions, queries, q_BHSD.device)
@@ -140,6 +142,8 @@ def _sdpa(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, mask: Tensor | None, c
     batch, heads, queries, _ = q_BHSD.shape
     kv_heads = k_BKTD.shape[1]
     grouped = kv_heads != heads
+    if queries == 1 and q_BHSD.device.type == "cpu" and torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return _reductions(q_BHSD, k_BKTD, v_BKTE, mask, scale)
     if grouped and queries == 1:
         # One token: the query heads of a group are rows of one attention, so K and V are read once and never
         # repeated.
@@ -156,6 +160,24 @@ def _sdpa(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, mask: Tensor | None, c
     return F.scaled_dot_product_attention(
         q_BHSD, k_BKTD, v_BKTE, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _reductions(q_BH1D: Tensor, k_BKTD: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One token's attention for TorchInductor on the CPU, to which a kernel of the library is a call that takes longer
+    than a short sequence's arithmetic."""
+    batch, heads, _, _ = q_BH1D.shape
+    kv_heads, groups = k_BKTD.shape[1], heads // k_BKTD.shape[1]
+    wide = accumulation_dtype(q_BH1D.dtype)
+    q_BKG1D = in_memory(q_BH1D.to(wide) * scale).view(batch, kv_heads, groups, 1, -1)
+    scores_BKGT = (q_BKG1D * k_BKTD.to(wide).unsqueeze(2)).sum(-1)
+    if mask is not None:
+        by_group = mask if mask.shape[1] == 1 else mask.reshape(mask.shape[0], kv_heads, groups, -1)
+        scores_BKGT = (
+            scores_BKGT.masked_fill(~by_group, float("-inf")) if mask.dtype == torch.bool else scores_BKGT + by_group
+        )
+    weights_BKGT = in_memory(scores_BKGT.softmax(-1))
+    o_BKGE = (weights_BKGT.unsqueeze(-1) * v_BKTE.to(wide).unsqueeze(2)).sum(-2)
+    return o_BKGE.reshape(batch, heads, 1, -1).to(q_BH1D.dtype)
 
 
 def _explicit(

@@ -1,0 +1,80 @@
+"""Steps as CUDA graphs: captured on every rank of a group or on none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rewriter.runtime.collective_log import is_recording
+
+_WARM_UPS = 3
+
+
+def host_waits(x: Tensor) -> bool:
+    """Whether the host, to read values of tensors like `x`, waits for what is computed before."""
+    return x.is_cuda
+
+
+def why_not_captured(group: ProcessGroup | None) -> str | None:
+    """Why steps of such ranks cannot be captured; None where they can be."""
+    if is_recording():
+        return "events of collectives are recorded"
+    if group is None or group.size() == 1:
+        return None
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+        return "TORCH_NCCL_BLOCKING_WAIT is set, so that the host waits for every collective"
+    if "nccl" not in (backend := dist.get_backend(group)):
+        return f"a CUDA graph holds no collectives of {backend}"
+    return None
+
+
+def capture(
+    steps: Sequence[Callable[[], None]], state: Sequence[Tensor], random: torch.Generator, group: ProcessGroup | None
+) -> list[Callable[[], None]] | str:
+    """Each of `steps` as a graph that replays it on the current stream, or why a rank of `group` could not capture one.
+
+    All ranks of `group` call it together. `steps` run a few times, one after the other, and what they change, the
+    tensors `state` and the generator `random`, is then as before. They warm up on the stream that captures: cuBLAS has
+    a workspace for each. NCCL's watchdog, another thread, may ask for events meanwhile.
+    """
+    device = state[0].device
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    saved, drawn = [x.clone() for x in state], random.get_state()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            for step in steps:
+                step()
+            for x, before in zip(state, saved, strict=True):
+                x.copy_(before)
+    current.wait_stream(stream)
+    random.set_state(drawn)
+    graphs, failure = [], None
+    try:
+        graphs = [_captured(step, stream, random) for step in steps]
+    except RuntimeError as error:  # torch's of CUDA are, too
+        failure = str(error).partition("\n")[0]
+    if not _all_agree(failure is None, device, group):
+        return f"capturing failed ({failure or 'on another rank'})"
+    return [graph.replay for graph in graphs]
+
+
+def _captured(step: Callable[[], None], stream: torch.cuda.Stream, random: torch.Generator) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(random)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
+def _all_agree(yes: bool, device: torch.device, group: ProcessGroup | None) -> bool:
+    if group is None or group.size() == 1:
+        return yes
+    votes = torch.tensor([int(yes)], device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
