@@ -266,6 +266,7 @@ def generate(
     tp: int | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
+    compile: bool = False,
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
     **sampling: Any,
 ) -> list[Generation]:
@@ -274,6 +275,7 @@ def generate(
     A prompt is a text to continue, or the messages of a conversation, which the tokenizer's chat template makes one.
     It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. `sampling`:
     temperature (0, the default, takes the likeliest token), top_k, top_p and seed, which every prompt starts from.
+    `compile` compiles the decode step first, which takes a minute or more and pays for long or many texts.
     `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
     last piece.
 
@@ -309,6 +311,7 @@ def generate(
         return stream.done
 
     request = {"prompts": ids, "max_new_tokens": max_new_tokens, **defaults, "eos_token_ids": ends, **sampling}
+    request["compile"] = compile
     launch(root, ranks_of(mesh), request, on_token=on_token)
     return [stream.result() for stream in streams]
 

@@ -85,6 +85,9 @@ TopP = Annotated[
 TopK = Annotated[int | None, _Count(help="Sample from the N likeliest tokens.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Of the samples; every prompt starts from it.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. Repeatable.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the decode step first: minutes, for long or many texts.")
+]
 GenerationJson = Annotated[
     bool, typer.Option("--json", help="Print a JSON object per prompt: text, tokens, seconds. Nothing else on stdout.")
 ]

@@ -5,6 +5,7 @@ Prefill of prompts, and decode steps behind so many tokens as a generation has i
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,10 +25,9 @@ from rewriter.fabric import Call, Delay
 from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
-from rewriter.runtime.context import Context
-from rewriter.runtime.cache import make_cache
-from rewriter.runtime.generate import positions
+from rewriter.runtime.decode_step import DecodeStep
 from rewriter.runtime.load import build, fill
+from rewriter.runtime.sampling import Sampling
 from rewriter.weights.references import RankWeights
 
 STEPS = 8  # decode steps timed together
@@ -131,38 +131,31 @@ def _join(spec: Spec, job: int, rank: int, device: torch.device, silent: bool) -
     dist.init_process_group(backend, rank=rank, world_size=spec.job.tp, store=store, device_id=only)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> dict[str, list[float]]:
     model, job = _model(spec, variant, rank, device), spec.job
-    weight = next(model.parameters())
     ids = torch.zeros(job.batch, job.prompt, dtype=torch.int64, device=device)
-    where = positions(job.prompt, None, job.batch, device)
-    cache = make_cache(model, job.batch, max(job.prompt + job.generate, job.past + STEPS), weight)
-
-    def prefill() -> Tensor:
-        logits: Tensor = model(ids, where, Context(cache=cache), logits_to_keep=1)
-        return logits
-
-    token = ids[:, :1]
-    places = torch.arange(job.past, job.past + STEPS, device=device)
-    at = places[:1].clone()
-
-    def step() -> Tensor:
-        logits: Tensor = model(token, at.expand(job.batch, 1), Context(cache, at[0]))
-        return logits
-
+    step = DecodeStep(model, job.batch, max(job.prompt + job.generate, job.past + STEPS), dist.group.WORLD)
+    begin = functools.partial(step.begin, first_valid=None, sampling=Sampling(), seed=0, ends=(), pad=0)
     graphed = job.graphed and device.type == "cuda"
     if graphed:
         compile_segments(model)
-    first = _timed(_captured(prefill, device) if graphed else prefill, device)
-    run = _captured(step, device) if graphed else step
+
+    def prefill() -> None:
+        step.prefill(ids)
 
     def steps() -> None:
-        for place in range(STEPS):
-            at.copy_(places[place : place + 1])
-            run()
+        for _ in range(STEPS):
+            step.run()
 
-    decoded = _timed(steps, device)
+    begin(job.prompt)
+    first = _timed(_captured(prefill, device) if graphed else prefill, device)
+
+    def decoded() -> float:
+        begin(job.past)
+        step.written = job.past
+        return _timed(steps, device)()
+
     first(), decoded()
     found: dict[str, list[float]] = {"prefill": [], "decode": []}
     for _ in range(_repetitions(spec.repetitions, first() + decoded(), device)):
@@ -193,7 +186,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], floa
     return timed
 
 
-def _captured(step: Callable[[], Tensor], device: torch.device) -> Callable[[], object]:
+def _captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """A pass as a CUDA graph, captured on the stream on which it has warmed up: cuBLAS has a workspace for each stream.
     NCCL's watchdog, another thread, may ask for events meanwhile."""
     stream = torch.cuda.Stream(device)

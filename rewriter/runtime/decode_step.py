@@ -55,6 +55,7 @@ class DecodeStep(DecodeState):
         super().begin(length, first_valid, sampling, seed, ends, pad)
         self.cache.clear()
 
+    @torch.no_grad()
     def prefill(self, ids_BS: Tensor, chunk: int | None = PREFILL_CHUNK) -> None:
         """Compute the prompts int64 [B, S], `chunk` tokens at a time, and choose the first new tokens."""
         length, device = ids_BS.shape[1], ids_BS.device
@@ -74,6 +75,7 @@ class DecodeStep(DecodeState):
     def take(self) -> None:
         self._take()
 
+    @torch.no_grad()
     def next(self) -> None:
         """Compute the logits behind the last tokens, and choose by them."""
         self.written += 1

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
+from rewriter.kernels import accumulation_dtype
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
+from rewriter.runtime.cuda_graph import host_waits
+from rewriter.runtime.products import in_memory
 
 FEW = 16  # choices whose experts' weights are copied, rather than that the host waits to know them
 
 
-@torch.compiler.disable
 def experts(
     x_ND: Tensor,
     index_NK: Tensor,
@@ -39,18 +41,31 @@ def experts(
     replicated, must pass through `copy_to_group` to be trained. Indices outside 0 … E-1 add nothing: transformers marks
     dropped tokens so. Only experts that some token chose are computed, each on its own tokens.
 
-    How many tokens an expert gets is data, so this is never inside a compiled graph. On a GPU the host waits for it,
-    except for up to `FEW` choices without gradients: those take copies of their experts' weights.
+    How many tokens an expert gets is data, which the host reads outside of every compiled graph, and for which it waits
+    on a GPU. Not so for up to `FEW` choices without gradients there and in compiled graphs: each of them takes its
+    expert's weights.
     """
     if act not in ACTIVATIONS:
         raise RewriterError(f"experts: activation {act!r} is unknown, expected one of {', '.join(sorted(ACTIVATIONS))}")
     if layout not in ("concatenated", "interleaved", "ungated"):
         raise RewriterError(f"experts: layout {layout!r}, expected 'concatenated', 'interleaved' or 'ungated'")
     gate: dict[str, Any] = dict(act=act, layout=layout, limit=limit, slope=slope, offset=offset)
-    count, per_token = up_E2ID.shape[0], index_NK.shape[1]
-    if index_NK.numel() <= FEW and not torch.is_grad_enabled() and host_waits(x_ND):
-        weights = (up_E2ID, down_EDI, up_bias_E2I, down_bias_ED)
+    weights = (up_E2ID, down_EDI, up_bias_E2I, down_bias_ED)
+    by_choice = host_waits(x_ND) or torch.compiler.is_compiling()
+    if by_choice and index_NK.numel() <= FEW and not torch.is_grad_enabled():
         return _of_each_choice(x_ND, index_NK, weight_NK, weights, transposed, gate)
+    return _of_each_expert(x_ND, index_NK, weight_NK, weights, transposed, gate)
+
+
+_Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+@torch.compiler.disable
+def _of_each_expert(
+    x_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, weights: _Weights, transposed: bool, gate: dict[str, Any]
+) -> Tensor:
+    up_E2ID, down_EDI, up_bias_E2I, down_bias_ED = weights
+    count, per_token = up_E2ID.shape[0], index_NK.shape[1]
     # Choices in order of expert, then of token; one transfer to the host tells where each expert's begin.
     chosen = index_NK.reshape(-1)
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
@@ -75,17 +90,11 @@ def experts(
     return out_ND
 
 
-def host_waits(x: Tensor) -> bool:
-    """Whether the host, to read values of tensors like `x`, waits for what is computed before; nor can it in a graph
-    that is captured."""
-    return x.is_cuda
-
-
 def _of_each_choice(
     x_ND: Tensor,
     index_NK: Tensor,
     weight_NK: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    weights: _Weights,
     transposed: bool,
     gate: dict[str, Any],
 ) -> Tensor:
@@ -98,7 +107,10 @@ def _of_each_choice(
 
     def linear(x_CD: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
         assert w is not None
-        y = torch.bmm(x_CD[:, None], w if transposed else w.transpose(1, 2))[:, 0]
+        if torch.compiler.is_compiling() and x_CD.device.type == "cpu":
+            y = _products(x_CD, w if transposed else w.transpose(1, 2))
+        else:
+            y = torch.bmm(x_CD[:, None], w if transposed else w.transpose(1, 2))[:, 0]
         return y if bias is None else y + bias
 
     up, down, up_bias, down_bias = own
@@ -106,3 +118,9 @@ def _of_each_choice(
     y = linear(h, down, down_bias) * weight_NK.reshape(-1, 1)
     y = torch.where(real[:, None], y, 0).to(x_ND.dtype)
     return y.view(tokens, per_token, -1).sum(1)
+
+
+def _products(x_CD: Tensor, w_CDI: Tensor) -> Tensor:
+    """[C, I] as reductions, which TorchInductor reads the chosen experts' weights for where they are."""
+    wide = accumulation_dtype(x_CD.dtype)
+    return (in_memory(x_CD.to(wide)).unsqueeze(-1) * w_CDI.to(wide)).sum(1).to(x_CD.dtype)

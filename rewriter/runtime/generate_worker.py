@@ -17,9 +17,12 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import placed, rank_main, run_ranks
 
-# The arguments of `generate` that a request may hold besides its prompts.
+# The arguments of `generate` that a request may hold besides its prompts; and "compile", of `load`.
 OPTIONS = frozenset(
-    {"max_new_tokens", "eos_token_ids", "pad_token_id", "temperature", "top_k", "top_p", "seed", "use_cache"}
+    {
+        *("max_new_tokens", "eos_token_ids", "pad_token_id", "temperature", "top_k", "top_p", "seed", "use_cache"),
+        *("prefill_chunk", "compile"),
+    }
 )
 # Gets the index of a prompt, its next token, and the seconds since its prefill began; True: no more of this prompt.
 Listener = Callable[[int, int, float], bool]
@@ -101,8 +104,8 @@ def _generate(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     from rewriter.runtime.generate import generate
     from rewriter.runtime.load import load
 
-    model, scratch, options = load(spec["directory"]), Path(spec["scratch"]), dict(spec["request"])
-    prompts = options.pop("prompts")
+    scratch, options = Path(spec["scratch"]), dict(spec["request"])
+    prompts, model = options.pop("prompts"), load(spec["directory"], compile=options.pop("compile", False))
     seconds: list[list[float]] = [[] for _ in prompts]
     tokens = []
     for index, prompt in enumerate(prompts):

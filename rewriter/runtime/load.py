@@ -45,12 +45,12 @@ def load(
     Under torchrun it joins the process group (gloo on CPU, NCCL on CUDA, unless one exists) and builds the mesh that
     the manifest names, `dp` times side by side: copies of the model that see different rows. Its dimensions are "tp"
     (neighbours), before it "dp", and where ranks share the tokens of a sequence those of
-    `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process
-    sees, where its launcher shows each its own) if there is one, else the CPU; `dtype` to
-    that of the file; `compile` compiles the segments between collectives; `stream` reads weights
-    whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights stay as they are stored
-    and are dequantized where they are used, unless `keep_quantized` is False or segments are compiled. Runs the
-    directory's own module.py, so load only what you trust.
+    `rewriter.runtime.sequence_mesh`. `device` defaults to this rank's GPU (the only one that the process sees, where
+    its launcher shows each its own) if there is one, else the CPU; `dtype` to that of the file. `compile` compiles the
+    segments between collectives, and the decode step of one rank on a CPU as a whole, when they are first used.
+    `stream` reads weights whenever they are used, which is slow, and runs a model of any size. FP8 and MXFP4 weights
+    stay as they are stored and are dequantized where they are used, unless `keep_quantized` is False or segments are
+    compiled. Runs the directory's own module.py, so load only what you trust.
 
     Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
     processes is not dp times the one the files were made for, and if names or shapes in the file are not those of the
