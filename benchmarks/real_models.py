@@ -75,7 +75,8 @@ def row(model: Path, recipe: str, tp: int, prompts: list[str], scratch: Path) ->
     api.convert(model, recipe, tp=tp, out=linked, verify="none", link=True)
     equal = continued_alike(model, recipe, tp, prompts, exact) if prompts else 0
     return {
-        "recipe": recipe, "tp": tp, "largest difference": max(differences), "kl": drift["kl"], "top1": drift["top1_agreement"],
+        "recipe": recipe, "tp": tp, "largest difference": max(differences),
+        "kl": drift["kl"], "top1": drift["top1_agreement"],
         "size": size(copied) / size(model), "linked": size(linked, but_links=True), "equal": equal,
         "verification": report.verification,
     }  # fmt: skip

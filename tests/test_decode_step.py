@@ -25,7 +25,7 @@ STEPS = 32
 FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # position biases have no cache
 
 
-@pytest.fixture()
+@pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """All of the cache in every step, experts by choice, and nothing captured."""
     for room in ("decode_step", "experts"):
