@@ -36,6 +36,7 @@ from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
+from rewriter.runtime.shared_memory_sum import sums_of
 from rewriter.runtime.with_gradient import identity, with_gradient
 
 # --- all-reduce ---
@@ -62,6 +63,8 @@ def all_reduce_start(
     with record_function(f"rewriter::all_reduce_start {name}".rstrip()):
         x = x.contiguous()
         observe("start", name, x, group)
+        if (local := sums_of(group, x)) is not None:
+            return Pending(x, local.start(x), name, group)
         work = dist.all_reduce(x.detach(), group=group, async_op=True)
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():

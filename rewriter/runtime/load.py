@@ -25,6 +25,7 @@ from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
+from rewriter.runtime.shared_memory_sum import share_memory
 from rewriter.weights.references import RankWeights
 from rewriter.weights.stored_weight import StoredWeight
 from rewriter.weights.streaming import stream_parameters
@@ -77,6 +78,7 @@ def load(
     model.eval()
     if compile:
         compile_segments(model)
+    share_memory(None if mesh is None else mesh.get_group("tp"))
     return model
 
 

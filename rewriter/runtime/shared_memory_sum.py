@@ -1,0 +1,139 @@
+"""All-reduces of small CPU tensors between ranks of one host, through memory that they share.
+
+A decode step sums a few kilobytes after every block. Through gloo's sockets that takes the time of some system calls on
+each rank; through memory that of two copies (`benchmarks/local_sums.py`). A start copies the tensor to where the others
+see it, a wait adds what all have copied, in the order of ranks, so that all get the same bits; no thread is needed
+between them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rewriter.kernels import accumulation_dtype
+
+LARGEST = 256 * 1024  # bytes of a tensor that goes this way
+_SLOTS = 8  # sums that may be under way
+_LINE = 8  # int64 of a cache line, of which each flag has one for itself
+_PATIENCE = 600.0  # seconds for a peer
+_SPINS = 1000  # before other processes may have the core
+
+_of_group: weakref.WeakKeyDictionary[ProcessGroup, SharedMemorySums] = weakref.WeakKeyDictionary()
+
+
+def share_memory(group: ProcessGroup | None) -> bool:
+    """Let sums of `group` go through shared memory where it can; all its ranks call it together. Whether they do:
+    ranks of one host, in one network namespace, on a CPU that keeps the order of its writes, with gloo."""
+    if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
+        return False
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, _place(), group=group)
+    if places[0] is None or any(place != places[0] for place in places):
+        return False
+    _of_group[group] = SharedMemorySums(group)
+    return True
+
+
+def sums_of(group: ProcessGroup, x: Tensor) -> SharedMemorySums | None:
+    """What sums `x` over `group` through shared memory, None where gloo does. Not with gradients, whose rules are
+    about tensors that are summed in place."""
+    if x.nbytes > LARGEST or torch.is_grad_enabled() or x.device.type != "cpu":
+        return None
+    return _of_group.get(group)
+
+
+class SharedMemorySums:
+    """The memory of `group`: for each rank and each of _SLOTS sums a flag "written", one "read", and room."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.ranks, self.rank, self.number = group.size(), group.rank(), 0
+        flags = 2 * self.ranks * _SLOTS * _LINE
+        memory = _shared_bytes(group, 8 * flags + self.ranks * _SLOTS * LARGEST)
+        numbers = memory[: 8 * flags].view(torch.int64).view(2, self.ranks, _SLOTS, _LINE)
+        # numpy's, because to read one of torch's elements takes ten times as long
+        self.written, self.read = numbers[..., 0].numpy()
+        self.room = memory[8 * flags :].view(self.ranks, _SLOTS, LARGEST)
+        self.spins = _SPINS if self.ranks <= len(os.sched_getaffinity(0)) else 0
+
+    def start(self, x: Tensor) -> SharedMemorySum:
+        """Begin the sum of the contiguous `x`, in place."""
+        self.number += 1
+        slot = self.number % _SLOTS
+        self.until(self.read, slot, self.number - _SLOTS)
+        self.of_rank(self.rank, slot, x).copy_(x)
+        self.written[self.rank, slot] = self.number
+        return SharedMemorySum(self, x, self.number)
+
+    def of_rank(self, rank: int, slot: int, x: Tensor) -> Tensor:
+        return self.room[rank, slot, : x.nbytes].view(x.dtype).view(x.shape)
+
+    def until(self, flags: Any, slot: int, number: int) -> None:
+        """Wait until every rank's flag has come to `number`. Raises TimeoutError."""
+        for rank in range(self.ranks):
+            turns, begin = 0, 0.0
+            while flags[rank, slot] < number:
+                turns += 1
+                if turns < self.spins:
+                    continue
+                os.sched_yield()
+                begin = begin or time.monotonic()
+                if time.monotonic() - begin > _PATIENCE:
+                    raise TimeoutError(f"all-reduce through shared memory: rank {rank} did not come in {_PATIENCE:g} s")
+
+
+@dataclass(eq=False)
+class SharedMemorySum:
+    """A sum between its start and its wait, like torch's Work."""
+
+    sums: SharedMemorySums
+    x: Tensor
+    number: int
+
+    def wait(self) -> bool:
+        sums, slot = self.sums, self.number % _SLOTS
+        sums.until(sums.written, slot, self.number)
+        wide = accumulation_dtype(self.x.dtype)
+        total = sums.of_rank(0, slot, self.x).to(wide, copy=True)
+        for rank in range(1, sums.ranks):
+            total += sums.of_rank(rank, slot, self.x)
+        self.x.copy_(total)
+        sums.read[sums.rank, slot] = self.number
+        return True
+
+
+def _place() -> tuple[str, str] | None:
+    """Where this process runs: equal for those that share memory; None where it may not be used."""
+    try:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return None
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return None
+
+
+def _shared_bytes(group: ProcessGroup, size: int) -> Tensor:
+    """Zeros uint8 [size] that all ranks of `group` map. The file has no name any more when this returns."""
+    path: list[Any] = [None]
+    if group.rank() == 0:
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        handle, path[0] = tempfile.mkstemp(prefix="rewriter-sums-", dir=shared)
+        os.ftruncate(handle, size)
+        os.close(handle)
+    dist.broadcast_object_list(path, group=group, group_src=0)
+    memory = torch.from_file(path[0], shared=True, size=size, dtype=torch.uint8)
+    dist.barrier(group=group)
+    if group.rank() == 0:
+        os.unlink(path[0])
+    return memory
