@@ -1,6 +1,8 @@
-"""What Ladder Residual wins over a slow link: 2 ranks of emitted modules, prefill, eager and with compiled segments.
+"""What Ladder Residual wins over a slow link: 2 ranks of emitted modules, eager and with compiled segments.
 
-    sudo python benchmarks/overlap.py [--quick] [--json]
+    sudo python benchmarks/overlap.py [--phase prefill|decode] [--quick] [--json]
+
+`prefill` is a pass over a prompt, `decode` a step of `DecodeStep` for a batch of sequences.
 
 The two ranks sit in network namespaces of their own, joined by a rate-limited veth pair, each on one core. Per mode the
 link's rate is chosen so that communication takes about as long as computation (standard ≈ 2 × bound). A launch starts
@@ -58,11 +60,11 @@ class Size:
     layers: int = 12
     vocabulary: int = 4096
     tokens: int = 512
+    sequences: int = 32  # of a decode step
 
-    @property
-    def bytes(self) -> int:
+    def bytes(self, phase: str) -> int:
         """What each rank sends, and receives, in one forward pass: with two ranks, every summed tensor's size once."""
-        return (2 * self.layers + 1) * self.tokens * self.hidden * 4
+        return (2 * self.layers + 1) * (self.tokens if phase == "prefill" else self.sequences) * self.hidden * 4
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class Result:
 class Bench:
     """Emitted modules, their shards and expected outputs in a directory, and launches of two ranks on them."""
 
-    def __init__(self, directory: Path, link: Link, size: Size, repetitions: int) -> None:
-        self.directory, self.link, self.size, self.repetitions = directory, link, size, repetitions
+    def __init__(self, directory: Path, link: Link, size: Size, repetitions: int, phase: str) -> None:
+        self.directory, self.link, self.size = directory, link, size
+        self.repetitions, self.phase = repetitions, phase
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         if len(self.cores) < 2:
             raise RewriterError("overlap: it needs two cores, one for each rank; this process may use one")
@@ -132,6 +135,8 @@ class Bench:
             "compile": MODES[mode],
             "warm_up": 2,
             "repetitions": self.repetitions,
+            "phase": self.phase,
+            "sequences": self.size.sequences,
         }
         # later launches find what the first compiled
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -148,7 +153,7 @@ class Bench:
         """Set and return the rate, in bytes per second, at which communication takes as long as computation."""
         self.link.set_rate(UNLIMITED)
         compute = self.launch(mode, ["bound"]).seconds["bound"]  # also compiles
-        rate = self.size.bytes / compute
+        rate = self.size.bytes(self.phase) / compute
         for _ in range(3):
             self.link.set_rate(rate)
             seconds = self.launch(mode, ["standard", "bound"]).seconds
@@ -216,9 +221,9 @@ def described(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {seconds[name] * 1e3:.0f} ms" for name in RECIPES)
 
 
-def table(results: Sequence[Result]) -> Table:
+def table(results: Sequence[Result], phase: str) -> Table:
     """What a person reads."""
-    shown = Table(title="prefill on 2 ranks: medians in ms, link in MB/s, speed-up of ladder over standard")
+    shown = Table(title=f"{phase} on 2 ranks: medians in ms, link in MB/s, speed-up of ladder over standard")
     shown.add_column("mode")
     for column in ("link", *RECIPES, "speed-up", "share won", "range"):
         shown.add_column(column, justify="right")
@@ -254,6 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What Ladder Residual wins over a slow link.")
     parser.add_argument("--launches", type=int, default=7, help="starts of both ranks per mode (default 7)")
     parser.add_argument("--repetitions", type=int, default=3, help="timed passes of a variant per launch (default 3)")
+    parser.add_argument("--phase", choices=("prefill", "decode"), default="prefill")
     parser.add_argument("--quick", action="store_true", help="a small model and one launch: does it run? No verdict")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, progress goes to stderr")
     options = parser.parse_args()
@@ -265,7 +271,7 @@ def main() -> int:
     torch.set_num_threads(2)
     try:
         with tempfile.TemporaryDirectory(prefix="overlap-") as name, Link() as link:
-            bench = Bench(Path(name), link, size, options.repetitions)
+            bench = Bench(Path(name), link, size, options.repetitions, options.phase)
             bench.prepare()
             results = measure(bench, launches, console)
     except (LinkError, RewriterError) as error:
@@ -274,7 +280,7 @@ def main() -> int:
     if options.json:
         print(as_json(size, results))
     else:
-        console.print(table(results))
+        console.print(table(results, options.phase))
         worst = max(max(launch.errors.values()) for result in results for launch in result.launches)
         console.print(f"standard and ladder equal rewriter.simulate to {worst:.0e}; the bound's output means nothing")
     if options.quick:

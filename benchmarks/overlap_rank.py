@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rewriter.runtime import Context, compile_segments
+from rewriter.runtime.decode_step import DecodeStep
+from rewriter.runtime.sampling import Sampling
+
+PROMPT, STEPS = 32, 16  # tokens of a decode's prompt, and steps that are timed together
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     """Seconds of each forward pass by variant, and the largest relative error of each checked variant's logits."""
     mesh = init_device_mesh("cpu", (spec["ranks"],), mesh_dim_names=("tp",))
@@ -38,14 +43,39 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
             logits = model(ids, positions, Context())
         if name in expected:
             errors[name] = relative_error(logits, expected[name])
+    run = {name: passes(model, ids, positions, spec) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(spec["repetitions"]):
-        for name, model in models.items():
+        for name, timed in run.items():
             dist.barrier()
+            times[name].append(timed())
+    return {"seconds": times, "errors": errors}
+
+
+def passes(model: nn.Module, ids: Tensor, positions: Tensor, spec: dict[str, Any]) -> Callable[[], float]:
+    """A function that returns the seconds of one pass over the prompt, or of one decode step."""
+    if spec["phase"] == "prefill":
+
+        def prefill() -> float:
             begin = time.perf_counter()
             model(ids, positions, Context(), logits_to_keep=1)
-            times[name].append(time.perf_counter() - begin)
-    return {"seconds": times, "errors": errors}
+            return time.perf_counter() - begin
+
+        return prefill
+    prompts = ids[:, :PROMPT].expand(spec["sequences"], PROMPT)
+    step = DecodeStep(model, len(prompts), PROMPT + STEPS + 1, dist.group.WORLD)
+
+    def decode() -> float:
+        step.begin(PROMPT, None, Sampling(), 0, (), 0)
+        step.prefill(prompts)
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step.run()
+        return (time.perf_counter() - begin) / STEPS
+
+    decode()  # compiles
+    return decode
 
 
 def build(root: Path, variant: str, rank: int, mesh: DeviceMesh, compiled: bool) -> nn.Module:

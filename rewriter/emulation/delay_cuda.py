@@ -75,7 +75,7 @@ class CudaDelayEngine:
             stream = current
             if operation.asynchronous:
                 if operation.group not in self._streams:
-                    self._streams[operation.group] = torch.cuda.Stream()
+                    self._streams[operation.group] = torch.cuda.Stream(priority=-1)  # as NCCL's is where `load` joins
                 stream = self._streams[operation.group]
                 stream.wait_stream(current)
             with torch.cuda.stream(stream) if stream is not current else nullcontext():

@@ -221,7 +221,9 @@ def _mesh(device: torch.device, made: _Made, dp: int) -> DeviceMesh | None:
         if "WORLD_SIZE" not in os.environ:
             return None
         if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = True  # else a small sum queues behind the blocks of a product
+            dist.init_process_group("nccl", device_id=device, pg_options=options)
         else:
             dist.init_process_group("gloo")
     if made.plan is not None:
