@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from rewriter.runtime.process_groups import RankSet, group_size
 
@@ -35,6 +37,7 @@ class Event:
 
 
 _observers: list[list[Event]] = []
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -60,6 +63,13 @@ def mark(name: str) -> None:
     """Add an event of kind "mark" to every running `record_events`."""
     for events in _observers:
         events.append(Event("mark", name, 0, 1))
+
+
+def annotated(what: str, name: str) -> AbstractContextManager[object]:
+    """A range "rewriter::WHAT NAME" in a profile; without a profiler nothing, which costs two dispatches less."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    return record_function(f"rewriter::{what} {name}".rstrip())
 
 
 def observe(

@@ -29,14 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
-from rewriter.runtime.collective_log import observe
+from rewriter.runtime.collective_log import annotated, observe
 from rewriter.runtime.copy_to_group import copy_to_group
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
-from rewriter.runtime.shared_memory_sum import sums_of
+from rewriter.runtime.small_sums import small_sum_start
 from rewriter.runtime.with_gradient import identity, with_gradient
 
 # --- all-reduce ---
@@ -60,11 +59,11 @@ def all_reduce_start(
         return quantized_all_reduce_start(x, group, format=format, name=name)
     if group is None or group.size() == 1:
         return Pending(x, None, name, None)
-    with record_function(f"rewriter::all_reduce_start {name}".rstrip()):
+    with annotated("all_reduce_start", name):
         x = x.contiguous()
         observe("start", name, x, group)
-        if (local := sums_of(group, x)) is not None:
-            return Pending(x, local.start(x), name, group)
+        if (small := small_sum_start(x, group)) is not None:
+            return Pending(*small, name, group)
         work = dist.all_reduce(x.detach(), group=group, async_op=True)
         # c10d writes without telling autograd: without this a saved `x` would be read as the sum, silently.
         if not x.is_inference():
@@ -106,7 +105,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") 
         dist.all_gather(shards, x.contiguous(), group=group)
         return torch.cat(shards, dim)
 
-    with record_function(f"rewriter::all_gather {name}".rstrip()):
+    with annotated("all_gather", name):
         observe("all_gather", name, x, group)
         return with_gradient(x, gathered, lambda gradient: own_shard(gradient, group, dim).contiguous())
 

@@ -25,7 +25,7 @@ from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
 from rewriter.runtime.module import RuntimeModel
-from rewriter.runtime.shared_memory_sum import share_memory
+from rewriter.runtime.small_sums import choose_small_sums
 from rewriter.weights.references import RankWeights
 from rewriter.weights.stored_weight import StoredWeight
 from rewriter.weights.streaming import stream_parameters
@@ -78,7 +78,7 @@ def load(
     model.eval()
     if compile:
         compile_segments(model)
-    share_memory(None if mesh is None else mesh.get_group("tp"))
+    choose_small_sums(None if mesh is None else mesh.get_group("tp"), where)
     return model
 
 

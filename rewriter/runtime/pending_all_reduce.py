@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.profiler import record_function
 
-from rewriter.runtime.collective_log import observe
+from rewriter.runtime.collective_log import annotated, observe
 from rewriter.runtime.exchange import Transfer
 from rewriter.runtime.process_groups import RankSet
 from rewriter.runtime.pytree_node import register_node
@@ -41,7 +40,7 @@ def all_reduce_wait(pending: Pending | Tensor) -> Tensor:
     if isinstance(pending, Tensor):
         return pending
     if pending.work is not None:
-        with record_function(f"rewriter::all_reduce_wait {pending.name}".rstrip()):
+        with annotated("all_reduce_wait", pending.name):
             observe("wait", pending.name, pending.value, pending.group)
             arrived = pending.work.wait()
         if isinstance(pending.work, Transfer):  # others sum in the memory of `value`

@@ -12,7 +12,6 @@ import os
 import platform
 import tempfile
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,28 +29,15 @@ _LINE = 8  # int64 of a cache line, of which each flag has one for itself
 _PATIENCE = 600.0  # seconds for a peer
 _SPINS = 1000  # before other processes may have the core
 
-_of_group: weakref.WeakKeyDictionary[ProcessGroup, SharedMemorySums] = weakref.WeakKeyDictionary()
 
-
-def share_memory(group: ProcessGroup | None) -> bool:
-    """Let sums of `group` go through shared memory where it can; all its ranks call it together. Whether they do:
-    ranks of one host, in one network namespace, on a CPU that keeps the order of its writes, with gloo."""
-    if group is None or group.size() == 1 or dist.get_backend(group) != "gloo":
+def on_one_host(group: ProcessGroup) -> bool:
+    """Whether the ranks of `group` share memory, which all of them ask together: ranks of one host, in one network
+    namespace, on a CPU that keeps the order of its writes, with gloo."""
+    if dist.get_backend(group) != "gloo":
         return False
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, _place(), group=group)
-    if places[0] is None or any(place != places[0] for place in places):
-        return False
-    _of_group[group] = SharedMemorySums(group)
-    return True
-
-
-def sums_of(group: ProcessGroup, x: Tensor) -> SharedMemorySums | None:
-    """What sums `x` over `group` through shared memory, None where gloo does. Not with gradients, whose rules are
-    about tensors that are summed in place."""
-    if x.nbytes > LARGEST or torch.is_grad_enabled() or x.device.type != "cpu":
-        return None
-    return _of_group.get(group)
+    return places[0] is not None and all(place == places[0] for place in places)
 
 
 class SharedMemorySums:
@@ -67,14 +53,17 @@ class SharedMemorySums:
         self.room = memory[8 * flags :].view(self.ranks, _SLOTS, LARGEST)
         self.spins = _SPINS if self.ranks <= len(os.sched_getaffinity(0)) else 0
 
-    def start(self, x: Tensor) -> SharedMemorySum:
-        """Begin the sum of the contiguous `x`, in place."""
+    def takes(self, x: Tensor) -> bool:
+        return x.nbytes <= LARGEST and x.device.type == "cpu"
+
+    def start(self, x: Tensor) -> tuple[Tensor, SharedMemorySum]:
+        """Begin the sum of the contiguous `x`, in place: (`x`, what waits for it)."""
         self.number += 1
         slot = self.number % _SLOTS
         self.until(self.read, slot, self.number - _SLOTS)
         self.of_rank(self.rank, slot, x).copy_(x)
         self.written[self.rank, slot] = self.number
-        return SharedMemorySum(self, x, self.number)
+        return x, SharedMemorySum(self, x, self.number)
 
     def of_rank(self, rank: int, slot: int, x: Tensor) -> Tensor:
         return self.room[rank, slot, : x.nbytes].view(x.dtype).view(x.shape)
