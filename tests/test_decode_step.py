@@ -27,9 +27,10 @@ FAMILIES = [name for name in zoo.FAMILIES if name not in ("bloom", "mpt")]  # po
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """All of the cache in every step, experts by choice, and nothing captured."""
+    """All of the cache in every step, without masks; experts by choice, and nothing captured."""
     for room in ("decode_step", "experts"):
         monkeypatch.setattr(sys.modules[f"rewriter.runtime.{room}"], "host_waits", lambda x: True)
+    monkeypatch.setattr(sys.modules["rewriter.runtime.attention.cached"], "without_masks", lambda q: True)
     monkeypatch.setattr(DecodeStep, "_capture", lambda self: None)
 
 

@@ -3,6 +3,7 @@
 Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 """
 
+from rewriter.kernels.decode_attention import decode_attention
 from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_formats, slice_length
 from rewriter.kernels.merge import accumulation_dtype, merge
 from rewriter.kernels.quantize import (
@@ -21,6 +22,7 @@ __all__ = [
     "SMALLEST_BLOCK",
     "Format",
     "accumulation_dtype",
+    "decode_attention",
     "dequantize",
     "dequantize_reduce",
     "dequantize_reduce_quantize",

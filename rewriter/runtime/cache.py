@@ -116,6 +116,20 @@ class StaticCache(_SlotMemory):
             one.rings = [self.rings[slot]]
         return one
 
+    def in_order(self, slot: int) -> bool:
+        """Whether index t of the slot is position t: it is no ring."""
+        return not self.rings[self._entry(slot)]
+
+    def store(self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Store S new keys and values from `position` (int64 scalar) on, in a slot that is in order. Returns all of its
+        keys [B, K, T, D] and values [B, K, T, E], of which those behind the new ones mean nothing yet. Raises
+        RewriterError for keys that require a gradient."""
+        self._refuse_gradients(k_BKSD, v_BKSE)
+        entry, new = self._entry(slot), k_BKSD.shape[2]
+        index = position.reshape(1) if new == 1 else position + torch.arange(new, device=k_BKSD.device)
+        self._write(entry, index, k_BKSD, v_BKSE)
+        return self.keys[entry], self.values[entry]
+
     def append(
         self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -136,10 +150,9 @@ class StaticCache(_SlotMemory):
             kept = min(new, length)  # of a long prompt, a ring keeps the end
             self._write(entry, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
             return k_BKSD, v_BKSE, None
-        index = position + torch.arange(new, device=keys.device)
         if not ring:
-            self._write(entry, index, k_BKSD, v_BKSE)
-            return keys, values, torch.arange(length, device=keys.device)
+            return *self.store(slot, k_BKSD, v_BKSE, position), torch.arange(length, device=keys.device)
+        index = position + torch.arange(new, device=keys.device)
         # Several new tokens may overwrite what the first of them still sees, so look at old and new side by side.
         seen = torch.cat([keys, k_BKSD.to(keys.dtype)], 2), torch.cat([values, v_BKSE.to(values.dtype)], 2)
         last = position - 1

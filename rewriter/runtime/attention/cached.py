@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import accumulation_dtype
+from rewriter.kernels import accumulation_dtype, decode_attention
 from rewriter.ops import MaskSpec
-from rewriter.runtime.attention.decode import decode_attention
+from rewriter.runtime.attention.decode import decode_attention as decode_over_ranks
+from rewriter.runtime.attention.local import in_autocast_dtype
 from rewriter.runtime.attention.sequence_op import sequence_attention
 from rewriter.runtime.cache import SequenceCache, StaticCache
 from rewriter.runtime.context import Context, segment_positions
@@ -55,6 +56,9 @@ def attention(
         return _over_ranks(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, sinks)
     positions: Tensor | None = None
     if ctx.cache is not None:
+        behind = ctx.position is not None and q_BHSD.shape[2] == 1
+        if behind and bias is None and without_masks(q_BHSD) and ctx.cache.in_order(slot):
+            return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks)
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
     if bias is not None and ctx.cache is not None:  # it was computed for the tokens of this call
@@ -73,6 +77,38 @@ def attention(
         return _explicit(q_BHSD, k_BKSD, v_BKSE, visible, scale, softcap, sinks, bias)
     added = visible if bias is None else torch.where(visible, bias.to(q_BHSD.dtype), float("-inf"))
     return _sdpa(q_BHSD, k_BKSD, v_BKSE, added, False, scale)
+
+
+def without_masks(q: Tensor) -> bool:
+    """Whether one new token like `q` looks at a cache by the kernel that computes from its position what is seen."""
+    return q.is_cuda
+
+
+def _one_token(
+    q_BH1D: Tensor,
+    k_BK1D: Tensor,
+    v_BK1E: Tensor,
+    ctx: Context,
+    slot: int,
+    mask: MaskSpec,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A new token behind others in a StaticCache, whose slot is in order."""
+    cache, position, first_B = ctx.cache, ctx.position, ctx.first_valid
+    assert isinstance(cache, StaticCache)
+    assert position is not None
+    keys, values = cache.store(slot, k_BK1D, v_BK1E, position)
+    if mask.kind == "chunk":  # it begins where padding says
+        assert mask.size is not None
+        padding_B = position.new_zeros(q_BH1D.shape[0]) if first_B is None else first_B
+        first_B = torch.maximum(padding_B, position - (position - padding_B) % mask.size)
+    q, keys, values = in_autocast_dtype(q_BH1D, keys, values)
+    window = mask.size if mask.kind == "window" else None
+    return decode_attention(
+        q, keys, values, position, first_B, scale=scale, window=window, softcap=softcap, sinks_H=sinks
+    )
 
 
 def _over_ranks(
@@ -103,7 +139,7 @@ def _over_ranks(
     k_BKTD, v_BKTE, places = cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     s = ctx.position + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
     visible = _stored_visible(mask, ctx, s, places)
-    return decode_attention(q_BHSD, k_BKTD, v_BKTE, visible, cache.axis.key, scale=scale, sinks=sinks)
+    return decode_over_ranks(q_BHSD, k_BKTD, v_BKTE, visible, cache.axis.key, scale=scale, sinks=sinks)
 
 
 def _visible(mask: MaskSpec, ctx: Context, positions: Tensor | None, queries: int, device: torch.device) -> Tensor:
