@@ -1,15 +1,22 @@
 """Checks and measures on GPUs what tests can only run on the CPU, and writes the tables as Markdown.
 
-    python benchmarks/gpu.py [--out FILE] [--only SECTION ...]      # needs no network
-    python benchmarks/gpu.py --cpu                                  # every line of it at tiny sizes, without a GPU
+    python benchmarks/gpu.py [--json FILE] [--out FILE] [--only SECTION ...] [--within SECONDS]    # needs no network
+    python benchmarks/gpu.py --page FILE.json       # the tables of rows that earlier runs kept
+    python benchmarks/gpu.py --cpu                  # every line of it at tiny sizes, without a GPU
 
-Sections: tiles (attention of a tile, forward and backward, against fp64 and beside the library's attention), merge
-(the Triton kernel), quantize (kernels of quantized messages against their specification), rates (what these move in a
-second), split (what tiles of uneven grids cost), runtime (distributed attention on NCCL, an emitted model),
-ranks (one on each GPU with NCCL; where there is a single GPU, four share it and their messages go through the CPU),
-emulated (collectives of one rank whose peers are emulated: durations, and what they take from kernels beside them). A
-section or a row that cannot run is reported as such, with the reason. Exits with 1 if a row failed, with 2 where there
-is no CUDA device.
+Each section runs in a process of its own, which is ended after a time, and every row is appended to the file of
+`--json` as soon as it is known, one JSON object per line: what hangs or crashes loses the rest of its section.
+Sections, in the order of a first session on a GPU (see docs/GPU.md):
+
+environment (versions, clocks, bandwidths), decode-attention and gemv (what a decode step of a 70B model is made of),
+emulated (collectives of one rank whose peers are emulated), decode-step (captured in a CUDA graph beside eager),
+decode (70B-like layers on a rank of 8), quantize (kernels of quantized messages against their specification), rates
+(what these move in a second), tiles (attention of a tile, against fp64 and beside the library's), runtime (distributed
+attention on NCCL, an emitted model), ranks (one on each GPU with NCCL; a single GPU is shared by four, and messages go
+through the CPU), merge (the Triton kernel), split (what tiles of uneven grids cost), rates-compiled (torch.compile
+beside rates).
+
+Exits with 1 if a row failed, with 2 where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -18,44 +25,65 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu_emulated import emulated
-from gpu_merge import merging
-from gpu_quantize import quantizing, rates
-from gpu_report import Scale, Table, copy_rate
-from gpu_runtime import on_ranks, runtime
-from gpu_tiles import splitting, tiles
+from gpu_report import Rows, Scale, tables
+from gpu_sections import Section, compute, put, read, run
 
-SECTIONS: dict[str, Callable[[Scale], Table]] = {
-    "tiles": tiles,
-    "merge": merging,
-    "quantize": quantizing,
-    "rates": rates,
-    "split": splitting,
-    "runtime": runtime,
-    "ranks": on_ranks,
-    "emulated": emulated,
+from rewriter.common.fork_server import end_with_parent
+from rewriter.common.processes import CUDNN_ATTENTION_LAST
+
+SECTIONS = {
+    "environment": Section("gpu_environment:environment", 120),
+    "decode-attention": Section("gpu_attention:attending", 180),
+    "gemv": Section("gpu_gemv:products", 240),
+    "emulated": Section("gpu_emulated:emulated", 240),
+    "decode-step": Section("gpu_decode_step:steps", 240),
+    "decode": Section("gpu_decode:decoding", 520),
+    "quantize": Section("gpu_quantize:quantizing", 520),
+    "rates": Section("gpu_quantize:rates", 300),
+    "tiles": Section("gpu_tiles:tiles", 300),
+    "runtime": Section("gpu_runtime:runtime", 240),
+    "ranks": Section("gpu_runtime:on_ranks", 300),
+    "merge": Section("gpu_merge:merging", 180),
+    "split": Section("gpu_tiles:splitting", 180),
+    "rates-compiled": Section("gpu_quantize:rates_compiled", 520),
 }
+LEAST_SECONDS = 15  # of a section that is begun: torch is imported, and a context made
+DRY = 4  # times as long: the CPU may be busy with other things
 
 
-def machine(scale: Scale) -> str:
-    """The device, the versions, and how fast it copies: the bound of everything that moves data."""
-    about = {
+def about(dry: bool) -> dict[str, str]:
+    """What every page begins with. This process asks CUDA for nothing: an error of a section leaves it alone."""
+    return {
         "Date": time.strftime("%Y-%m-%d"),
-        "Device": torch.cuda.get_device_name() if scale.device.type == "cuda" else f"{platform.machine()}, a dry run",
+        "Device": f"{platform.machine()}, a dry run" if dry else nvidia_smi("name"),
+        **({} if dry else {"Driver": nvidia_smi("driver_version")}),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
-        "Triton": version("triton"),
-        "transformers": version("transformers"),
-        "Copy": f"{copy_rate(scale) / 1e9:.0f} GB/s read and written",
+        **{name: version(name) for name in ("triton", "transformers")},
     }
-    return "\n".join(f"- {name}: {value}" for name, value in about.items()) + "\n"
+
+
+def nvidia_smi(field: str) -> str:
+    """What it answers of the first GPU; without it, what is missing."""
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", "--id=0"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi does not answer"
+    return (ran.stdout.strip() or ran.stderr.strip() or "nvidia-smi says nothing").splitlines()[0]
 
 
 def version(package: str) -> str:
@@ -65,37 +93,75 @@ def version(package: str) -> str:
         return "none"
 
 
-def main() -> None:
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """Markdown of runs, each with what it ran on."""
+    parts: list[str] = []
+    begins = [at for at, record in enumerate(records) if "run" in record]
+    for start, end in zip(begins, [*begins[1:], len(records)], strict=True):
+        lines = (f"- {name}: {value}\n" for name, value in records[start]["run"].items())
+        parts += ["".join(lines), *(table.markdown() for table in tables(records[start:end]))]
+    return "\n".join(parts)
+
+
+def measure(given: argparse.Namespace, kept: Path) -> int:
+    """Run the sections, one after the other. Returns how many rows failed."""
+    start, begun = kept.stat().st_size if kept.exists() else 0, time.monotonic()
+    Rows(kept, "").put({"run": about(given.cpu)})
+    variables = {**os.environ, CUDNN_ATTENTION_LAST[0]: os.environ.get(*CUDNN_ATTENTION_LAST)}
+    variables |= {"TRITON_INTERPRET": "1"} if given.cpu else {}
+    for name in given.only:
+        left = given.within - (time.monotonic() - begun)
+        rows, limit = Rows(kept, name), min(SECTIONS[name].seconds * (DRY if given.cpu else 1), left)
+        if limit < LEAST_SECONDS:
+            put(rows, "all of it", f"not begun: the {given.within:.0f} s are over")
+            continue
+        command = [sys.executable, sys.argv[0], "--section", name, "--json", str(kept), *["--cpu"] * given.cpu]
+        from_here = time.monotonic()
+        wrong = run(command, rows, limit, variables)
+        found = read(kept, start)
+        failed = sum(record.get("failed", False) for record in found if record.get("section") == name)
+        seconds = time.monotonic() - from_here
+        print(f"{name}: {seconds:.0f} s, {failed} failed{wrong and ': '}{wrong}", file=sys.stderr, flush=True)
+        if given.out:  # section by section: a run that is cut off leaves what it has
+            given.out.write_text(page(found), encoding="utf-8")
+    found = read(kept, start)
+    if given.out:
+        given.out.write_text(page(found), encoding="utf-8")
+    print(page(found))
+    return sum(record.get("failed", False) for record in found)
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the tables are written here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows are appended here, each as soon as it is known")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the tables are written here too")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="for all sections")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="print the tables of kept rows, and run nothing")
     parser.add_argument("--cpu", action="store_true", help="a dry run at tiny sizes; its figures mean nothing")
-    given = parser.parse_args()
-    if given.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, as it has been here
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parsed()
+    if given.page:
+        print(page(read(given.page)))
+        return
+    if given.section:
+        end_with_parent()
+        scale = Scale(torch.device("cpu" if given.cpu else "cuda"), given.cpu, Rows(given.json, given.section))
+        compute(SECTIONS[given.section], given.section, scale)
+        return
     if not given.cpu and not torch.cuda.is_available():
         print(
             "gpu.py: PyTorch finds no CUDA device. --cpu runs everything at tiny sizes, to try the script",
             file=sys.stderr,
         )
         sys.exit(2)
-    scale = Scale(torch.device("cpu" if given.cpu else "cuda"), given.cpu)
-    report, failed = [machine(scale)], 0
-    for name in given.only:
-        start = time.monotonic()
-        table = Table(name, ("section", "result"))
-        try:
-            table = SECTIONS[name](scale)
-        except Exception as error:
-            traceback.print_exc()
-            table.add("all of it", wrong=f"{type(error).__name__}: {error}")
-        print(f"{name}: {time.monotonic() - start:.0f} s, {table.failed} failed", file=sys.stderr, flush=True)
-        report.append(table.markdown())
-        failed += table.failed
-        if given.out:  # section by section: a run that is cut off leaves what it has
-            given.out.write_text("\n".join(report), encoding="utf-8")
-    print("\n".join(report))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the section that runs ends, too
+    with tempfile.TemporaryDirectory() as scratch:
+        failed = measure(given, given.json or Path(scratch, "rows.json"))
     sys.exit(1 if failed else 0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_report import Row, Scale, Table
+from gpu_report import CYCLES_PER_SECOND, SLEEP_CYCLES, Row, Scale, Table
 
 import rewriter.emulation  # the backend is registered
 from rewriter.emulation.backend import DelayEngines
@@ -21,6 +21,7 @@ from rewriter.fabric import Call, Delay
 _ = rewriter.emulation
 RANKS = 8
 OPERATIONS = 50
+ROUNDS = 5  # of a product beside a collective
 DELAYS = (5e-6, 20e-6, 100e-6, 1e-3, 10e-3)
 SLOWER = (1.5, 2.6)  # a product of one wave beside 24 blocks: about twice (NVIDIA forum 337991: 80 to 47 % MFU)
 
@@ -46,7 +47,7 @@ def job(model: Constant) -> Iterator[DelayEngines]:
 
 
 def emulated(scale: Scale) -> Table:
-    table = Table("Emulated collectives", ("what", "asked for", "found", "result"))
+    table = scale.table("Emulated collectives", ("what", "asked for", "found", "result"))
     table.attempt("steps of the clock", functools.partial(resolution, scale))
     for seconds in scale.pick(DELAYS, DELAYS[-2:-1]):
         table.attempt("duration, eager", functools.partial(eager, scale, seconds))
@@ -182,8 +183,10 @@ def product(scale: Scale, blocks: int) -> Row:
     a = torch.randn(128 * high, scale.pick(8192, 16), device=scale.device, dtype=dtype)
     b = torch.randn(a.shape[1], 256 * (processors // high), device=scale.device, dtype=dtype)
     alone = scale.seconds(lambda: a @ b)
-    # long enough for a few products; its memory traffic is that of 24 channels
-    with job(Constant(max(20 * alone, 1e-3), blocks, int(20 * alone * 400e9 * blocks / 24))):
+    # long enough for a few products, and for what `seconds` puts in front of each; its memory traffic is that of 24
+    # channels
+    lasts = max(20 * alone, 1e-3) + ROUNDS * 4 * SLEEP_CYCLES / CYCLES_PER_SECOND
+    with job(Constant(lasts, blocks, int(lasts * 400e9 * blocks / 24))):
         shard = torch.ones(scale.pick(1 << 20, 16), device=scale.device)
         whole = torch.empty(RANKS * shard.numel(), device=scale.device)
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -191,7 +194,7 @@ def product(scale: Scale, blocks: int) -> Row:
         def beside() -> float:
             gather(whole, shard)  # compiles, measures launches
             work = gather(whole, shard, async_op=True)
-            found = scale.seconds(lambda: a @ b, rounds=5)
+            found = scale.seconds(lambda: a @ b, rounds=ROUNDS)
             work.wait()
             return found
 

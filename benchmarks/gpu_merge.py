@@ -16,7 +16,7 @@ Merge = Callable[[Parts], tuple[Tensor, Tensor]]
 
 def merging(scale: Scale) -> Table:
     rate = copy_rate(scale)
-    table = Table(
+    table = scale.table(
         f"Merging bf16 parts into bf16: the Triton kernel beside PyTorch; a copy moves {rate / 1e9:.0f} GB/s",
         ("parts", "× rounding", "µs", "GB/s", "of a copy", "eager µs", "torch.compile µs", "result"),
     )

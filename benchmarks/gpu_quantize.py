@@ -1,5 +1,6 @@
-"""Sections quantize and rates of `gpu.py`: the kernels of quantized messages against their specification on the device,
-and what they move in a second beside a copy, beside the same in several kernels, and beside `torch.compile`."""
+"""Sections quantize, rates and rates-compiled of `gpu.py`: the kernels of quantized messages against their
+specification on the device, and what they move in a second beside a copy, beside the same in several kernels, and
+beside `torch.compile`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from gpu_compile import compiled_beforehand
 from gpu_report import Row, Scale, Table, compiled, copy_rate, short
 from torch import Tensor
 
@@ -31,8 +34,32 @@ SPARE = (48, 33)
 specification = importlib.import_module("rewriter.kernels.quantize")
 
 
+@dataclass(frozen=True)
+class Case:
+    """A row of the section quantize."""
+
+    format: str
+    dtype: torch.dtype
+    seed: int | None
+    spare: int
+
+    def run(self, scale: Scale) -> Row:
+        return check_row(scale, parse_format(self.format), self.dtype, self.seed, self.spare)
+
+
+def cases() -> list[Case]:
+    """bf16 first, which is what models send."""
+    return [
+        Case(name, dtype, seed, spare)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for name in FORMATS
+        for seed in (None, (1 << 40) + 5)
+        for spare in (SPARE if dtype == torch.bfloat16 else SPARE[:1])
+    ]
+
+
 def quantizing(scale: Scale) -> Table:
-    table = Table(
+    table = scale.table(
         "Quantized messages: kernels against their specification on the CPU",
         (
             "format",
@@ -46,12 +73,9 @@ def quantizing(scale: Scale) -> Table:
             "result",
         ),
     )
-    for name in FORMATS:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for seed in (None, (1 << 40) + 5):
-                for spare in SPARE if dtype == torch.bfloat16 else SPARE[:1]:
-                    row = functools.partial(check_row, scale, parse_format(name), dtype, seed, spare)
-                    table.attempt(name, row)
+    compiled_beforehand(scale, len(cases()))
+    for case in cases():
+        table.attempt(case.format, functools.partial(case.run, scale))
     return table
 
 
@@ -149,26 +173,34 @@ def kernels(scale: Scale) -> Iterator[None]:
         specification._kernels = chosen
 
 
-def rates(scale: Scale) -> Table:
-    """Every kernel on bf16 numbers; a block of 128."""
+def rates(scale: Scale, compiler: bool = False) -> Table:
+    """Every kernel on bf16 numbers; a block of 128. `compiler`: only those that have a `torch.compile` beside them,
+    and that."""
     rate = copy_rate(scale)
-    table = Table(
-        f"Quantized messages, bf16: bytes read and written in a second; a copy moves {rate / 1e9:.0f} GB/s",
-        ("kernel", "µs", "GB/s", "of a copy", "beside it", "µs", "result"),
+    table = scale.table(
+        f"Quantized messages, bf16{', beside torch.compile' * compiler}: bytes read and written in a second; a copy "
+        f"moves {rate / 1e9:.0f} GB/s",
+        ("kernel", "µs", "GB/s", "of a copy", "beside it", "its µs", "result"),
     )
     rows, n = scale.pick((8, 1 << 24), (2, 256))
     x = torch.randn(rows, n, device=scale.device).bfloat16()
     for name in FORMATS[:7]:
         for seed in (None, 3):
-            how = "" if seed is None else ", dithered"
-            table.attempt(f"quantize {name}{how}", functools.partial(quantize_rate, scale, rate, x, name, seed))
-            table.attempt(f"dequantize {name}{how}", functools.partial(dequantize_rate, scale, rate, x, name, seed))
+            how, given = "" if seed is None else ", dithered", (scale, rate, x, name, seed, compiler)
+            table.attempt(f"quantize {name}{how}", functools.partial(quantize_rate, *given))
+            table.attempt(f"dequantize {name}{how}", functools.partial(dequantize_rate, *given))
+    if compiler:
+        return table
     table.attempt("quantize int4, rows reordered", functools.partial(reorder_rate, scale, rate, x))
     for name in ("int8", "int4", "int4-hadamard"):
         table.attempt(f"sum of {rows} {name}", functools.partial(sum_rate, scale, rate, x, name))
     for name, to in (("int8", "int4"), ("int8", "int4-hadamard"), ("int4-hadamard", "int4-hadamard")):
         table.attempt(f"sum of {rows} {name}, to {to}", functools.partial(send_on_rate, scale, rate, x, name, to))
     return table
+
+
+def rates_compiled(scale: Scale) -> Table:
+    return rates(scale, compiler=True)
 
 
 def row(scale: Scale, rate: float, moved: int, call: Callable[[], object], other: str = "", beside: str = "") -> Row:
@@ -189,15 +221,16 @@ def by_compiler(scale: Scale, call: Callable[..., object], x: Tensor, *rest: obj
         specification._PIECE = piece
 
 
-def quantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int | None) -> Row:
+def quantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int | None, compiler: bool) -> Row:
     format = parse_format(name)
     out = torch.empty(len(x), format.payload_bytes(x.shape[1]), dtype=torch.uint8, device=x.device)
-    other = by_compiler(scale, specification._quantize_rows, x, format, seed, out)
+    compile_specification = functools.partial(by_compiler, scale, specification._quantize_rows, x, format, seed, out)
+    beside = ("torch.compile", compile_specification()) if compiler else ()
     call = functools.partial(quantize_rows, x, format, seed=seed, out=out)
-    return row(scale, rate, x.nbytes + out.nbytes, call, "torch.compile", other)
+    return row(scale, rate, x.nbytes + out.nbytes, call, *beside)
 
 
-def dequantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int | None) -> Row:
+def dequantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int | None, compiler: bool) -> Row:
     format = parse_format(name)
     payload = quantize_rows(x, format, seed=seed)
     out = torch.empty_like(x)
@@ -205,9 +238,9 @@ def dequantize_rate(scale: Scale, rate: float, x: Tensor, name: str, seed: int |
     def reference(payload: Tensor, out: Tensor) -> None:
         specification._dequantize_rows(payload, format, x.shape[1], seed, out)
 
-    other = by_compiler(scale, reference, payload, out)
+    beside = ("torch.compile", by_compiler(scale, reference, payload, out)) if compiler else ()
     call = functools.partial(dequantize_rows, payload, format, x.shape[1], x.dtype, seed=seed, out=out)
-    return row(scale, rate, payload.nbytes + out.nbytes, call, "torch.compile", other)
+    return row(scale, rate, payload.nbytes + out.nbytes, call, *beside)
 
 
 def reorder_rate(scale: Scale, rate: float, x: Tensor) -> Row:

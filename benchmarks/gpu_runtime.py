@@ -28,7 +28,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "tiny-llama"
 
 
 def runtime(scale: Scale) -> Table:
-    table = Table(
+    table = scale.table(
         "The runtime in one process", ("what", "dtype", "greatest errors", "× greatest", "× typical", "result")
     )
     cuda = scale.device.type == "cuda"
@@ -150,7 +150,7 @@ def on_ranks(scale: Scale) -> Table:
     gpus = 0 if scale.tiny else torch.cuda.device_count()
     own_gpus, ranks = gpus > 1, scale.pick(2 if gpus in (2, 3) else 4, 2)
     how = "one on each GPU, NCCL" if own_gpus else "all on one device, gloo, messages staged through the CPU"
-    table = Table(
+    table = scale.table(
         f"{ranks} ranks, {how}; causal, bf16",
         ("plan", "messages", "greatest error of o dq dk dv", "× greatest", "× typical", "result"),
     )

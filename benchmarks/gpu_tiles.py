@@ -139,7 +139,7 @@ def factors(found: list[Tensor], beside: list[Tensor], exact: list[Tensor]) -> t
 
 
 def tiles(scale: Scale) -> Table:
-    table = Table(
+    table = scale.table(
         "Tiles, forward and backward: errors against fp64, beside scaled_dot_product_attention in the same dtype",
         ("mask, rows × columns", "dtype", "greatest error of o dq dk dv", "× greatest", "× typical", "result"),
     )
@@ -158,7 +158,7 @@ def tile_row(case: Case, given: list[Tensor], mask: Tensor, dtype: torch.dtype) 
 
 
 def splitting(scale: Scale) -> Table:
-    table = Table(
+    table = scale.table(
         "Tiles of uneven grids, causal, bf16: a kernel call for each pair of classes, time per visible score",
         ("rows × columns", "queries × keys", "forward ps", "backward ps", "× forward", "× backward", "result"),
     )

@@ -11,7 +11,7 @@ import sys
 
 import torch
 from gpu_merge import merging
-from gpu_quantize import rates
+from gpu_quantize import rates, rates_compiled
 from gpu_report import Scale, Table
 from kernel_code import ARCHITECTURES, Code
 from quantize_code import dequantizing, elements, quantizing, reducing, requantizing
@@ -81,7 +81,7 @@ def on_cpu() -> Table:
 def main() -> None:
     if torch.cuda.is_available():
         scale = Scale(torch.device("cuda"), False)
-        tables = [rates(scale), merging(scale)]
+        tables = [rates(scale), rates_compiled(scale), merging(scale)]
     else:
         tables = [code(), on_cpu()]
     print("\n".join(table.markdown() for table in tables))

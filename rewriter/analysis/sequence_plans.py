@@ -83,12 +83,13 @@ class Ranking:
         return self.costs[0]
 
 
-def plans(shape: Shapes, ranks: int, setting: Setting = Setting()) -> Ranking:
+def plans(shape: Shapes, ranks: int, setting: Setting | None = None) -> Ranking:
     """Every plan for `ranks` ranks, ranked. `shape` is that of every layer, or of groups of layers, which share a plan.
 
     First stand those whose time is within `MARGIN` of the best, least bytes first, then the others by time; then those
     that hold too much memory, least memory first. There is always one: a ring fits every shape.
     """
+    setting = setting or Setting()
     costs: list[PlanCost] = []
     refused: dict[str, list[Grid]] = {}
     for candidate in candidates(ranks):
@@ -101,7 +102,7 @@ def plans(shape: Shapes, ranks: int, setting: Setting = Setting()) -> Ranking:
     return Ranking(tuple(ranked(costs)), {reason: tuple(grids) for reason, grids in refused.items()})
 
 
-def choose(shape: Shapes, ranks: int, *, setting: Setting = Setting(), **fixed: Any) -> SequencePlan:
+def choose(shape: Shapes, ranks: int, *, setting: Setting | None = None, **fixed: Any) -> SequencePlan:
     """The best plan that is `allowed` by the `fixed` options."""
     able = allowed(shape, ranks, **fixed)
     return ranked([cost(plan, shape, setting) for plan in able])[0].plan
@@ -154,8 +155,9 @@ def why_not(plan: SequencePlan, shape: Shapes) -> str | None:
     return next((reason for one in _several(shape) if (reason := impossible(plan, one)) is not None), None)
 
 
-def cost(plan: SequencePlan, shape: Shapes, setting: Setting = Setting()) -> PlanCost:
+def cost(plan: SequencePlan, shape: Shapes, setting: Setting | None = None) -> PlanCost:
     """What one plan costs. Raises RewriterError if it is impossible."""
+    setting = setting or Setting()
     through = channels(plan, setting.fabric, setting.links, setting.tensor_parallel)
     rank, tokens, training, device = slowest(plan), setting.tokens, setting.training, setting.fabric.device
     shapes = _several(shape)

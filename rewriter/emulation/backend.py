@@ -7,22 +7,23 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
-from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.delay_cpu import DelayEngine
 from rewriter.emulation.delay_cuda import CudaDelayEngine
 from rewriter.emulation.group import NAME, EmulatedGroup, compact
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous
-from rewriter.emulation.wire_mode import WireEngine
 from rewriter.emulation.work import Engine
 from rewriter.fabric import DelayModel
+
+if TYPE_CHECKING:
+    from rewriter.emulation.config import EmulationConfig
 
 
 class DelayEngines:
@@ -117,17 +118,19 @@ def _close() -> None:
 
 
 def _job_of(given: Any, options: Any, seconds: float) -> _EmulatedJob:
+    own = (options.group_rank,)
+    if isinstance(given, DelayModel):
+        return _EmulatedJob(DelayEngines(given), own)
+    if isinstance(given, Engine):
+        return _EmulatedJob(given, own)
+    from rewriter.emulation.config import EmulationConfig
+
     if given is None:
         given = EmulationConfig.from_environment()
     if isinstance(given, EmulationConfig):
         given = given, None
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], EmulationConfig):
         return _configured(*given, options, seconds)
-    own = (options.group_rank,)
-    if isinstance(given, DelayModel):
-        return _EmulatedJob(DelayEngines(given), own)
-    if isinstance(given, Engine):
-        return _EmulatedJob(given, own)
     raise RewriterError(
         f"emulated backend: {EMULATED} is not set, and pg_options is {given!r}. Start the script with "
         "`python -m rewriter.emulation`, or give an EmulationConfig as pg_options"
@@ -143,6 +146,8 @@ def _configured(config: EmulationConfig, model: DelayModel | None, options: Any,
     if rank not in real:
         raise RewriterError(f"emulated backend: this is rank {rank}, but the real ones are {', '.join(map(str, real))}")
     if config.mode == "wire":
+        from rewriter.emulation.wire_mode import WireEngine
+
         if config.environment is None:
             raise RewriterError(
                 "emulated backend: mode wire, but no environment process. Start the script with "

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from rewriter.runtime.collective_log import is_recording
 
 _WARM_UPS = 3
+_CAPTURED = ("nccl", "emulated")  # backends whose collectives are kernels on streams
 
 
 def host_waits(x: Tensor) -> bool:
@@ -28,7 +29,7 @@ def why_not_captured(group: ProcessGroup | None) -> str | None:
         return None
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
         return "TORCH_NCCL_BLOCKING_WAIT is set, so that the host waits for every collective"
-    if "nccl" not in (backend := dist.get_backend(group)):
+    if not any(able in (backend := dist.get_backend(group)) for able in _CAPTURED):
         return f"a CUDA graph holds no collectives of {backend}"
     return None
 

@@ -1,0 +1,258 @@
+"""Section decode of `gpu.py`: decode steps of 70B-like layers on one rank of eight, whose peers are emulated.
+
+Layers of Llama 3 70B, random bf16 weights, a small vocabulary so that layers are what is timed. A rank reads 213.9 MB
+in each layer, which no cache holds. Sums take as long as NCCL's on 8 H100 (`rewriter.fabric`), on the stream where
+NCCL's would be. Recipes: standard, ladder, bound (every collective left out). Times are of the wall clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpu_decode_step import eagerly
+from gpu_emulated import RANKS, job
+from gpu_report import Row, Scale, Table, read_rate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
+
+from rewriter.emit.runtime_module import emit_runtime_module
+from rewriter.fabric import DelayModel, Device, Fabric, Link
+from rewriter.fabric.alpha_beta import nccl
+from rewriter.fabric.fabric import TableChoice
+from rewriter.ir import Program
+from rewriter.passes import available
+from rewriter.runtime.compiled import compile_segments
+from rewriter.runtime.decode_step import DecodeStep
+from rewriter.runtime.load import build
+from rewriter.runtime.sampling import Sampling
+from rewriter.tracing import trace
+
+# those of the recipes tensor-parallel, ladder and upper-bound, whose files need pydantic
+PASSES = {
+    "standard": ("tensor_parallel", "merge_reductions", "fuse_projections", "overlap"),
+    "ladder": ("tensor_parallel", "merge_reductions", "ladder", "fuse_projections", "overlap"),
+    "bound": ("tensor_parallel", "merge_reductions", "fuse_projections", "no_communication"),
+}
+PAST = 1024  # tokens in the cache
+COLUMNS = (
+    "recipe, step",
+    "ms per token",
+    "µs per layer",
+    "of reading",
+    "host µs per step",
+    "kernels per step",
+    "tokens that differ",
+    "result",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of Llama 3 70B, but for layers and vocabulary."""
+
+    hidden: int = 8192
+    feed_forward: int = 28672
+    heads: int = 64
+    kv_heads: int = 8
+    layers: int = 16
+    vocabulary: int = 8192
+
+
+@dataclass
+class Bench:
+    """What all rows share. `seconds`: of a token, by (recipe, step)."""
+
+    scale: Scale
+    size: Size
+    programs: dict[str, Program]
+    rate: float
+    directory: Path
+    seconds: dict[tuple[str, str], float]
+
+    @property
+    def past(self) -> int:
+        return int(self.scale.pick(PAST, 8))
+
+    @property
+    def steps(self) -> int:
+        """Timed together."""
+        return int(self.scale.pick(48, 2))
+
+
+def decoding(scale: Scale) -> None:
+    size = scale.pick(Size(), Size(64, 128, 16, 8, 3, 64))
+    rate = read_rate(scale)
+    table = scale.table(
+        f"Decode steps, rank 0 of {RANKS}, peers emulated, {size.layers} layers of Llama 3 70B, bf16, batch 1, "
+        f"{scale.pick(PAST, 8)} tokens in the cache; reading moves {rate / 1e9:.0f} GB/s",
+        COLUMNS,
+    )
+    with tempfile.TemporaryDirectory() as scratch, job(delays()):
+        bench = Bench(scale, size, programs(size), rate, Path(scratch), {})
+        for step in ("captured", "captured, compiled"):
+            for recipe in PASSES:
+                recipe_rows(bench, table, recipe, step)
+        for step in ("eager", "captured", "captured, compiled"):
+            table.attempt(f"ladder beside standard, {step}", functools.partial(gain_row, bench, step))
+
+
+def config(size: Size) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=size.hidden,
+        intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def programs(size: Size) -> dict[str, Program]:
+    """By recipe, on RANKS ranks; from a configuration, without weights."""
+    traced = trace(config(size)).with_(mesh={"tp": RANKS})
+    return {recipe: applied(traced, names) for recipe, names in PASSES.items()}
+
+
+def applied(program: Program, names: tuple[str, ...]) -> Program:
+    for name in names:
+        program = available()[name]().apply(program)
+    return program
+
+
+def delays() -> DelayModel:
+    """NCCL's on 8 H100 from CUDA graphs, as the fabric h100-nvlink has them: its file needs pydantic."""
+    table = TableChoice("h100_sxm", "nccl", "2.29.2")
+    device = Device("H100", flops=740e12, memory=80_000_000_000, call=10e-6)
+    link = Link(3.4e-6, 351e9)
+    fabric = Fabric(
+        "H100", device, RANKS, link, model="measured", protocols=nccl("nvlink"), tables=(table,), blocks={"nccl": 24}
+    )
+    return fabric.delay_model("nccl", graphed=True)
+
+
+def recipe_rows(bench: Bench, table: Table, recipe: str, step: str) -> None:
+    """Rows of one model: `step`, and before "captured" eager."""
+    models: list[nn.Module] = []
+
+    def made() -> nn.Module:
+        if not models:
+            models.append(model_of(bench, recipe))
+            if "compiled" in step:
+                torch._dynamo.config.fail_on_recompile_limit_hit = True
+                compile_segments(models[0], backend=bench.scale.pick("inductor", "eager"))
+        return models[0]
+
+    expected: list[list[int]] = []
+    for how in ("eager", step) if step == "captured" else (step,):
+        table.attempt(f"{recipe}, {how}", lambda how=how: decode_row(bench, made(), recipe, how, expected))
+    models.clear()
+    torch.compiler.reset()
+    if bench.scale.cuda:
+        torch.cuda.empty_cache()
+
+
+def model_of(bench: Bench, recipe: str) -> nn.Module:
+    """The emitted module with random weights, on the device."""
+    path = bench.directory / f"{recipe}.py"
+    path.write_text(emit_runtime_module(bench.programs[recipe]), encoding="utf-8")
+    mesh = init_device_mesh(bench.scale.device.type, (RANKS,), mesh_dim_names=("tp",))
+    return randomized(build(path, "Model", mesh), bench.scale.device).eval()
+
+
+def randomized(model: nn.Module, device: torch.device) -> nn.Module:
+    """Weights that keep activations finite, norms' near 1. Not zeros: a GPU computes those faster than a model's."""
+    random = torch.Generator(device).manual_seed(0)
+    for module in model.modules():
+        for name, x in module.named_parameters(recurse=False):
+            values = torch.empty(x.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=random)
+            setattr(module, name, nn.Parameter(values + (x.dim() == 1), requires_grad=False))
+        for name, x in module.named_buffers(recurse=False):
+            setattr(module, name, x.to(device))
+    return model
+
+
+def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str, expected: list[list[int]]) -> Row:
+    """`expected` holds the eager step's tokens, where there was one: a captured step has to give the same."""
+    scale = bench.scale
+    step = DecodeStep(model, 1, bench.past + bench.steps + 2, dist.group.WORLD)
+    begin(bench, step)
+    if how == "eager":
+        eagerly(step)
+    else:
+        step.run()
+    timed(bench, step)
+    tokens = step.produced[: bench.steps].T.tolist()
+    seconds = statistics.median(timed(bench, step) for _ in range(scale.pick(5, 1))) / bench.steps
+    bench.seconds[recipe, how] = seconds
+    begin(bench, step)
+    host = statistics.median(scale.host_seconds(step.run) for _ in range(scale.pick(20, 1)))
+    kernels = len(scale.kernels(step.run))
+    differ = sum(a != b for a, b in zip(expected[0], tokens[0], strict=True)) if expected else 0
+    compared = str(differ) if expected else "–"
+    if how == "eager":
+        expected[:] = tokens
+    wrong = [f"{differ} tokens differ from the eager step's"] if differ else []
+    if not step.how.startswith(wanted := named(scale, how)):
+        wrong.append(f"{step.how}, expected {wanted}")
+    if step.broken.any():
+        wrong.append("logits are NaN")
+    share = read_bytes(model) / seconds / bench.rate
+    cells = f"{seconds * 1e3:.3f}", f"{seconds / bench.size.layers * 1e6:.1f}", f"{share:.0%}"
+    return (*cells, f"{host * 1e6:.0f}", kernels or "–", compared), ", ".join(wrong)
+
+
+def named(scale: Scale, how: str) -> str:
+    """How `DecodeStep.how` begins. A CPU captures nothing."""
+    if how == "eager":
+        return "eager: events" if scale.cuda else "eager"
+    if scale.cuda:
+        return "captured"
+    return "compiled segments" if "compiled" in how else "eager"
+
+
+def begin(bench: Bench, step: DecodeStep) -> None:
+    """As behind a prompt of `past` tokens, always the same ones."""
+    step.begin(bench.past, None, Sampling(), 0, (), 0)
+    random = torch.Generator(bench.scale.device).manual_seed(1)
+    for memory in (*step.cache.keys, *step.cache.values):
+        memory.normal_(generator=random)
+    step.choice.zero_()
+    step.written = bench.past
+
+
+def timed(bench: Bench, step: DecodeStep) -> float:
+    """Seconds of the wall clock of `bench.steps` steps, without what begins them."""
+    begin(bench, step)
+    bench.scale.synchronize()
+    start = time.perf_counter()
+    for _ in range(bench.steps):
+        step.run()
+    bench.scale.synchronize()
+    return time.perf_counter() - start
+
+
+def read_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that a step reads: all but the table of embeddings, of which it reads a row."""
+    table: Tensor = model.get_parameter("model.embed_tokens.weight")
+    return sum(x.nbytes for x in model.parameters()) - table.nbytes
+
+
+def gain_row(bench: Bench, step: str) -> Row:
+    """How much of what communication costs the ladder hides: (standard − ladder) / (standard − bound)."""
+    if missing := [recipe for recipe in PASSES if (recipe, step) not in bench.seconds]:
+        raise ValueError(f"no time of {', '.join(missing)}")
+    standard, ladder, bound = (bench.seconds[recipe, step] for recipe in PASSES)
+    exposed = standard - bound
+    text = f"hides {(standard - ladder) / exposed:.0%}" if exposed > 0 else "nothing is exposed"
+    return (f"{text} of {exposed * 1e3:.3f} ms", "–", "–", "–", "–", "–"), ""
