@@ -32,7 +32,7 @@ from gpu_sections import Section
 
 gpu.DRY = 1
 gpu.SECTIONS = {
-    "hangs": Section("seeded:hangs", 20),
+    "hangs": Section("seeded:hangs", 30),
     "crashes": Section("seeded:crashes", 90),
     "raises": Section("seeded:raises", 90),
     "loses the device": Section("seeded:loses", 90),
@@ -101,6 +101,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_sections_that_hang_or_die_lose_their_own_rows_only(tmp_path: Path) -> None:
     rows, page = tmp_path / "rows.json", tmp_path / "page.md"
     ran = script(tmp_path, "--json", str(rows), "--out", str(page))
@@ -109,7 +110,7 @@ def test_sections_that_hang_or_die_lose_their_own_rows_only(tmp_path: Path) -> N
     found = [(r["section"], next(iter(r["cells"].values())), r["cells"]["result"]) for r in records if "cells" in r]
     assert found == [
         ("hangs", "first", "ok"),
-        ("hangs", "the rest", "ended after 20 s"),
+        ("hangs", "the rest", "ended after 30 s"),
         ("crashes", "first", "ok"),
         ("crashes", "the rest", "died of signal 11 (SIGSEGV)"),
         ("raises", "first", "ok"),
@@ -134,6 +135,7 @@ def test_what_does_not_fit_into_the_time_is_not_begun(tmp_path: Path) -> None:
     assert ran.stdout.count("not begun: the 10 s are over") == 2
 
 
+@pytest.mark.slow
 def test_sections_need_nothing_of_the_command_line() -> None:
     """The machine with the GPU has torch, transformers and PyYAML, no pydantic."""
     program = """
