@@ -56,7 +56,7 @@ class Device:
 
 
 class Stream:
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
         self.log: list[str] = []
 
     def wait_stream(self, other) -> None:
