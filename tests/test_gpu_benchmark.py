@@ -161,12 +161,11 @@ def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, m
     assert {aligned for dtype, aligned in seen if dtype == torch.float16} == {True}
 
 
-def test_what_is_timed_as_compiled_is_compiled(scale, monkeypatch: pytest.MonkeyPatch) -> None:
+# The runtime raises the limit. (`monkeypatch` would delete torch's settings when it restores them.)
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=8)
+def test_what_is_timed_as_compiled_is_compiled(scale) -> None:
     """Torch runs a function eagerly from its ninth graph on."""
     from gpu_report import compiled
-
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # the runtime raises it
 
     def double(x: torch.Tensor, times: int) -> torch.Tensor:
         return 2 * times * x if torch.compiler.is_compiling() else x
