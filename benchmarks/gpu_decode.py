@@ -228,7 +228,6 @@ def begin(bench: Bench, step: DecodeStep) -> None:
     for memory in (*step.cache.keys, *step.cache.values):
         memory.normal_(generator=random)
     step.choice.zero_()
-    step.written = bench.past
 
 
 def timed(bench: Bench, step: DecodeStep) -> float:

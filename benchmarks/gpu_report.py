@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from rewriter.runtime.cuda_graph import replay_of
+
 Row = tuple[tuple[object, ...], str]  # cells, and what is wrong
 
 LOST = 86  # a section's exit status where CUDA has an error that stays: nothing runs in that process any more
@@ -173,16 +175,7 @@ class Scale:
         """`call` as a CUDA graph, captured on the stream on which it warmed up; without a GPU as it is."""
         if not self.cuda:
             return call
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        return graph.replay
+        return replay_of(call, torch.device("cuda"))
 
     def kernels(self, call: Callable[[], object]) -> list[str]:
         """Names of the kernels that a call runs, replayed ones too, by torch's profiler; none without a GPU."""

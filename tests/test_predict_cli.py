@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import torch
 from fake_api import installed
 from predictions import comparison
 
@@ -317,32 +314,3 @@ def test_real_ranks_are_compared_with_an_emulated_one(capsys: pytest.CaptureFixt
             assert len(found[kind]["measured_launches"]) == len(found[kind]["predicted_launches"]) == 3
             # of the same size at least, on whatever machine this runs beside whatever else
             assert 0.1 < found[kind]["predicted_seconds"] / found[kind]["measured_seconds"] < 10
-
-
-def test_a_pass_is_captured_on_the_stream_that_warmed_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else cuBLAS would take another workspace for the graph than for what ran before."""
-    from rewriter.predict import rank_worker
-
-    main, running, graphs = Mock(), [], []
-
-    @contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        running.append(stream)
-        yield
-        running.pop()
-
-    @contextmanager
-    def graph(_: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        graphs.append(capture_error_mode)
-        with on(stream):
-            yield
-
-    fakes = {"Stream": Mock(), "CUDAGraph": Mock(), "stream": on, "graph": graph, "current_stream": lambda: main}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    ran: list[Any] = []
-    replay = rank_worker._captured(lambda: ran.append(running[-1]), torch.device("cuda"))
-    assert len(ran) == 3
-    assert set(ran) == {fakes["Stream"].return_value}
-    assert graphs == ["thread_local"]
-    assert replay is fakes["CUDAGraph"].return_value.replay

@@ -25,6 +25,7 @@ from rewriter.fabric import Call, Delay
 from rewriter.predict.workload import Workload
 from rewriter.runtime.attention.mesh import sequence_mesh
 from rewriter.runtime.compiled import compile_segments
+from rewriter.runtime.cuda_graph import replay_of
 from rewriter.runtime.decode_step import DecodeStep
 from rewriter.runtime.load import build, fill
 from rewriter.runtime.sampling import Sampling
@@ -149,11 +150,10 @@ def _measure(spec: Spec, variant: Variant, rank: int, device: torch.device) -> d
             step.run()
 
     begin(job.prompt)
-    first = _timed(_captured(prefill, device) if graphed else prefill, device)
+    first = _timed(replay_of(prefill, device) if graphed else prefill, device)
 
     def decoded() -> float:
         begin(job.past)
-        step.written = job.past
         return _timed(steps, device)()
 
     first(), decoded()
@@ -184,21 +184,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> Callable[[], floa
         return time.perf_counter() - begin
 
     return timed
-
-
-def _captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A pass as a CUDA graph, captured on the stream on which it has warmed up: cuBLAS has a workspace for each stream.
-    NCCL's watchdog, another thread, may ask for events meanwhile."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
 
 
 def _model(spec: Spec, variant: Variant, rank: int, device: torch.device) -> nn.Module:

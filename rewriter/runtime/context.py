@@ -48,6 +48,12 @@ class Context:
         return self if self.cache is None else replace(self, cache=self.cache.bound(slot))
 
 
+def positions(length: int, first_valid: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """int64 [B, S]: 0 at a row's first valid token and, as in transformers, 0 on its padding."""
+    index = torch.arange(length, device=device).expand(batch, length)
+    return index if first_valid is None else (index - first_valid[:, None]).clamp(min=0)
+
+
 def segment_positions(segment_ids_BS: Tensor) -> Tensor:
     """int64 [B, S]: each token's place in its segment, a run of equal ids."""
     index = torch.arange(segment_ids_BS.shape[1], device=segment_ids_BS.device)

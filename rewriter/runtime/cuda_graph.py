@@ -40,20 +40,18 @@ def capture(
     """Each of `steps` as a graph that replays it on the current stream, or why a rank of `group` could not capture one.
 
     All ranks of `group` call it together. `steps` run a few times, one after the other, and what they change, the
-    tensors `state` and the generator `random`, is then as before. They warm up on the stream that captures: cuBLAS has
-    a workspace for each. NCCL's watchdog, another thread, may ask for events meanwhile.
+    tensors `state` and the generator `random`, is then as before.
     """
     device = state[0].device
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     saved, drawn = [x.clone() for x in state], random.get_state()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            for step in steps:
-                step()
-            for x, before in zip(state, saved, strict=True):
-                x.copy_(before)
-    current.wait_stream(stream)
+
+    def warm_up() -> None:
+        for step in steps:
+            step()
+        for x, before in zip(state, saved, strict=True):
+            x.copy_(before)
+
+    stream = _warmed_up(warm_up, device)
     random.set_state(drawn)
     graphs, failure = [], None
     try:
@@ -65,9 +63,30 @@ def capture(
     return [graph.replay for graph in graphs]
 
 
-def _captured(step: Callable[[], None], stream: torch.cuda.Stream, random: torch.Generator) -> torch.cuda.CUDAGraph:
+def replay_of(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """`step` as a graph that replays it on the current stream. Raises what capturing raises."""
+    replay: Callable[[], None] = _captured(step, _warmed_up(step, device)).replay
+    return replay
+
+
+def _warmed_up(run: Callable[[], object], device: torch.device) -> torch.cuda.Stream:
+    """The stream on which `run` has run a few times. It captures next: cuBLAS has a workspace for each stream."""
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            run()
+    current.wait_stream(stream)
+    return stream
+
+
+def _captured(
+    step: Callable[[], object], stream: torch.cuda.Stream, random: torch.Generator | None = None
+) -> torch.cuda.CUDAGraph:
+    """NCCL's watchdog, another thread, may ask for events meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(random)
+    if random is not None:
+        graph.register_generator_state(random)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph

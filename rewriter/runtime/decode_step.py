@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from rewriter.runtime.cache import SequenceCache, StaticCache, make_cache
 from rewriter.runtime.compiled import backend_of, compile_step
-from rewriter.runtime.context import Context
+from rewriter.runtime.context import Context, positions
 from rewriter.runtime.cuda_graph import capture, host_waits, why_not_captured
 from rewriter.runtime.decode_state import DecodeState
 from rewriter.runtime.sampling import Sampling
@@ -54,6 +54,7 @@ class DecodeStep(DecodeState):
             self._forget()
         super().begin(length, first_valid, sampling, seed, ends, pad)
         self.cache.clear()
+        self.written = length
 
     @torch.no_grad()
     def prefill(self, ids_BS: Tensor, chunk: int | None = PREFILL_CHUNK) -> None:
@@ -61,15 +62,14 @@ class DecodeStep(DecodeState):
         length, device = ids_BS.shape[1], ids_BS.device
         if chunk is None or isinstance(self.cache, SequenceCache):
             chunk = length
-        here_BS = (torch.arange(length, device=device) - self.first_valid[:, None]).clamp(min=0)
         padding = self.first_valid if self.padded else None  # without any, attention takes faster ways
+        here_BS = positions(length, padding, self.batch, device)
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             place = None if start == 0 else torch.full((), start, device=device)
             cache = self._first(end) if start else self.cache
             ctx = Context(cache, place, padding)
             logits = self.model(ids_BS[:, start:end], here_BS[:, start:end], ctx, logits_to_keep=1)[:, -1]
-        self.written = length
         self.choose(logits)
 
     def take(self) -> None:

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewriter.common.errors import RewriterError
-from rewriter.kernels import accumulation_dtype
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
 from rewriter.runtime.cuda_graph import host_waits
-from rewriter.runtime.products import in_memory
+from rewriter.runtime.products import product
 
 FEW = 16  # choices whose experts' weights are copied, rather than that the host waits to know them
 
@@ -108,7 +107,7 @@ def _of_each_choice(
     def linear(x_CD: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
         assert w is not None
         if torch.compiler.is_compiling() and x_CD.device.type == "cpu":
-            y = _products(x_CD, w if transposed else w.transpose(1, 2))
+            y = product(x_CD, w.transpose(1, 2) if transposed else w)
         else:
             y = torch.bmm(x_CD[:, None], w if transposed else w.transpose(1, 2))[:, 0]
         return y if bias is None else y + bias
@@ -118,9 +117,3 @@ def _of_each_choice(
     y = linear(h, down, down_bias) * weight_NK.reshape(-1, 1)
     y = torch.where(real[:, None], y, 0).to(x_ND.dtype)
     return y.view(tokens, per_token, -1).sum(1)
-
-
-def _products(x_CD: Tensor, w_CDI: Tensor) -> Tensor:
-    """[C, I] as reductions, which TorchInductor reads the chosen experts' weights for where they are."""
-    wide = accumulation_dtype(x_CD.dtype)
-    return (in_memory(x_CD.to(wide)).unsqueeze(-1) * w_CDI.to(wide)).sum(1).to(x_CD.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rewriter.common.errors import RewriterError
-from rewriter.runtime.context import Context
+from rewriter.runtime.context import Context, positions
 from rewriter.runtime.cuda_graph import host_waits
 from rewriter.runtime.decode_state import DecodeState
 from rewriter.runtime.decode_step import PREFILL_CHUNK, DecodeStep, decode_step
@@ -26,12 +26,6 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
         ids[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
     padding = [longest - len(prompt) for prompt in prompts]
     return ids, torch.tensor(padding) if any(padding) else None
-
-
-def positions(length: int, first_valid: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    """int64 [B, S]: 0 at a row's first valid token and, as in transformers, 0 on its padding."""
-    index = torch.arange(length, device=device).expand(batch, length)
-    return index if first_valid is None else (index - first_valid[:, None]).clamp(min=0)
 
 
 @torch.no_grad()

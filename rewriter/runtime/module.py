@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.agreement import check_agreement
 from rewriter.runtime.cache import SlotSpec, StaticCache
-from rewriter.runtime.context import Context, segment_positions
-from rewriter.runtime.generate import positions
+from rewriter.runtime.context import Context, positions, segment_positions
 from rewriter.runtime.gradient_sums import sum_gradients
 from rewriter.runtime.loss import IGNORED, global_loss, next_tokens
 from rewriter.runtime.replicas import Replicas

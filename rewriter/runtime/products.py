@@ -38,7 +38,10 @@ def with_reductions(backend: str) -> Callable[[fx.GraphModule, list[Tensor]], Ca
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, summed in fp32 (fp64 of fp64): input [..., K], weight [N, K], bias [N]; [..., N] in input's dtype."""
+    """`F.linear`, summed in fp32 (fp64 of fp64): input [..., K], weight [N, K], bias [N]; [..., N] in input's dtype.
+
+    A weight [..., N, K] is one for each row of the input.
+    """
     wide = accumulation_dtype(input.dtype)
     summed = (in_memory(input.to(wide)).unsqueeze(-2) * weight.to(wide)).sum(-1)
     return (summed if bias is None else summed + bias.to(wide)).to(input.dtype)
