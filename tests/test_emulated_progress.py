@@ -170,7 +170,7 @@ def test_a_program_that_computes_waits_longer(as_future: bool) -> None:
         if future is None:
             work.wait()
             left = (1 - computed / 0.8) * 0.1
-            assert left - 0.005 < time.monotonic() - begun - computed < left + 0.5
+            assert left - 0.02 < time.monotonic() - begun - computed < left + 0.5
         else:  # nobody tells that the program waits for it; what the call itself took does not count
             future.wait()
             assert time.monotonic() - begun > 0.5
