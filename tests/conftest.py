@@ -24,6 +24,7 @@ if "REWRITER_TEST_MODULES" not in os.environ:
 
 import pytest
 import torch
+import traced_once
 
 # Results must not depend on the number of cores, and parallel test processes must not fight for them.
 torch.set_num_threads(1)
@@ -32,6 +33,12 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the project's markers, so that a misspelt one is an error under `--strict-markers`."""
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (real processes, long generations)")
+    config.addinivalue_line("markers", "tracer: tests the tracer, which traces every model anew")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures trace
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    traced_once.install(item.get_closest_marker("tracer") is None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m 'not slow'` selects

@@ -30,6 +30,8 @@ from rewriter.tracing.masks import Static, StaticGraph, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE
 from rewriter.verify.simulate import simulate
 
+pytestmark = pytest.mark.tracer
+
 HEADS, SIZE = 4, 8
 WIDTH = HEADS * SIZE
 

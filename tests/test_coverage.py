@@ -20,6 +20,8 @@ from rewriter.tracing import trace
 from rewriter.tracing.meta_model import build_skeleton
 from rewriter.verify.shrink import depth, text_config
 
+pytestmark = pytest.mark.tracer
+
 # Types
 
 

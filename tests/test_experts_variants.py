@@ -30,6 +30,8 @@ from rewriter.tracing import trace
 from rewriter.tracing.traced_experts import gate_of, is_experts
 from rewriter.verify.simulate import simulate
 
+pytestmark = pytest.mark.tracer
+
 _COMMON: dict[str, Any] = dict(
     vocab_size=256, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     max_position_embeddings=192, pad_token_id=0, bos_token_id=1, eos_token_id=None, intermediate_size=48,

@@ -27,6 +27,8 @@ from rewriter.tracing.opaque import opaque_child
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
+pytestmark = pytest.mark.tracer
+
 _SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,

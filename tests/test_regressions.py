@@ -26,6 +26,8 @@ from rewriter.tracing.masks import Static, find_mask_spec, seen_by
 from rewriter.tracing.meta_model import TRACE_DTYPE, build_skeleton, fingerprint
 from rewriter.verify.simulate import simulate
 
+pytestmark = pytest.mark.tracer
+
 _LATENT: dict[str, Any] = {
     "model_type": "deepseek_v3", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 112,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,

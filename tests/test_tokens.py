@@ -16,6 +16,8 @@ from rewriter.tracing.flat_tokens import keep_tokens
 from rewriter.verify.ladder_reference import ladder_reference
 from rewriter.verify.simulate import simulate
 
+pytestmark = pytest.mark.tracer
+
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_opt_as_a_ladder_equals_its_reference(tp):

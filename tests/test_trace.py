@@ -26,6 +26,8 @@ from rewriter.tracing.meta_model import build_skeleton
 from rewriter.verify.simulate import simulate
 from rewriter.weights import Checkpoint
 
+pytestmark = pytest.mark.tracer
+
 
 @pytest.mark.parametrize("length", [1, 21, 100])
 @pytest.mark.parametrize("family", zoo.FAMILIES)

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch import fx
 from transformers import PreTrainedConfig
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
-from rewriter.ir import LayerSource, Parameter, Program, Source, parameters_of
+from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config, require_fixed_rotary
@@ -56,15 +57,7 @@ def trace_skeleton(
     remote_code: bool = False,
 ) -> Program:
     """The Program of a model that is already built on meta. `ties` are by default those that its config asks for."""
-    require_fixed_rotary(skeleton.model)
-    # an error of a model's own code on meta tensors is the model's limit, not a crash
-    hint = ". Its forward does something that needs values or a call form this version does not know."
-    with refused(f"{type(skeleton.model).__name__} cannot be traced", hint), lifted_interfaces(skeleton.model):
-        tracer = ModelTracer(skeleton)
-        around = tracer.surroundings()
-        graph, modules = wire(tracer, around)
-    if around.constants:
-        raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
+    graph, modules, absent = _traced(skeleton)
     tied = tied_parameters(skeleton.model)
     ties = tied if ties is None else ties
     parameters: dict[str, Parameter] = {}
@@ -82,13 +75,27 @@ def trace_skeleton(
             f"the checkpoint in {path} lacks {lacking[0]}, a buffer that {type(skeleton.model).__name__} computes "
             "with. Load and save the model with transformers once, which adds it."
         )
-    source = _source(tracer, skeleton, path, remote_code)
+    source = _source(absent, skeleton, path, remote_code)
     if tied and not ties:  # the config would still say so, and not everything that reads it compares the weights
         source = replace(source, config={**source.config, "tie_word_embeddings": False})
     return Program(source, graph, modules, parameters, ties)
 
 
-def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
+def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tuple[str, ...], ...]]:
+    """The wiring, the modules that it calls, and the arguments that each layer is never given."""
+    require_fixed_rotary(skeleton.model)
+    # an error of a model's own code on meta tensors is the model's limit, not a crash
+    hint = ". Its forward does something that needs values or a call form this version does not know."
+    with refused(f"{type(skeleton.model).__name__} cannot be traced", hint), lifted_interfaces(skeleton.model):
+        tracer = ModelTracer(skeleton)
+        around = tracer.surroundings()
+        graph, modules = wire(tracer, around)
+    if around.constants:
+        raise RewriterError(f"the model makes constants in its forward ({min(around.constants)}), not supported yet")
+    return graph, modules, tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers)
+
+
+def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str | None, remote_code: bool) -> Source:
     model = skeleton.model
     config = json.loads(model.config.to_json_string(use_diff=False))
     kinds = {type(layer): layer for layer in skeleton.layers}
@@ -108,7 +115,7 @@ def _source(tracer: ModelTracer, skeleton: Skeleton, path: str | None, remote_co
         layer_var_kwargs=classes[0].var_kwargs,
         layer_classes=classes,
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
-        absent=tuple(tuple(tracer.absent[layer]) for layer in skeleton.layers),
+        absent=absent,
         remote_code=remote_code,
     )
 

@@ -54,9 +54,11 @@ def export_graph(
     """Non-strict export with every dimension that is a batch or length dynamic; `also` are others, by id of tensor."""
     more = [dict.fromkeys(also.get(id(t), ()), torch.export.Dim.DYNAMIC) for t in tensors]
     dynamic = tuple(example.dynamic(t) | m for t, m in zip(tensors, more, strict=True))
-    # stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out
+    # Stack traces of nodes are read by nobody and cost a third of an export; torch 2.11 cannot leave them out. The
+    # cache of fake tensors costs a fourth: dynamic shapes hardly meet twice.
     quiet = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
-    with torch.no_grad(), quiet:
+    uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with torch.no_grad(), quiet, uncached:
         return torch.export.export(wrapper, tuple(tensors), dynamic_shapes=(dynamic,), strict=False)
 
 
