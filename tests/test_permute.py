@@ -375,12 +375,12 @@ def test_weights_that_are_too_large_keep_their_order_where_the_recipe_allows_it(
 
 @pytest.mark.slow
 def test_an_order_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dealing is turned round: every unit goes where it reads worst."""
+    """The assignment is turned round: every unit goes where it reads worst."""
 
     def worst(errors: torch.Tensor, weight: torch.Tensor, units: int) -> list[int]:
         return [1 - rank for rank in assign_units(errors, weight, units)]
 
-    monkeypatch.setattr("rewriter.verify.affinity.deal", worst)
+    monkeypatch.setattr("rewriter.verify.affinity.assign_units", worst)
     rewritten = measurable(tiny(), with_order({"pass": "desync", "n": 2}, ranks={}), 2)
     assert rewritten is not None
     found = affinity(tiny(), rewritten, text()[:680])

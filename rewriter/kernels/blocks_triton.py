@@ -303,10 +303,11 @@ def _clipped(x, top, broken, T: tl.constexpr):
 @triton.jit
 def _level(far, further, T: tl.constexpr):
     """A Lloyd-Max level above zero: of the upper half of them where `far`, the upper one of two where `further`."""
-    near = tl.where(further, T.format.positive_levels[1], T.format.positive_levels[0])
-    if T.format.bits == 2:
-        return near
-    return tl.where(far, tl.where(further, T.format.positive_levels[3], T.format.positive_levels[2]), near)
+    level = tl.where(further, T.format.positive_levels[1], T.format.positive_levels[0])
+    if T.format.bits > 2:  # no early return: Triton would compile what follows it
+        upper = tl.where(further, T.format.positive_levels[3], T.format.positive_levels[2])
+        level = tl.where(far, upper, level)
+    return level
 
 
 @triton.jit
