@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from transformers import AutoModelForCausalLM
 import rewriter as rw
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.expressions import Reference
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
 from rewriter.emit import output_files
 from rewriter.emit.manifest import read_manifest
-from rewriter.ir import Parameter
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 
 UPPER = {2, 3}
@@ -396,8 +397,13 @@ def test_an_emitter_that_forgets_the_rewiring_is_noticed(
 
 @pytest.mark.slow
 def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Parameter.on_rank
-    monkeypatch.setattr(Parameter, "on_rank", lambda self, rank: part(self, 0))
+    right = output_files.weight_references
+
+    def all_as_rank_0(*args: Any) -> dict[str, Reference]:
+        held = right(*args)
+        return {name: r if r.ranges is None else replace(r, ranges=(r.ranges[0],) * 2) for name, r in held.items()}
+
+    monkeypatch.setattr(output_files, "weight_references", all_as_rank_0)
     monkeypatch.setattr(subprocess_logits, "huggingface_logits", lambda d, batches: [torch.zeros(1)] * len(batches))
     require = shrunken_check.Verification.require
 
@@ -415,9 +421,10 @@ def test_a_wrong_shard_is_noticed(source: Path, tmp_path: Path, monkeypatch: pyt
 def test_a_failed_verification_exits_with_3_and_one_message(source: Path, tmp_path: Path) -> None:
     # In a process of its own, with a pass that reads one block too far back.
     program = (
-        "import sys; from rewriter.passes import ladder; from rewriter.cli import main;"
-        "values = ladder.stream_values;"
-        "ladder.stream_values = lambda graph: [values(graph)[0], *values(graph)[:1], *values(graph)[2:]];"
+        "import sys; from dataclasses import replace; from rewriter.passes import residual_rewrite;"
+        "from rewriter.cli import main; right = residual_rewrite.blocks_of;"
+        "early = lambda found: [replace(b, skip=found[max(b.index - 1, 0)].skip) for b in found];"
+        "residual_rewrite.blocks_of = lambda *given: early(right(*given));"
         f"sys.exit(main([{str(source)!r}, '--recipe', 'ladder', '--out', {str(tmp_path / 'a')!r}]))"
     )
     done = subprocess.run(

@@ -128,7 +128,7 @@ def _kinds(program: Program, bound: bool) -> tuple[list[PrintedKind], list[str]]
         kind = next((k for k in kinds if k.layer == layer and source.alike(k.example, index)), None)
         if kind is None:
             wish = _kind_name(program, touched, layer, modes[index])
-            name = free_name(wish, {k.name for k in kinds}.__contains__)
+            name = free_name(wish, {*standard_kinds(source), *(k.name for k in kinds)}.__contains__)
             class_name = camel(name) + source.of_layer(index).layer_class
             what = _what(program, index, touched, layer, modes[index])
             kind = PrintedKind(name, class_name, layer, index, tuple(what))
