@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import adapted
 
-from rewriter.adapt import adaptation
-from rewriter.adapt.adaptation import AdaptReport
+from rewriter.adapt.adaptation import AdaptReport, adapt
 from rewriter.adapt.options import Options
-from rewriter.convert import rewritten_source
 
 SETTINGS = {
     "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 1, "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 4, "save_steps": 2, "use_cpu": True,
 }  # fmt: skip
-
-
-def adapt(*arguments: Any, **options: Any) -> AdaptReport:
-    """As `rewriter.adapt`. Tracing takes most of a short run; results differ in their weights alone."""
-    with mock.patch.object(rewritten_source, "trace", adapted.trace_once):
-        return adaptation.adapt(*arguments, **options)
 
 
 def run(out: Path, resume: bool = False, files: tuple[Path, Path, Path] | None = None, **options: Any) -> AdaptReport:

@@ -9,15 +9,12 @@ import random
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rewriter.api import convert
-from rewriter.ir import Program
-from rewriter.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from tiny_corpus import BOS, EOS, PAD, VOCABULARY, build_tokenizer
@@ -70,18 +67,6 @@ def _directory(recipe: str, tp: int, family: str, hidden: int) -> Path:
     path = root() / f"{name}-{recipe}-tp{tp}"
     convert(source, recipe, out=path, tp=tp, verify="none")
     return path
-
-
-_traced: dict[str, Program] = {}
-
-
-def trace_once(path: Path) -> Program:
-    """As `trace`, for a checkpoint that differs from an earlier one in its values alone: they are not read."""
-    config = (Path(path) / "config.json").read_text()
-    if config not in _traced:
-        _traced[config] = trace(path)
-    program = _traced[config]
-    return program.with_(source=replace(program.source, path=str(path)))
 
 
 @functools.cache

@@ -13,13 +13,14 @@ from typing import Any
 import adapted
 import pytest
 import torch
-from adapt_runs import SETTINGS, adapt, own_files, run
+from adapt_runs import SETTINGS, own_files, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
 from rewriter.adapt import adapted_output, checkpoints
 from rewriter.adapt import losses as loss_functions
+from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.batches import Order
 from rewriter.adapt.evaluate import evaluate
 from rewriter.adapt.job import AdaptJob, place_of

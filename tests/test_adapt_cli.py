@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from rewriter.cli import main
-from rewriter.convert import rewritten_source
 
 SETTINGS = ["--length", "48", "--verify", "none"]
 for setting in ("max_steps=1", "learning_rate=1e-2", "use_cpu=true", "gradient_accumulation_steps=1"):
@@ -29,7 +28,6 @@ def command(directory: Path, out: Path, *more: str, data: Path | None = None) ->
 def test_the_command_tells_what_it_did_and_refuses_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rewritten_source, "trace", adapted.trace_once)
     directory, out = adapted.directory("ladder"), tmp_path / "out"
     assert main(command(directory, out, "--json")) == 0
     report = json.loads(capsys.readouterr().out)

@@ -11,10 +11,10 @@ from typing import Any
 import adapted
 import pytest
 import torch
-from adapt_runs import adapt
 from ranks import run_ranks
 from safetensors.torch import load_file
 
+from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
 
