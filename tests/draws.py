@@ -176,7 +176,7 @@ def rewrite(rng: random.Random, program: Program, drawn: Architecture, chosen: M
             rewrites.append(passes["desync"](selection, pattern=pattern, resync=mode.resync))
     if chosen.ranks > 1:
         rewrites.insert(rng.randint(1, len(rewrites)), passes["merge_reductions"]())
-        rewrites += [passes["overlap"]()] * (rng.random() < 0.5)
+        rewrites += [passes["overlap"](branches=rng.choice((1, 2)))] * (rng.random() < 0.5)
     for step in rewrites:
         program = step.apply(program)
     return program

@@ -63,6 +63,7 @@ ALONE = {
     "merge-and-fuse": [PARALLEL, ("merge_reductions", {}), ("fuse_projections", {})],
     "no-communication": [("no_communication", {})],
     "overlapped-parallel": [PARALLEL, ("merge_reductions", {}), ("overlap", {})],
+    "ladder-in-two-branches": [LADDER, ("overlap", {"branches": 2})],
 }
 
 

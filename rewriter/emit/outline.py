@@ -98,9 +98,9 @@ def region(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> Region:
 
 
 def segments(layer: Region, order: dict[fx.Node, int]) -> list[Region | fx.Node]:
-    """A layer as computation (Regions) and collectives (nodes), in order."""
+    """A layer as computation (Regions, all or nothing of which runs in a branch) and collectives (nodes), in order."""
     result: list[Region | fx.Node] = []
-    for scheduled, run in itertools.groupby(layer.nodes, key=lambda node: node.target in SCHEDULED):
+    for (scheduled, _), run in itertools.groupby(layer.nodes, key=lambda n: (n.target in SCHEDULED, marks(n).beside)):
         nodes = list(run)
         result += nodes if scheduled else [region(nodes, order)]
     return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -14,7 +15,7 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.node_code import NodePrinter
-from rewriter.emit.outline import SCHEDULED, Outline, Region, segments
+from rewriter.emit.outline import SCHEDULED, Outline, Region, region, segments
 from rewriter.emit.python_source import UniqueNames, free_name
 from rewriter.emit.roles import Roles
 from rewriter.emit.statements import StatementPrinter, returning
@@ -168,13 +169,13 @@ class RuntimeLayerPrinter:
         return self.roles.crossing(sorted(nodes, key=self.crossing_order), self.context)
 
     def _schedule(
-        self, region: Region, names: dict[fx.Node, str], module: Callable[[str], str]
+        self, layer: Region, names: dict[fx.Node, str], module: Callable[[str], str]
     ) -> tuple[list[str], list[list[str]]]:
         """(lines of forward: segments and collectives; methods of the segments). UniqueNames results in `names`."""
-        outputs = self.names_of(region.outputs)
-        pieces = segments(region, self.order)
+        outputs = self.names_of(layer.outputs)
+        pieces = segments(layer, self.order)
         bound = [n for p in pieces for n in ([p] if isinstance(p, fx.Node) else p.outputs)]
-        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*region.inputs, *bound)}
+        last_use = {n: max((self.order[u] for u in n.users), default=-1) for n in (*layer.inputs, *bound)}
         owner = {name: node for node, name in names.items()}
         lines: list[str] = []
         methods: list[list[str]] = []
@@ -186,19 +187,32 @@ class RuntimeLayerPrinter:
             )
             names[node], owner[name] = name, node
 
-        for piece in pieces:
+        def text_of(piece: Region | fx.Node) -> Iterator[str]:
             if isinstance(piece, Region) and not (len(piece.nodes) <= 2 and all(_is_glue(n) for n in piece.nodes)):
                 call = self._segment(piece, names, module, methods)
                 for node in piece.outputs:
                     bind(node, self.order[piece.nodes[-1]])
-                lines.append(f"{', '.join(names[n] for n in piece.outputs)} = {call}")
-                continue
-            for node in piece.nodes if isinstance(piece, Region) else (piece,):
+                yield f"{', '.join(names[n] for n in piece.outputs)} = {call}"
+                return
+            for node in _nodes(piece):
                 if node.target in (ops.all_reduce_start, ops.all_reduce):
                     mark(node, tag=self.roles.of(args_of(node)[0]))
                 text = NodePrinter(names.__getitem__, module).expression(node)
                 bind(node, self.order[node])
-                lines.append(f"{names[node]} = {text}")
+                yield f"{names[node]} = {text}"
+
+        forked = False
+        for beside, run in itertools.groupby(pieces, key=lambda piece: marks(_nodes(piece)[0]).beside):
+            together = list(run)
+            if not beside:
+                lines += [line for piece in together for line in text_of(piece)]
+                continue
+            read, _ = self._interface(region([n for p in together for n in _nodes(p)], self.order))
+            lines += ["branch.join()"] * forked
+            lines.append(f"with fork({', '.join(names[n] for n in read if n.target != 'ctx')}) as branch:")
+            lines += [f"    {line}" for piece in together for line in text_of(piece)]
+            forked = True
+        lines += ["branch.join()"] * forked
         return lines, methods
 
     def _segment(
@@ -234,6 +248,10 @@ def _place(layers: Sequence[int], families: Sequence[str]) -> str:
     if all(i + 1 == len(families) or families[i] != families[i + 1] for i in layers):
         return "Last"
     return ""
+
+
+def _nodes(piece: Region | fx.Node) -> tuple[fx.Node, ...]:
+    return piece.nodes if isinstance(piece, Region) else (piece,)
 
 
 def _is_glue(node: fx.Node) -> bool:

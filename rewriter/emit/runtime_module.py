@@ -245,7 +245,7 @@ _RUNTIME_NAMES = (
     "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
     "PerRankLinear", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis", "SequencePlan",
     "Shared", "SlotSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce", "all_reduce_start",
-    "all_reduce_wait", "attention", "copy_to_group", "experts", "gather_tokens", "last_tokens", "repeat_shard",
+    "all_reduce_wait", "attention", "copy_to_group", "experts", "fork", "gather_tokens", "last_tokens", "repeat_shard",
     "shard_tokens", "shared_gradient", "vocab_embedding",
 )  # fmt: skip
 

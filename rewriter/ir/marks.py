@@ -63,6 +63,7 @@ class Marks:
     `dropped`: a rank's own part of a sum whose reduction a pass left out.
     `runs_in`: the layer that runs the node where a pass rescheduled it (None: after the last), else UNSCHEDULED.
     `reduction`: the all-reduce that this start or wait was made from.
+    `beside`: runs in a branch beside the next block of its layer, which does not need it.
     `python`: how the source's layer calls this child.
     `role`: what an emitted module calls the value. `tag`: the name of a traced region in emitted code.
     `returned`, while tracing: how many values a child returns.
@@ -79,6 +80,7 @@ class Marks:
     dropped: bool = False
     runs_in: int | Literal["unscheduled"] | None = UNSCHEDULED
     reduction: str | None = None
+    beside: bool = False
     python: PythonCall | None = None
     role: str | None = None
     tag: str | None = None

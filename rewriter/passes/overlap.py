@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import fx
 
@@ -15,6 +15,7 @@ from rewriter.analysis.schedule import rescheduled
 from rewriter.ir import Program, copy_graph, put_behind
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
+from rewriter.passes.branches import put_in_branches
 from rewriter.passes.residual_rewrite import is_reduced
 
 
@@ -27,7 +28,13 @@ class Overlap(Pass):
     place. A reduction with no block between start and wait stays an all-reduce; the add behind it runs with the next
     block. The mark `runs_in` is the layer that runs a node, None after the last one; `layer` still says whose it
     is. Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
+
+    `branches` 2: a block whose sum nobody needs before the end of the layer's next block runs in a branch beside that
+    block, as attention beside the MLP of a ladder layer. On CUDA the branch has a stream of a higher priority, so that
+    its small kernels run while the other block's weights are read. The same sums are added in the same order.
     """
+
+    branches: Literal[1, 2] = 1
 
     name: ClassVar[str] = "overlap"
     effect: ClassVar[Effect] = "exact"
@@ -39,8 +46,11 @@ class Overlap(Pass):
             return record(program, self, "no all-reduce to hide", fired=False)
         tried = _started(program, {n.name for n in reductions})
         hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
+        graph = _started(program, hidden)
         summary = f"{len(hidden)} of {len(reductions)} all-reduces run behind the computation of another block"
-        return record(program, self, summary, fired=bool(hidden), graph=_started(program, hidden))
+        if self.branches == 2:
+            summary += f", {put_in_branches(graph, program.modules)} blocks beside the next one"
+        return record(program, self, summary, fired=bool(hidden), graph=graph)
 
 
 def _started(program: Program, names: Collection[str]) -> fx.Graph:

@@ -4,6 +4,7 @@ compiler."""
 from rewriter.ops import MaskSpec, SequencePlan
 from rewriter.runtime.attention import attention
 from rewriter.runtime.attention.mesh import sequence_mesh
+from rewriter.runtime.branch import fork
 from rewriter.runtime.cache import SequenceCache, SlotSpec, StaticCache
 from rewriter.runtime.collective_log import Event, mark, record_events
 from rewriter.runtime.collectives import (
@@ -83,6 +84,7 @@ __all__ = [
     "compile_segments",
     "copy_to_group",
     "experts",
+    "fork",
     "gather_tokens",
     "generate",
     "group_rank",
