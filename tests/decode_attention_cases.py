@@ -27,6 +27,8 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "sinks": (8, 64, 64, 90, (5, 0), None, None, True),
     "everything": (3, 80, 128, SLOTS - 1, (7, 190), 200, 5.0, True),
     "a window longer than the cache": (1, 128, 80, 128, (0, 1), 10_000, None, True),
+    "a ring": (3, 64, 64, 2 * SLOTS + 170, None, SLOTS, None, False),
+    "a ring and padding": (8, 64, 64, SLOTS + 20, (SLOTS - 20, 100), 250, None, True),
     "groups of 20": (20, 16, 8, 127, None, None, None, False),
 }
 
@@ -53,8 +55,9 @@ class Case:
         """With |values|: how large what is summed is, which errors are relative to."""
         return Case(self.q, self.keys, self.values.abs(), *self.arguments[3:], self.options)
 
-    def sees(self, row: int, t: int) -> bool:
+    def sees(self, row: int, slot: int) -> bool:
         last, window = int(self.position), self.options["window"]
+        t = max(p for p in range(slot - SLOTS, last + 1, SLOTS))  # the last position that this slot had; it may be none
         if t == last:
             return True
         first = 0 if self.first_valid is None else int(self.first_valid[row])

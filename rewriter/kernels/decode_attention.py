@@ -29,10 +29,10 @@ def decode_attention(
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys that are seen, summed in fp32 (fp64 of fp64); o [B, H, 1, E] in q's dtype.
 
-    `position` is an int64 scalar tensor on the device of q, below T: the place of the new token, whose key and value
-    are stored already. Slot t of T holds position t. Row b sees first_valid_B[b] <= t <= position (int64 [B]; None is
-    0), with a window w also position − t < w, and the token itself always. What is stored in other slots, NaN too, has
-    no effect. Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c);
+    `position` is an int64 scalar tensor on the device of q: the place of the new token, whose key and value are stored
+    already. Position p is in slot p modulo T, so that the last T are there. Of these, row b sees
+    first_valid_B[b] <= p <= position (int64 [B]; None is 0), with a window w also position − p < w, and the token
+    itself always. What is stored in other slots, NaN too, has no effect. Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c);
     `sinks_H` [H] adds a logit per head that takes probability and returns nothing.
 
     All of q, keys and values have one dtype. Keys and values may have any strides; they are copied where the last
@@ -64,13 +64,13 @@ def decode_attention_reference(
     wide = accumulation_dtype(q_BH1D.dtype)
     batch, heads, _, _ = q_BH1D.shape
     kv_heads, slots = keys_BKTD.shape[1:3]
-    t = torch.arange(slots, device=q_BH1D.device)
-    seen_BT = (t <= position)[None]
+    place_T = position - (position - torch.arange(slots, device=q_BH1D.device)) % slots  # below 0: nothing there yet
+    seen_BT = (place_T >= 0)[None]
     if first_valid_B is not None:
-        seen_BT = seen_BT & (t >= first_valid_B[:, None])
+        seen_BT = seen_BT & (place_T >= first_valid_B[:, None])
     if window is not None:
-        seen_BT = seen_BT & (position - t < window)
-    seen_B1T = (seen_BT | (t == position))[:, None]
+        seen_BT = seen_BT & (position - place_T < window)
+    seen_B1T = (seen_BT | (place_T == position))[:, None]
     q_BKGD = q_BH1D.to(wide).reshape(batch, kv_heads, heads // kv_heads, -1)
     scores_BHT = (q_BKGD @ keys_BKTD.to(wide).transpose(-1, -2)).reshape(batch, heads, slots) * scale
     if softcap is not None:

@@ -36,7 +36,7 @@ def _product(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "slots"])
 def parts_kernel(
     q,  # [B, H, 1, D]; of all, the last dimension is contiguous
     keys,  # [B, K, T, D]
@@ -55,7 +55,8 @@ def parts_kernel(
     v_head,
     v_token,
     kv_heads,
-    window,  # T or more where there is none
+    window,  # T where there is none
+    slots,  # T
     scale,
     softcap,
     D: tl.constexpr,
@@ -79,6 +80,7 @@ def parts_kernel(
     if PADDED:
         begin = tl.maximum(begin, tl.load(first_valid + b).to(tl.int32))
     begin = tl.minimum(begin, last)  # the token itself is seen always
+    turn = begin // slots * slots  # at most `slots` positions are seen: they end in this turn of a ring, or in the next
     each = tl.cdiv(tl.cdiv(last + 1 - begin, KEYS), splits) * KEYS
     start = begin + split * each
     end = tl.minimum(start + each, last + 1)
@@ -93,7 +95,7 @@ def parts_kernel(
     for at in range(start, end, KEYS):
         t = at + tl.arange(0, KEYS)
         real = t < end
-        wide = t.to(tl.int64)
+        wide = tl.where(t - turn < slots, t - turn, t - turn - slots).to(tl.int64)
         of_k = keys + b * k_batch + kv * k_head + wide[:, None] * k_token + d[None, :]
         key = tl.load(of_k, mask=real[:, None] & (d < D)[None, :], other=0.0)
         score = _product(query, tl.trans(key)) * scale
@@ -198,7 +200,7 @@ def launch(
         parts_kernel[(tiles, splits)](
             q, keys, values, position, position if first_valid is None else first_valid.contiguous(),
             o_parts, tops, sums, *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], kv_heads,
-            slots if window is None else min(window, slots), float(scale), 1.0 if softcap is None else float(softcap),
+            slots if window is None else min(window, slots), slots, float(scale), 1.0 if softcap is None else float(softcap),
             D=size, E=values_size, GROUP=group, PADDED=first_valid is not None, CAPPED=softcap is not None, **sizes,
             num_warps=WARPS, num_stages=stages,
         )  # fmt: skip

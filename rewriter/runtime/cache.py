@@ -116,18 +116,13 @@ class StaticCache(_SlotMemory):
             one.rings = [self.rings[slot]]
         return one
 
-    def in_order(self, slot: int) -> bool:
-        """Whether index t of the slot is position t: it is no ring."""
-        return not self.rings[self._entry(slot)]
-
-    def store(self, slot: int, k_BKSD: Tensor, v_BKSE: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Store S new keys and values from `position` (int64 scalar) on, in a slot that is in order. Returns all of its
-        keys [B, K, T, D] and values [B, K, T, E], of which those behind the new ones mean nothing yet. Raises
-        RewriterError for keys that require a gradient."""
-        self._refuse_gradients(k_BKSD, v_BKSE)
-        entry, new = self._entry(slot), k_BKSD.shape[2]
-        index = position.reshape(1) if new == 1 else position + torch.arange(new, device=k_BKSD.device)
-        self._write(entry, index, k_BKSD, v_BKSE)
+    def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the key and value at `position` (int64 scalar). Returns all keys [B, K, T, D] and values [B, K, T, E] of
+        the slot, position p at index p modulo T. Raises RewriterError for keys that require a gradient."""
+        self._refuse_gradients(k_BK1D, v_BK1E)
+        entry = self._entry(slot)
+        index = position % self.keys[entry].shape[2] if self.rings[entry] else position
+        self._write(entry, index.reshape(1), k_BK1D, v_BK1E)
         return self.keys[entry], self.values[entry]
 
     def append(
@@ -150,9 +145,10 @@ class StaticCache(_SlotMemory):
             kept = min(new, length)  # of a long prompt, a ring keeps the end
             self._write(entry, torch.arange(new - kept, new, device=keys.device) % length, k_BKSD, v_BKSE)
             return k_BKSD, v_BKSE, None
+        index = position.reshape(1) if new == 1 else position + torch.arange(new, device=keys.device)
         if not ring:
-            return *self.store(slot, k_BKSD, v_BKSE, position), torch.arange(length, device=keys.device)
-        index = position + torch.arange(new, device=keys.device)
+            self._write(entry, index, k_BKSD, v_BKSE)
+            return keys, values, torch.arange(length, device=keys.device)
         # Several new tokens may overwrite what the first of them still sees, so look at old and new side by side.
         seen = torch.cat([keys, k_BKSD.to(keys.dtype)], 2), torch.cat([values, v_BKSE.to(values.dtype)], 2)
         last = position - 1

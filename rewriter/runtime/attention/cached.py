@@ -57,7 +57,7 @@ def attention(
     positions: Tensor | None = None
     if ctx.cache is not None:
         behind = ctx.position is not None and q_BHSD.shape[2] == 1
-        if behind and bias is None and without_masks(q_BHSD) and ctx.cache.in_order(slot):
+        if behind and bias is None and without_masks(q_BHSD):
             return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks)
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
@@ -95,11 +95,11 @@ def _one_token(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A new token behind others in a StaticCache, whose slot is in order."""
+    """A new token behind others in a StaticCache."""
     cache, position, first_B = ctx.cache, ctx.position, ctx.first_valid
     assert isinstance(cache, StaticCache)
     assert position is not None
-    keys, values = cache.store(slot, k_BK1D, v_BK1E, position)
+    keys, values = cache.store_one(slot, k_BK1D, v_BK1E, position)
     if mask.kind == "chunk":  # it begins where padding says
         assert mask.size is not None
         padding_B = position.new_zeros(q_BH1D.shape[0]) if first_B is None else first_B
