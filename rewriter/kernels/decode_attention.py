@@ -32,8 +32,9 @@ def decode_attention(
     `position` is an int64 scalar tensor on the device of q: the place of the new token, whose key and value are stored
     already. Position p is in slot p modulo T, so that the last T are there. Of these, row b sees
     first_valid_B[b] <= p <= position (int64 [B]; None is 0), with a window w also position − p < w, and the token
-    itself always. What is stored in other slots, NaN too, has no effect. Query head h reads key/value head h // (H / K). `softcap` c replaces scores by c · tanh(scores / c);
-    `sinks_H` [H] adds a logit per head that takes probability and returns nothing.
+    itself always. What is stored in other slots, NaN too, has no effect. Query head h reads key/value head
+    h // (H / K). `softcap` c replaces scores by c · tanh(scores / c); `sinks_H` [H] adds a logit per head that takes
+    probability and returns nothing.
 
     All of q, keys and values have one dtype. Keys and values may have any strides; they are copied where the last
     dimension is not contiguous. On CUDA one Triton kernel reads each key and value that is seen once for up to 16 heads

@@ -200,7 +200,8 @@ def launch(
         parts_kernel[(tiles, splits)](
             q, keys, values, position, position if first_valid is None else first_valid.contiguous(),
             o_parts, tops, sums, *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], kv_heads,
-            slots if window is None else min(window, slots), slots, float(scale), 1.0 if softcap is None else float(softcap),
+            slots if window is None else min(window, slots), slots, float(scale),
+            1.0 if softcap is None else float(softcap),
             D=size, E=values_size, GROUP=group, PADDED=first_valid is not None, CAPPED=softcap is not None, **sizes,
             num_warps=WARPS, num_stages=stages,
         )  # fmt: skip

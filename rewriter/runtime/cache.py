@@ -117,8 +117,8 @@ class StaticCache(_SlotMemory):
         return one
 
     def store_one(self, slot: int, k_BK1D: Tensor, v_BK1E: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the key and value at `position` (int64 scalar). Returns all keys [B, K, T, D] and values [B, K, T, E] of
-        the slot, position p at index p modulo T. Raises RewriterError for keys that require a gradient."""
+        """Store the key and value at `position` (int64 scalar). Returns all keys [B, K, T, D] and values [B, K, T, E]
+        of the slot, position p at index p modulo T. Raises RewriterError for keys that require a gradient."""
         self._refuse_gradients(k_BK1D, v_BK1E)
         entry = self._entry(slot)
         index = position % self.keys[entry].shape[2] if self.rings[entry] else position

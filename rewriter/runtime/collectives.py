@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from rewriter.runtime.collective_log import annotated, observe
 from rewriter.runtime.copy_to_group import copy_to_group
+from rewriter.runtime.exchange import all_gather_flat
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
@@ -101,9 +102,10 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") 
         return x
 
     def gathered(x: Tensor) -> Tensor:
-        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(shards, x.contiguous(), group=group)
-        return torch.cat(shards, dim)
+        shards = x.new_empty(group.size(), *x.shape)
+        all_gather_flat(shards.flatten(0, 1), x.contiguous(), group=group)
+        at = dim % x.dim()
+        return shards.movedim(0, at).flatten(at, at + 1)  # without a copy where no larger dimension comes before
 
     with annotated("all_gather", name):
         observe("all_gather", name, x, group)
