@@ -77,7 +77,7 @@ def test_everything_runs_dry(tmp_path: Path) -> None:
         "gemv": 10,
         "emulated": 7,
         "decode-step": 10,
-        "decode": 12,
+        "decode": 18,
     }
     others = {"quantize": 72, "rates": 35, "tiles": 30, "runtime": 7, "ranks": 4, "merge": 3, "split": 5}
     expected = first_minutes | others | {"rates-compiled": 28}

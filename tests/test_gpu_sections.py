@@ -288,14 +288,16 @@ def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
     import gpu_decode
 
     model = gpu_decode.model_of(bench, "ladder")
-    tokens: list[list[int]] = []
-    assert gpu_decode.decode_row(bench, model, "ladder", "eager", tokens)[1] == ""
-    assert gpu_decode.decode_row(bench, model, "ladder", "captured", tokens)[1] == ""
+    assert gpu_decode.decode_row(bench, model, "ladder", "eager")[1] == ""
+    assert gpu_decode.decode_row(bench, model, "ladder", "captured")[1] == ""
     assert set(bench.seconds) == {("ladder", "eager"), ("ladder", "captured")}
-    tokens[0][0] += 1
-    assert "1 tokens differ" in gpu_decode.decode_row(bench, model, "ladder", "captured", tokens)[1]
+    branches = gpu_decode.model_of(bench, "ladder, two branches")
+    assert gpu_decode.decode_row(bench, branches, "ladder, two branches", "eager")[1] == ""
+    bench.tokens["ladder"][0] += 1
+    assert "1 tokens differ from the eager" in gpu_decode.decode_row(bench, model, "ladder", "captured")[1]
+    assert "from one branch's" in gpu_decode.decode_row(bench, branches, "ladder, two branches", "eager")[1]
     with pytest.raises(ValueError, match="no time of standard, bound"):
-        gpu_decode.gain_row(bench, "captured")
+        gpu_decode.gain_row(bench, "ladder", "captured")
 
 
 def test_recipes_and_delays_are_the_packages_own(bench: Any) -> None:
