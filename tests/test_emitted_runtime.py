@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 from pathlib import Path
@@ -26,7 +27,8 @@ def import_source(source: str):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "module.py"
         path.write_text(source)
-        return load_module("emitted_runtime_module", path)
+        # torch.compile looks modules up by name
+        return load_module(f"emitted_{hashlib.sha256(source.encode()).hexdigest()[:12]}", path)
 
 
 def build(source, tensors, ties, group):
@@ -44,6 +46,21 @@ def load(model, tensors, ties):
     tied = {alias: parameters[canonical] for alias, canonical in ties.items()}
     model.load_state_dict(parameters | tied, strict=True, assign=True)
     return model.eval()
+
+
+def compiled_tokens_on_rank(group, cases, prompts, new_tokens, backend):
+    """Per case: greedy tokens by steps that are compiled, and how they were."""
+    from rewriter.runtime import compile_segments, generate
+    from rewriter.runtime.decode_step import decode_step
+
+    found = []
+    for source, tensors, ties in cases:
+        torch.compiler.reset()
+        model = build(source, tensors[0 if group is None else group.rank()], ties, group)
+        compile_segments(model, backend=backend)
+        tokens = generate(model, prompts, new_tokens, pad_token_id=PAD)
+        found.append((tokens, decode_step(model, len(prompts), 1, group).how))
+    return found
 
 
 def on_rank(group, cases, ids, prompts, new_tokens):
@@ -136,6 +153,27 @@ def test_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, r
 def test_64_greedy_tokens_on_real_ranks_equal_recomputation_without_a_cache(name, ranks):
     depth = zoo.shared(name).config.num_hidden_layers
     check(name, ranks, zoo.selections(depth), new_tokens=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", zoo.FAMILIES)
+def test_64_greedy_tokens_of_compiled_steps_equal_recomputation_without_a_cache(name, ranks):
+    model = zoo.build(name)
+    vocabulary = model.config.vocab_size
+    padded = zoo.prompts(8, vocabulary)
+    alike = [(prompt * 12)[:12] for prompt in padded]  # of one length: without padding
+    cases = [runtime_case(program(name, (), ranks), weights(name))]
+    for prompts in (padded, alike):
+        arguments = (cases, prompts, 64, "eager")
+        by_rank = (
+            [compiled_tokens_on_rank(None, *arguments)]
+            if ranks == 1
+            else run_ranks(compiled_tokens_on_rank, ranks, *arguments, timeout=400)
+        )
+        wanted = greedy_oracle(lambda x: model(x).logits, prompts, 64)
+        how = "compiled" if ranks == 1 else "compiled segments"
+        assert [rank[0] for rank in by_rank] == [(wanted, how)] * ranks
 
 
 @pytest.mark.parametrize(
