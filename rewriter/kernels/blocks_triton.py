@@ -72,16 +72,6 @@ def partner(p, i):
     return p ^ (1 << i)
 
 
-# --- hash ---
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
 # --- rotation ---
 
 
@@ -102,42 +92,33 @@ def _high(x):
 
 
 @triton.jit
-def signed(parts, T: tl.constexpr):
-    """S x of each block: the bits of a hash are signs."""
-    P: tl.constexpr = T.P
-    W: tl.constexpr = T.width
-    found = ()
-    for p in tl.static_range(P):
-        signs = ((_mix((tl.arange(0, W) + p * W).to(tl.uint32)) << 24) & 0x80000000)[None, :]
-        x = parts[p]
-        if x.dtype == tl.float32:
-            found = found + ((x.to(tl.uint32, bitcast=True) ^ signs).to(tl.float32, bitcast=True),)
-        else:
-            found = found + ((x.to(tl.uint16, bitcast=True) ^ (signs >> 16).to(tl.uint16)).to(x.dtype, bitcast=True),)
-    return found
+def _product(x, h):
+    """x [K, W] · h [W, W] in fp32: 16-bit numbers as they are, fp32 ones in three parts of 8 bits of mantissa, which
+    lose nothing."""
+    if x.dtype == tl.float32:
+        high = _high(x)
+        rest = x - high
+        middle = _high(rest)
+        low = rest - middle
+        y = _dot(low.to(tl.bfloat16), h)
+        y += _dot(middle.to(tl.bfloat16), h)
+        y += _dot(high.to(tl.bfloat16), h)
+    else:
+        y = _dot(x, h)
+    return y
 
 
 @triton.jit
-def rotate(parts, h, T: tl.constexpr):
-    """H x of each block, fp32: by the matrix h, of ±1 or ±1/block, within parts, by sums and differences across them.
+def _matrix(h, p: tl.constexpr, T: tl.constexpr):
+    W: tl.constexpr = T.width
+    return tl.load(h + p * W * W + (tl.arange(0, W)[:, None] * W + tl.arange(0, W)[None, :]))
 
-    16-bit numbers are multiplied as they are; fp32 ones in three parts of 8 bits of mantissa, which lose nothing.
-    """
+
+@triton.jit
+def _across(parts, T: tl.constexpr):
+    """Sums and differences across parts: with products within them, all of H x."""
     P: tl.constexpr = T.P
-    y = ()
-    for p in tl.static_range(P):
-        x = parts[p]
-        if x.dtype == tl.float32:
-            high = _high(x)
-            rest = x - high
-            middle = _high(rest)
-            low = rest - middle
-            part = _dot(low.to(tl.bfloat16), h)
-            part += _dot(middle.to(tl.bfloat16), h)
-            part += _dot(high.to(tl.bfloat16), h)
-        else:
-            part = _dot(x, h)
-        y = y + (part,)
+    y = parts
     for i in tl.static_range(log2(P)):
         z = ()
         for p in tl.static_range(P):
@@ -148,6 +129,48 @@ def rotate(parts, h, T: tl.constexpr):
                 z = z + (y[p] + other,)
         y = z
     return y
+
+
+@triton.jit
+def rotate(parts, h, T: tl.constexpr):
+    """H S x of each block, fp32. h [P, W, W]: for each part a matrix of ±1/block with the signs S of its elements."""
+    P: tl.constexpr = T.P
+    y = ()
+    for p in tl.static_range(P):
+        y = y + (_product(parts[p], _matrix(h, p, T)),)
+    return _across(y, T)
+
+
+@triton.jit
+def rotate_back(parts, h, T: tl.constexpr):
+    """H x of each block, fp32, which `signed` completes. h [W + P, W]: a matrix of ±1, and all signs behind it.
+
+    The signs of what a part becomes fit no matrix of a part: it is a sum over all of them.
+    """
+    P: tl.constexpr = T.P
+    y = ()
+    for p in tl.static_range(P):
+        y = y + (_product(parts[p], _matrix(h, 0, T)),)
+    return _across(y, T)
+
+
+@triton.jit
+def signed(parts, h, T: tl.constexpr):
+    """S x of each block, with the signs at the h of `rotate_back`: an exclusive or of sign bits, of two 16-bit numbers
+    at once."""
+    P: tl.constexpr = T.P
+    W: tl.constexpr = T.width
+    found = ()
+    for p in tl.static_range(P):
+        ones = tl.load(h + (W + p) * W + tl.arange(0, W))
+        signs = (ones.to(tl.uint16, bitcast=True) & 0x8000)[None, :]
+        x = parts[p]
+        if x.dtype == tl.float32:
+            bits = x.to(tl.uint32, bitcast=True) ^ (signs.to(tl.uint32) << 16)
+        else:
+            bits = x.to(tl.uint16, bitcast=True) ^ signs
+        found = found + (bits.to(x.dtype, bitcast=True),)
+    return found
 
 
 # --- scales of 16 bits ---
@@ -181,6 +204,13 @@ def _reciprocal(x):
 
 
 # --- dither ---
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -220,7 +250,7 @@ def encode(parts, h, first, seed, T: tl.constexpr):
     P: tl.constexpr = T.P
     x = ()
     if T.format.rotated:
-        parts = rotate(signed(parts, T), h, T)
+        parts = rotate(parts, h, T)
     for p in tl.static_range(P):
         x = x + (parts[p].to(tl.float32),)
     top_bits = _highest(x, T)
