@@ -62,7 +62,7 @@ def store_payload(row, codes, scales, first, count, T: tl.constexpr, FULL: tl.co
     """Codes and scales of a tile, and, behind the last scale, zeros up to a multiple of 16 bytes."""
     K: tl.constexpr = T.K
     left = (count - first).to(tl.int32)
-    store_codes(row, codes, first, count, left, T, FULL)
+    store_codes(row, codes, scales, first, count, left, T, FULL)
     k = tl.arange(0, K)
     at = scales_of(row, first, count, T) + k
     if FULL:
