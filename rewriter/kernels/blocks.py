@@ -20,15 +20,15 @@ _Hashed = TypeVar("_Hashed", int, Tensor)
 SMALLEST = 2.0**-126  # the smallest normal fp32; a scale below it becomes 0, as its reciprocal has no use
 SCALE_SHIFT = 15  # an fp32 loses its sign and 15 bits of mantissa
 LARGEST_SCALE, NAN_SCALE = 0xFEFF, 0xFF80
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: its multiples are spread evenly
-DITHER_STEPS = 128
+GOLDEN = 0x4F1BBD  # 2**23 / golden ratio: its multiples are spread evenly
+DITHER_STEPS, DITHER_SHIFT = 128, 16  # seven bits of a hash, below its bit 23
 FIT_STEPS = 256  # numbers are rounded to this part of a level's distance where scales are fitted to them
 
 
 def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0) -> tuple[Tensor, Tensor]:
     """(codes_RKE uint8, scales_RK int32 of 16 bits) of fp32 blocks; `first_block` is the index of the first in its row.
 
-    A block that holds inf or NaN gets the scale NaN.
+    A block that holds inf or NaN gets the scale NaN and codes of 0.
     """
     if format.rotated:
         # divided by the block's size, so that no sum overflows
@@ -46,7 +46,7 @@ def encode(x_RKE: Tensor, format: Format, seed: int | None, first_block: int = 0
         codes, scales = _lloyd_max(x_RKE, top, format)
     else:
         codes, scales = _clipped(x_RKE, top, format)
-    return codes, scales.masked_fill(broken, NAN_SCALE).squeeze(-1)
+    return codes.masked_fill_(broken, 0), scales.masked_fill(broken, NAN_SCALE).squeeze(-1)
 
 
 def _symmetric(x: Tensor, top: Tensor, format: Format, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -212,5 +212,5 @@ def _offsets(format: Format, seed: int, first_block: int, like_RKE: Tensor) -> T
     blocks = torch.arange(first_block, first_block + like_RKE.shape[-2], device=like_RKE.device)
     start = mix((blocks + mix(torch.tensor(seed & 0xFFFFFFFF, device=like_RKE.device))) & 0xFFFFFFFF)
     steps = torch.arange(format.block, device=like_RKE.device) * GOLDEN
-    hashed = (start[:, None] + steps[None, :]) & 0xFFFFFFFF
-    return ((hashed >> 25).to(torch.float32) - (DITHER_STEPS / 2 - 0.5)) / DITHER_STEPS
+    hashed = ((start[:, None] + steps[None, :]) >> DITHER_SHIFT) & (DITHER_STEPS - 1)
+    return (hashed.to(torch.float32) - (DITHER_STEPS / 2 - 0.5)) / DITHER_STEPS

@@ -27,6 +27,8 @@ _SCALE_HALF = tl.constexpr((1 << (blocks.SCALE_SHIFT - 1)) - 1)
 _FIT_STEPS = tl.constexpr(float(blocks.FIT_STEPS))
 _FIT_BITS = tl.constexpr(blocks.FIT_STEPS.bit_length() - 1)
 _GOLDEN = tl.constexpr(blocks.GOLDEN)
+_DITHER_STEPS = tl.constexpr(blocks.DITHER_STEPS)
+_DITHER_SHIFT = tl.constexpr(blocks.DITHER_SHIFT)
 
 # Added to a number below 2**22 in magnitude it leaves the nearest integer, ties to even, in the lowest bits of the sum
 _ROUND = tl.constexpr(12582912.0)
@@ -72,16 +74,6 @@ def partner(p, i):
     return p ^ (1 << i)
 
 
-# --- hash ---
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
 # --- rotation ---
 
 
@@ -102,42 +94,33 @@ def _high(x):
 
 
 @triton.jit
-def signed(parts, T: tl.constexpr):
-    """S x of each block: the bits of a hash are signs."""
-    P: tl.constexpr = T.P
-    W: tl.constexpr = T.width
-    found = ()
-    for p in tl.static_range(P):
-        signs = ((_mix((tl.arange(0, W) + p * W).to(tl.uint32)) << 24) & 0x80000000)[None, :]
-        x = parts[p]
-        if x.dtype == tl.float32:
-            found = found + ((x.to(tl.uint32, bitcast=True) ^ signs).to(tl.float32, bitcast=True),)
-        else:
-            found = found + ((x.to(tl.uint16, bitcast=True) ^ (signs >> 16).to(tl.uint16)).to(x.dtype, bitcast=True),)
-    return found
+def _product(x, h):
+    """x [K, W] · h [W, W] in fp32: 16-bit numbers as they are, fp32 ones in three parts of 8 bits of mantissa, which
+    lose nothing."""
+    if x.dtype == tl.float32:
+        high = _high(x)
+        rest = x - high
+        middle = _high(rest)
+        low = rest - middle
+        y = _dot(low.to(tl.bfloat16), h)
+        y += _dot(middle.to(tl.bfloat16), h)
+        y += _dot(high.to(tl.bfloat16), h)
+    else:
+        y = _dot(x, h)
+    return y
 
 
 @triton.jit
-def rotate(parts, h, T: tl.constexpr):
-    """H x of each block, fp32: by the matrix h, of ±1 or ±1/block, within parts, by sums and differences across them.
+def _matrix(h, p: tl.constexpr, T: tl.constexpr):
+    W: tl.constexpr = T.width
+    return tl.load(h + p * W * W + (tl.arange(0, W)[:, None] * W + tl.arange(0, W)[None, :]))
 
-    16-bit numbers are multiplied as they are; fp32 ones in three parts of 8 bits of mantissa, which lose nothing.
-    """
+
+@triton.jit
+def _across(parts, T: tl.constexpr):
+    """Sums and differences across parts: with products within them, all of H x."""
     P: tl.constexpr = T.P
-    y = ()
-    for p in tl.static_range(P):
-        x = parts[p]
-        if x.dtype == tl.float32:
-            high = _high(x)
-            rest = x - high
-            middle = _high(rest)
-            low = rest - middle
-            part = _dot(low.to(tl.bfloat16), h)
-            part += _dot(middle.to(tl.bfloat16), h)
-            part += _dot(high.to(tl.bfloat16), h)
-        else:
-            part = _dot(x, h)
-        y = y + (part,)
+    y = parts
     for i in tl.static_range(log2(P)):
         z = ()
         for p in tl.static_range(P):
@@ -148,6 +131,48 @@ def rotate(parts, h, T: tl.constexpr):
                 z = z + (y[p] + other,)
         y = z
     return y
+
+
+@triton.jit
+def rotate(parts, h, T: tl.constexpr):
+    """H S x of each block, fp32. h [P, W, W]: for each part a matrix of ±1/block with the signs S of its elements."""
+    P: tl.constexpr = T.P
+    y = ()
+    for p in tl.static_range(P):
+        y = y + (_product(parts[p], _matrix(h, p, T)),)
+    return _across(y, T)
+
+
+@triton.jit
+def rotate_back(parts, h, T: tl.constexpr):
+    """H x of each block, fp32, which `signed` completes. h [W + P, W]: a matrix of ±1, and all signs behind it.
+
+    The signs of what a part becomes fit no matrix of a part: it is a sum over all of them.
+    """
+    P: tl.constexpr = T.P
+    y = ()
+    for p in tl.static_range(P):
+        y = y + (_product(parts[p], _matrix(h, 0, T)),)
+    return _across(y, T)
+
+
+@triton.jit
+def signed(parts, h, T: tl.constexpr):
+    """S x of each block, with the signs at the h of `rotate_back`: an exclusive or of sign bits, of two 16-bit numbers
+    at once."""
+    P: tl.constexpr = T.P
+    W: tl.constexpr = T.width
+    found = ()
+    for p in tl.static_range(P):
+        ones = tl.load(h + (W + p) * W + tl.arange(0, W))
+        signs = (ones.to(tl.uint16, bitcast=True) & 0x8000)[None, :]
+        x = parts[p]
+        if x.dtype == tl.float32:
+            bits = x.to(tl.uint32, bitcast=True) ^ (signs.to(tl.uint32) << 16)
+        else:
+            bits = x.to(tl.uint16, bitcast=True) ^ signs
+        found = found + (bits.to(x.dtype, bitcast=True),)
+    return found
 
 
 # --- scales of 16 bits ---
@@ -184,6 +209,13 @@ def _reciprocal(x):
 
 
 @triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def block_starts(first, seed, T: tl.constexpr):
     """[K] of uint32 for the blocks first … first + K − 1 of a row."""
     K: tl.constexpr = T.K
@@ -192,13 +224,15 @@ def block_starts(first, seed, T: tl.constexpr):
 
 
 @triton.jit
-def _offsets(starts, p: tl.constexpr, T: tl.constexpr):
-    """[K, W] of part p. Seven bits of the hash are put behind the point of a number from 1 to 2."""
+def _offsets(starts, unit: tl.constexpr, p: tl.constexpr, T: tl.constexpr):
+    """[K, W] of part p, times `unit`. Seven bits of the hash, where they stand, are a denormal number."""
     W: tl.constexpr = T.width
     e = (tl.arange(0, W) + p * W).to(tl.uint32)
     hashed = starts[:, None] + (e * _GOLDEN)[None, :]
-    one = ((hashed >> 9) & 0x7F0000) | 0x3F800000
-    return one.to(tl.float32, bitcast=True) - 1.49609375
+    bits = hashed & ((_DITHER_STEPS - 1) << _DITHER_SHIFT)
+    steps: tl.constexpr = unit / _DITHER_STEPS
+    denormal: tl.constexpr = 2.0 ** (149 - _DITHER_SHIFT)
+    return tl.fma(bits.to(tl.float32, bitcast=True), steps * denormal, steps * (0.5 - _DITHER_STEPS / 2))
 
 
 # --- numbers to codes ---
@@ -216,47 +250,42 @@ def _highest(parts, T: tl.constexpr):
 
 @triton.jit
 def encode(parts, h, first, seed, T: tl.constexpr):
-    """(codes, scales): P tensors int32 [K, W], whose higher bits are any, and [K] int32. h is ±1/block."""
+    """(codes, scales): P tensors int32 [K, W], whose higher bits are any, and [K] int32; codes of blocks that are not
+    finite are any. h: see `rotate`."""
     P: tl.constexpr = T.P
     x = ()
     if T.format.rotated:
-        parts = rotate(signed(parts, T), h, T)
+        parts = rotate(parts, h, T)
     for p in tl.static_range(P):
         x = x + (parts[p].to(tl.float32),)
     top_bits = _highest(x, T)
     broken = top_bits >= _INFINITE_BITS
     top = tl.where(broken, 0, top_bits).to(tl.float32, bitcast=True)
     if T.dithered:
-        codes, scales = _dithered(x, top, broken, block_starts(first, seed, T), T)
+        codes, scales = _dithered(x, top, block_starts(first, seed, T), T)
     elif T.format.lloyd_max:
-        codes, scales = _lloyd_max(x, top, broken, T)
+        codes, scales = _lloyd_max(x, top, T)
     elif T.format.odd:
-        codes, scales = _clipped(x, top, broken, T)
+        codes, scales = _clipped(x, top, T)
     else:
-        codes, scales = _symmetric(x, top, broken, T)
+        codes, scales = _symmetric(x, top, T)
     return codes, tl.where(broken, _NAN_SCALE, scales)
 
 
 @triton.jit
-def _times(x, broken, factor):
-    """x · factor, and 0 in broken blocks."""
-    return tl.where(broken[:, None], 0.0, x * factor[:, None])
-
-
-@triton.jit
-def _symmetric(x, top, broken, T: tl.constexpr):
+def _symmetric(x, top, T: tl.constexpr):
     P: tl.constexpr = T.P
     largest: tl.constexpr = T.format.half - 1
     scales = tl.minimum(_rounded_up(top * (1.0 / largest)), T.finite_scale)
     factor = _reciprocal(decode_scales(scales))
     codes = ()
     for p in tl.static_range(P):
-        codes = codes + ((_times(x[p], broken, factor) + (_ROUND + (largest + 1))).to(tl.int32, bitcast=True),)
+        codes = codes + ((x[p] * factor[:, None] + (_ROUND + (largest + 1))).to(tl.int32, bitcast=True),)
     return codes, scales
 
 
 @triton.jit
-def _dithered(x, top, broken, starts, T: tl.constexpr):
+def _dithered(x, top, starts, T: tl.constexpr):
     P: tl.constexpr = T.P
     half: tl.constexpr = T.format.half
     if T.format.odd:
@@ -267,9 +296,9 @@ def _dithered(x, top, broken, starts, T: tl.constexpr):
         factor = _reciprocal(decode_scales(scales))
     codes = ()
     for p in tl.static_range(P):
-        v = _times(x[p], broken, factor) + _offsets(starts, p, T)
+        v = x[p] * factor[:, None] + _offsets(starts, 1.0, p, T)
         if T.format.odd:
-            v = tl.clamp(tl.floor(v), -1.0 * half, half - 1.0)
+            v = tl.floor(v)  # from −half to half − 1: scales are rounded up
         else:
             v = tl.clamp(v, 1.0 - half, half - 1.0)
         codes = codes + ((v + (_ROUND + half)).to(tl.int32, bitcast=True),)
@@ -277,7 +306,7 @@ def _dithered(x, top, broken, starts, T: tl.constexpr):
 
 
 @triton.jit
-def _clipped(x, top, broken, T: tl.constexpr):
+def _clipped(x, top, T: tl.constexpr):
     P: tl.constexpr = T.P
     half: tl.constexpr = T.format.half
     clip: tl.constexpr = T.format.clip
@@ -288,7 +317,7 @@ def _clipped(x, top, broken, T: tl.constexpr):
     squares = tl.zeros(x[0].shape, tl.float32)
     for p in tl.static_range(P):
         # v + half in 1/256, an integer: what is above its eight lowest bits is the code
-        v = tl.fma(_times(x[p], broken, factor), _FIT_STEPS, _ROUND + half * _FIT_STEPS)
+        v = tl.fma(x[p] * factor[:, None], _FIT_STEPS, _ROUND + half * _FIT_STEPS)
         code = v.to(tl.int32, bitcast=True) >> _FIT_BITS
         code = tl.minimum(tl.maximum(code, _ROUND_BITS >> _FIT_BITS), (_ROUND_BITS >> _FIT_BITS) + (2 * half - 1))
         twice = (code * 2 + (_INTEGER_BITS - (_ROUND_BITS >> _FIT_BITS) * 2)).to(tl.float32, bitcast=True)
@@ -311,14 +340,14 @@ def _level(far, further, T: tl.constexpr):
 
 
 @triton.jit
-def _lloyd_max(x, top, broken, T: tl.constexpr):
+def _lloyd_max(x, top, T: tl.constexpr):
     P: tl.constexpr = T.P
     half: tl.constexpr = T.format.half
     factor = _reciprocal(top)
     v = ()
     squares = tl.zeros(x[0].shape, tl.float32)
     for p in tl.static_range(P):
-        u = _times(x[p], broken, factor)
+        u = x[p] * factor[:, None]
         squares = tl.fma(u, u, squares)
         v = v + (u,)
     # thresholds are brought to the numbers, which saves a product for each of these
@@ -361,11 +390,7 @@ def levels(codes, starts, T: tl.constexpr):
         else:
             x = (code | _INTEGER_BITS).to(tl.float32, bitcast=True) - (_INTEGER + half)
         if T.dithered:
-            offsets = _offsets(starts, p, T)
-            if T.format.odd:
-                x -= offsets * 2
-            else:
-                x -= offsets
+            x -= _offsets(starts, 2.0 if T.format.odd else 1.0, p, T)
         elif T.format.lloyd_max:
             index = tl.where(code < half, half - 1 - code, code - half)  # of the level, counted from zero outwards
             x = _level(index > 1, (index & 1) == 1, T)
@@ -389,7 +414,7 @@ def _plane(row, first, count, i: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(row, codes, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr):
+def _store_plane(row, codes, scales, first, count, left, i: tl.constexpr, T: tl.constexpr, FULL: tl.constexpr):
     K: tl.constexpr = T.K
     W: tl.constexpr = T.width
     width: tl.constexpr = T.format.planes[i]
@@ -397,10 +422,12 @@ def _store_plane(row, codes, first, count, left, i: tl.constexpr, T: tl.constexp
     mask: tl.constexpr = (1 << width) - 1
     runs: tl.constexpr = T.P * width // 8  # of W bytes
     at = _plane(row, first, count, i, T)
+    kept = tl.where(scales == _NAN_SCALE, 0, -1)[:, None]
     for t in tl.static_range(runs):
         packed = (codes[t] >> shift) & mask
         for j in tl.static_range(1, 8 // width):
             packed |= ((codes[t + j * runs] >> shift) & mask) << (j * width)
+        packed &= kept
         if FULL:
             tl.store(at + t * W, packed.to(tl.uint8))
         else:
@@ -408,11 +435,11 @@ def _store_plane(row, codes, first, count, left, i: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def store_codes(row, codes, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
+def store_codes(row, codes, scales, first, count, left, T: tl.constexpr, FULL: tl.constexpr):
     """Into the planes of a payload's row (a pointer to bytes) of `count` blocks, those of the blocks first … ; of the
-    tile's K there are only `left` where it is not FULL."""
+    tile's K there are only `left` where it is not FULL. Where a scale is NaN, zeros."""
     for i in tl.static_range(length(T.format.planes)):
-        _store_plane(row, codes, first, count, left, i, T, FULL)
+        _store_plane(row, codes, scales, first, count, left, i, T, FULL)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def quantize_rows(x_RN: Tensor, format: Format, order: Sequence[int] | None, see
         quantize_kernel[(rows * tiles,)](
             x_RN,
             _order(order, x_RN.shape[0], x_RN.device),
-            _scaled_matrix(tile, _factor_dtype(x_RN.dtype), x_RN.device),
+            _matrices(tile, _factor_dtype(x_RN.dtype), x_RN.device),
             out_RB,
             n,
             tiles,
@@ -63,7 +63,7 @@ def dequantize_rows(payload_RB: Tensor, format: Format, n: int, seed: int | None
     with _device(out_RN):
         dequantize_kernel[(rows * tiles,)](
             payload_RB,
-            _matrix_of(tile, torch.float16, out_RN.device),
+            _matrix_and_signs(tile, torch.float16, out_RN.device),
             out_RN,
             n,
             tiles,
@@ -105,8 +105,8 @@ def dequantize_reduce(
             payload_PRB,
             add_RN,
             _order(order, payload_PRB.shape[1], out.device),
-            _matrix_of(tile, torch.bfloat16, out.device),
-            None if to_tile is None else _scaled_matrix(to_tile, torch.bfloat16, out.device),
+            _matrix_and_signs(tile, torch.bfloat16, out.device),
+            None if to_tile is None else _matrices(to_tile, torch.bfloat16, out.device),
             out,
             senders if skip is None else senders - 1,
             senders if skip is None else skip,
@@ -134,7 +134,8 @@ _CPU = torch.device("cpu")
 def tile_of(format: Format, to: Format | None = None, dithered: bool = False) -> Tile:
     """The constants of a kernel for `format`: K blocks of P parts that serve `to` as well."""
     formats = (format,) if to is None else (format, to)
-    parts = max(8 // min(some.planes) for some in formats)
+    # two even where a byte holds one code: fewer threads of a block exchange its largest number
+    parts = max(2, *(8 // min(some.planes) for some in formats))
     if not any(some.rotated for some in formats):
         return Tile(format, max(1, max(_BYTES * parts, _FEWEST) // format.block), parts, dithered)
     # small matrices: sums and differences across parts cost less than a large one in every program
@@ -143,17 +144,24 @@ def tile_of(format: Format, to: Format | None = None, dithered: bool = False) ->
 
 
 @cache
-def _matrix_of(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Hadamard's matrix that rotates a part. It is made on the CPU: a copy from there is done when it is returned. A
-    kernel would run on the first user's stream, and users on other streams would not wait for it."""
-    return blocks.hadamard(tile.width, _CPU).to(dtype).to(device) if tile.format.rotated else None
+def _matrices(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """[P, W, W] that rotate parts: S H over the block's size, with which no sum of a block's numbers overflows."""
+    if not tile.format.rotated:
+        return None
+    matrix, signs = _hadamard(tile)
+    return (signs[:, :, None] * matrix / tile.format.block).to(dtype).to(device)
 
 
 @cache
-def _scaled_matrix(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The same, over the block's size: no sum of a block's numbers overflows."""
-    matrix = _matrix_of(tile, torch.float32, _CPU)
-    return None if matrix is None else (matrix / tile.format.block).to(dtype).to(device)
+def _matrix_and_signs(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """[W + P, W] that rotate parts back: H, then S."""
+    return torch.cat(_hadamard(tile)).to(dtype).to(device) if tile.format.rotated else None
+
+
+def _hadamard(tile: Tile) -> tuple[Tensor, Tensor]:
+    """H [W, W] of a part and S [P, W] of a block, made on the CPU: a copy from there is done when it is returned. A
+    kernel would run on the first user's stream, and users on other streams would not wait for it."""
+    return blocks.hadamard(tile.width, _CPU), blocks.signs(tile.format.block, _CPU).view(tile.P, tile.width)
 
 
 def _order(order: Sequence[int] | None, rows: int, device: torch.device) -> Tensor | None:

@@ -15,7 +15,7 @@ from rewriter.kernels.blocks_triton import (
     encode,
     levels,
     load_codes,
-    rotate,
+    rotate_back,
     scales_of,
     signed,
     store_codes,
@@ -58,17 +58,11 @@ def store_parts(out, parts, left, T: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_matrix(h, T: tl.constexpr):
-    W: tl.constexpr = T.width
-    return tl.load(h + tl.arange(0, W)[:, None] * W + tl.arange(0, W)[None, :])
-
-
-@triton.jit
 def store_payload(row, codes, scales, first, count, T: tl.constexpr, FULL: tl.constexpr):
     """Codes and scales of a tile, and, behind the last scale, zeros up to a multiple of 16 bytes."""
     K: tl.constexpr = T.K
     left = (count - first).to(tl.int32)
-    store_codes(row, codes, first, count, left, T, FULL)
+    store_codes(row, codes, scales, first, count, left, T, FULL)
     k = tl.arange(0, K)
     at = scales_of(row, first, count, T) + k
     if FULL:
@@ -102,11 +96,8 @@ def load_payload(row, first, count, seed, T: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _quantize_tile(x, row, h, n, first, seed, T: tl.constexpr, FULL: tl.constexpr):
     start = first * T.format.block
-    matrix = None
-    if T.format.rotated:
-        matrix = load_matrix(h, T)
     parts = load_parts(x + start, (n - start).to(tl.int32), T, FULL)
-    codes, scales = encode(parts, matrix, first, seed, T)
+    codes, scales = encode(parts, h, first, seed, T)
     store_payload(row, codes, scales, first, tl.cdiv(n, T.format.block), T, FULL)
 
 
@@ -114,7 +105,7 @@ def _quantize_tile(x, row, h, n, first, seed, T: tl.constexpr, FULL: tl.constexp
 def quantize_kernel(
     x,  # [R, N], rows of any stride
     order,  # [rows] int32 or None: which row of x each program reads
-    h,  # [W, W] ±1/block, or None
+    h,  # of `rotate`, or None
     payload,  # bytes [rows, B]
     n,
     tiles,  # of a row
@@ -142,15 +133,16 @@ def _dequantize_tile(row, h, out, n, first, seed, T: tl.constexpr, FINITE: tl.co
     P: tl.constexpr = T.P
     x, scales = load_payload(row, first, tl.cdiv(n, T.format.block), seed, T, FULL)
     if T.format.rotated:
-        # levels have at most 11 bits
         exact = ()
         for p in tl.static_range(P):
             exact = exact + (x[p].to(tl.float16),)
-        x = signed(rotate(exact, load_matrix(h, T), T), T)
+        x = rotate_back(exact, h, T)
     found = ()
     for p in tl.static_range(P):
-        value = x[p] * scales[:, None]
-        found = found + (tl.clamp(value, -FINITE, FINITE, propagate_nan=tl.PropagateNan.ALL),)
+        value = tl.clamp(x[p] * scales[:, None], -FINITE, FINITE, propagate_nan=tl.PropagateNan.ALL)
+        found = found + (value.to(out.dtype.element_ty),)
+    if T.format.rotated:
+        found = signed(found, h, T)
     start = first * T.format.block
     store_parts(out + start, found, (n - start).to(tl.int32), T, FULL)
 
@@ -158,7 +150,7 @@ def _dequantize_tile(row, h, out, n, first, seed, T: tl.constexpr, FINITE: tl.co
 @triton.jit(do_not_specialize=["n", "tiles", "seed"])
 def dequantize_kernel(
     payload,  # bytes [R, B]
-    h,  # [W, W] ±1 in fp16, or None
+    h,  # of `rotate_back` in fp16, or None
     out,  # [R, N]
     n,
     tiles,

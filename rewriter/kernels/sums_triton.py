@@ -6,8 +6,8 @@ As in `rewriter.kernels.rows_triton`, a program does a tile of K blocks of one r
 import triton
 import triton.language as tl
 
-from rewriter.kernels.blocks_triton import encode, rotate, signed
-from rewriter.kernels.rows_triton import load_matrix, load_parts, load_payload, places, store_parts, store_payload
+from rewriter.kernels.blocks_triton import encode, rotate_back, signed
+from rewriter.kernels.rows_triton import load_parts, load_payload, places, store_parts, store_payload
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _summed(payload, sender_stride, senders, skip, add, factor, h, n, first, see
         total = more
         i += 1
     if T.format.rotated:
-        total = signed(rotate(total, load_matrix(h, T), T), T)
+        total = signed(rotate_back(total, h, T), h, T)
     start = first * T.format.block
     if add is not None:
         own = load_parts(add + start, (n - start).to(tl.int32), T, FULL)
@@ -63,10 +63,7 @@ def _sum_tile(
             for p in tl.static_range(P):
                 padded = padded + (tl.where(places(p, T) < left, total[p], 0.0),)
             total = padded
-        matrix = None
-        if TO.format.rotated:
-            matrix = load_matrix(h_to, TO)
-        codes, scales = encode(total, matrix, first, to_seed, TO)
+        codes, scales = encode(total, h_to, first, to_seed, TO)
         store_payload(out, codes, scales, first, tl.cdiv(n, T.format.block), TO, FULL)
 
 
@@ -75,8 +72,8 @@ def sum_kernel(
     payload,  # bytes [P, R, B]
     add,  # [R, N] or None
     order,  # [rows] int32 or None: which row each program sums
-    h,  # [W, W] ±1 in bf16, or None
-    h_to,  # ±1/block in bf16, or None
+    h,  # of `rotate_back` in bf16, or None
+    h_to,  # of `rotate` in bf16, or None
     out,  # [rows, N], or bytes [rows, B']
     senders,  # that are read
     skip,  # the one that is not, or the number of all
