@@ -203,9 +203,11 @@ def halves(group: Any, files: dict[str, Path], out: Path, options: dict[str, Any
     "options",
     [
         {"zero": "3", "dp": 2},
-        {"ep": 2, "dp": 2},
-        {"zero": "node-local", "dp": 2},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"zero": "2", "dp": 2}, {"tp": 2})),
+        *(
+            pytest.param({**options, "dp": 2}, marks=pytest.mark.slow)
+            for options in ({"ep": 2}, {"zero": "node-local"}, {"zero": "2"})
+        ),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=["fsdp2", "ep", "node-local", "zero 2", "tp"],
 )

@@ -48,6 +48,7 @@ def test_without_a_device_it_says_so() -> None:
     assert "no CUDA device" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_kernel_and_tiles_run_dry(tmp_path: Path) -> None:
     ran = run("--cpu", "--only", "merge", "split", "--out", str(tmp_path / "page.md"))
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -48,7 +48,9 @@ def overlapped(events: list[tuple[str, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "expected"), [("ladder", 7), ("tensor-parallel", 0)])
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("ladder", 7), pytest.param("tensor-parallel", 0, marks=pytest.mark.slow)]
+)
 def test_the_sum_of_a_gradient_is_hidden_by_the_other_block(recipe: str, expected: int) -> None:
     """Of a ladder's eight blocks all but the first that backward comes to; of the standard wiring's none."""
     events = run_ranks(backward_of, 2, adapted.directory(recipe, 2), timeout=120)
@@ -96,7 +98,7 @@ def sharded(group: Any, directory: Path) -> dict[str, float]:
     return {n: float((parts[n].full_tensor() - g).abs().max() / g.abs().max()) for n, g in whole.items()}
 
 
-@pytest.mark.parametrize("family", ["olmo2", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("olmo2", marks=pytest.mark.slow), "mixtral"])
 def test_sharded_parameters_have_the_gradients_of_whole_ones(family: str) -> None:
     """Of a ladder whose norms stand behind a sum that the next layer waits for, and of sums that are views."""
     for errors in run_ranks(sharded, 4, adapted.directory("ladder", 2, family), timeout=120):

@@ -378,7 +378,10 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize(
     "body",
-    ["time.sleep(3600)", "torch.distributed.barrier(); torch.distributed.recv(torch.ones(1), 1 - mesh.get_rank())"],
+    [
+        pytest.param("time.sleep(3600)", marks=pytest.mark.slow),
+        "torch.distributed.barrier(); torch.distributed.recv(torch.ones(1), 1 - mesh.get_rank())",
+    ],
     ids=["waits for nothing", "waits for the killed rank"],
 )
 def test_a_killed_rank_is_named_and_the_others_end_in_ten_seconds(tmp_path, body):

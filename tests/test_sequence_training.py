@@ -226,6 +226,7 @@ def test_training_with_a_sharded_optimizer_follows_one_device(parallel):
     check([rank[index] for rank in of_four("replicated")], tp=2 if parallel == "tensor" else 1)
 
 
+@pytest.mark.slow
 def test_sequence_parallel_training_without_fsdp_follows_one_device():
     check([rank[0] for rank in of_four("plain")])
 
