@@ -4,8 +4,8 @@
 
 `prefill` is a pass over a prompt, `decode` a step of `DecodeStep` for a batch of sequences.
 
-The two ranks sit in network namespaces of their own, joined by a rate-limited veth pair, each on one core. Per mode the
-link's rate is chosen so that communication takes about as long as computation (standard ≈ 2 × bound). A launch starts
+The two ranks sit in network namespaces of their own, joined by a switch with rate-limited ports, each on one core. Per
+mode the rate is chosen so that communication takes about as long as computation (standard ≈ 2 × bound). A launch starts
 both ranks anew and times the variants in turns: `standard` (recipe tensor-parallel), `ladder` (recipe ladder) and
 `bound` (recipe upper-bound: no communication, meaningless output). The logits of the first two are compared with
 `rewriter.simulate` in every launch. Reported is the share of the possible gain that the ladder won,
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from link_ranks import launch
-from namespaces import Link, LinkError
+from namespaces import Bridge, LinkError
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -101,7 +101,7 @@ class Result:
 class Bench:
     """Emitted modules, their shards and expected outputs in a directory, and launches of two ranks on them."""
 
-    def __init__(self, directory: Path, link: Link, size: Size, repetitions: int, phase: str) -> None:
+    def __init__(self, directory: Path, link: Bridge, size: Size, repetitions: int, phase: str) -> None:
         self.directory, self.link, self.size = directory, link, size
         self.repetitions, self.phase = repetitions, phase
         self.cores = sorted(os.sched_getaffinity(0))[:2]
@@ -270,7 +270,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     torch.set_num_threads(2)
     try:
-        with tempfile.TemporaryDirectory(prefix="overlap-") as name, Link() as link:
+        with tempfile.TemporaryDirectory(prefix="overlap-") as name, Bridge(2) as link:
             bench = Bench(Path(name), link, size, options.repetitions, options.phase)
             bench.prepare()
             results = measure(bench, launches, console)

@@ -8,28 +8,34 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.runtime import shared_memory_sum, symmetric_memory_sum
+from rewriter.runtime import shared_memory_sum, socket_sum, symmetric_memory_sum
 from rewriter.runtime.shared_memory_sum import SharedMemorySum, SharedMemorySums
+from rewriter.runtime.socket_sum import SocketSum, SocketSums
 from rewriter.runtime.symmetric_memory_sum import SymmetricMemorySum, SymmetricMemorySums
 
-_of_group: weakref.WeakKeyDictionary[ProcessGroup, SharedMemorySums | SymmetricMemorySums] = weakref.WeakKeyDictionary()
+Sums = SharedMemorySums | SocketSums | SymmetricMemorySums
+Sum = SharedMemorySum | SocketSum | SymmetricMemorySum
+_of_group: weakref.WeakKeyDictionary[ProcessGroup, Sums] = weakref.WeakKeyDictionary()
 
 
 def choose_small_sums(group: ProcessGroup | None, device: torch.device) -> str:
     """Find the fastest way for small sums of `group`; all its ranks call it together. Returns "shared memory",
-    "symmetric memory" or "backend". A group for which this was not called takes its backend's."""
+    "sockets", "symmetric memory" or "backend". A group for which this was not called takes its backend's."""
     if group is None or group.size() == 1:
         return "backend"
     if device.type == "cpu" and shared_memory_sum.on_one_host(group):
         _of_group[group] = SharedMemorySums(group)
         return "shared memory"
+    if device.type == "cpu" and (sums := socket_sum.connect(group)) is not None:
+        _of_group[group] = sums
+        return "sockets"
     if symmetric_memory_sum.why_not(group, device) is None:
         _of_group[group] = SymmetricMemorySums(group, device)
         return "symmetric memory"
     return "backend"
 
 
-def small_sum_start(x: Tensor, group: ProcessGroup) -> tuple[Tensor, SharedMemorySum | SymmetricMemorySum] | None:
+def small_sum_start(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Sum] | None:
     """Begin the sum of the contiguous `x`: (the tensor that holds it after the wait, what waits for it). None where the
     backend sums it: large tensors, and those with gradients, whose rules are about tensors that are summed in place."""
     sums = _of_group.get(group)

@@ -1,0 +1,202 @@
+"""All-reduces of small CPU tensors between hosts, through sockets of their own.
+
+Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and where
+a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the whole tensor to the
+kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all get the same
+bits. In between the kernel sends and receives by itself: what is under way needs no thread.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rewriter.kernels import accumulation_dtype
+
+LARGEST = 256 * 1024  # bytes that a rank sends: (P - 1) n of a tensor of n bytes, where a ring sends 2 n (P - 1) / P
+_BUFFER = 1 << 20  # bytes of a socket, each way; the kernel may allow fewer
+_PATIENCE = 600.0  # seconds for a peer
+_CONNECT = 30.0
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+
+
+def connect(group: ProcessGroup) -> SocketSums | None:
+    """Sockets between all ranks of `group`, which call this together; None on all where one of them has none."""
+    if "gloo" not in dist.get_backend(group):
+        return None
+    listener, connections = None, {}
+    with suppress(OSError):
+        listener = socket.create_server((_own_address(), 0), backlog=group.size())
+    address = None if listener is None else listener.getsockname()
+    told = _of_all(group, (address, secrets.token_bytes(16)))
+    if listener is not None:
+        with listener, suppress(OSError):
+            if all(address for address, _ in told):
+                connections = _connected(listener, [address for address, _ in told], group.rank(), told[0][1])
+    if all(_of_all(group, len(connections) == group.size() - 1)):
+        return SocketSums(connections, group.rank())
+    for connection in connections.values():
+        connection.close()
+    return None
+
+
+def _of_all(group: ProcessGroup, own: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+@dataclass
+class _Peer:
+    """Another rank: what is still to go there and room for what is still to come, in the order of the sums, and how
+    many of each are through."""
+
+    connection: socket.socket
+    out: deque[memoryview] = field(default_factory=deque)
+    room: deque[memoryview] = field(default_factory=deque)
+    sent: int = 0
+    received: int = 0
+
+    def move(self) -> None:
+        """Send what the kernel takes and receive what it has. Raises OSError where the other rank has ended."""
+        try:
+            while self.out:
+                self.out[0] = self.out[0][self.connection.send(self.out[0]) :]
+                if not self.out[0]:
+                    self.out.popleft()
+                    self.sent += 1
+        except BlockingIOError:
+            pass
+        try:
+            while self.room:
+                count = self.connection.recv_into(self.room[0])
+                if not count:
+                    raise ConnectionResetError("it has closed the connection")
+                self.room[0] = self.room[0][count:]
+                if not self.room[0]:
+                    self.room.popleft()
+                    self.received += 1
+        except BlockingIOError:
+            pass
+
+
+class SocketSums:
+    """The other ranks of a group, in their order, each behind a connection."""
+
+    def __init__(self, connections: dict[int, socket.socket], rank: int) -> None:
+        self.rank, self.number = rank, 0
+        self.peers = {other: _Peer(connections[other]) for other in sorted(connections)}
+        for peer in self.peers.values():
+            peer.connection.setblocking(False)
+
+    def takes(self, x: Tensor) -> bool:
+        return 0 < x.nbytes * len(self.peers) <= LARGEST and x.device.type == "cpu"
+
+    def start(self, x: Tensor) -> tuple[Tensor, SocketSum]:
+        """Begin the sum of the contiguous `x`, in place: (`x`, what waits for it)."""
+        self.number += 1
+        parts = {other: torch.empty_like(x) for other in self.peers}
+        for other, peer in self.peers.items():
+            peer.out.append(_bytes(x))
+            peer.room.append(_bytes(parts[other]))
+        self._move()
+        return x, SocketSum(self, x, parts, self.number)
+
+    def until(self, number: int) -> None:
+        """Wait until the sum `number` is with all peers and theirs are here. Raises TimeoutError and ConnectionError,
+        which name the rank."""
+        begin = time.monotonic()
+        self._move()
+        while late := {n: p for n, p in self.peers.items() if min(p.sent, p.received) < number}:
+            connections = [peer.connection for peer in late.values()]
+            select.select(connections, [p.connection for p in late.values() if p.out], [], 1.0)
+            self._move()
+            if time.monotonic() - begin > _PATIENCE:
+                raise TimeoutError(f"all-reduce through sockets: rank {min(late)} did not come in {_PATIENCE:g} s")
+
+    def _move(self) -> None:
+        for other, peer in self.peers.items():
+            try:
+                peer.move()
+            except OSError as error:
+                raise ConnectionError(f"all-reduce through sockets: rank {other} has ended: {error}") from None
+
+
+@dataclass(eq=False)
+class SocketSum:
+    """A sum between its start and its wait, like torch's Work."""
+
+    sums: SocketSums
+    x: Tensor
+    parts: dict[int, Tensor]
+    number: int
+
+    def wait(self) -> bool:
+        self.sums.until(self.number)
+        in_order = dict(sorted({**self.parts, self.sums.rank: self.x}.items())).values()
+        total = torch.zeros_like(self.x, dtype=accumulation_dtype(self.x.dtype))
+        for part in in_order:
+            total += part
+        self.x.copy_(total)
+        self.parts = {}
+        return True
+
+
+def _bytes(x: Tensor) -> memoryview:
+    values: Any = x.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+def _own_address() -> str:
+    """Of the interface that gloo is told to use, else of this host's name, as gloo does. Raises OSError without one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not interface:
+        return socket.gethostbyname(socket.gethostname())
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        found = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(found[20:24])
+
+
+def _connected(
+    listener: socket.socket, addresses: list[tuple[str, int]], rank: int, word: bytes
+) -> dict[int, socket.socket]:
+    """Connections to all other ranks: this one calls those before it and is called by those behind it, who say the
+    `word` of this job and their number. Raises OSError."""
+    found = {}
+    listener.settimeout(_CONNECT)
+    try:
+        for other in range(rank):
+            found[other] = socket.create_connection(addresses[other], timeout=_CONNECT)
+            found[other].sendall(word + struct.pack("!I", rank))
+        while len(found) < len(addresses) - 1:
+            connection, _ = listener.accept()
+            connection.settimeout(_CONNECT)
+            said = connection.recv(len(word) + 4, socket.MSG_WAITALL)
+            if said[: len(word)] == word:
+                found[struct.unpack("!I", said[len(word) :])[0]] = connection
+            else:
+                connection.close()
+        for connection in found.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
+    except BaseException:
+        for connection in found.values():
+            connection.close()
+        raise
+    return found
