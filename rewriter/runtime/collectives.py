@@ -36,7 +36,7 @@ from rewriter.runtime.exchange import all_gather_flat
 from rewriter.runtime.pending_all_reduce import Pending, all_reduce_wait
 from rewriter.runtime.process_groups import group_rank, group_size
 from rewriter.runtime.quantized.autograd import quantized_all_reduce, quantized_all_reduce_start
-from rewriter.runtime.small_sums import small_sum_start
+from rewriter.runtime.small_sums import small_gather, small_sum_start
 from rewriter.runtime.with_gradient import identity, with_gradient
 
 # --- all-reduce ---
@@ -102,8 +102,11 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int, name: str = "") 
         return x
 
     def gathered(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if (parts := small_gather(x, group)) is not None:
+            return torch.cat(parts, dim)
         shards = x.new_empty(group.size(), *x.shape)
-        all_gather_flat(shards.flatten(0, 1), x.contiguous(), group=group)
+        all_gather_flat(shards.flatten(0, 1), x, group=group)
         at = dim % x.dim()
         return shards.movedim(0, at).flatten(at, at + 1)  # without a copy where no larger dimension comes before
 

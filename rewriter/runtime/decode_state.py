@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rewriter.runtime.sampling import Sampling
+from rewriter.runtime.small_sums import small_gather
 
 _ENDS = 8  # end-of-sequence tokens that there is room for; more need more
 
@@ -72,7 +73,10 @@ class DecodeState:
         ended = self.finished | self.stopped | (token[:, None] == self.ends).any(dim=1)
         if self.group is not None and self.group.size() > 1:
             both = torch.stack([token, ended.long()])
-            dist.broadcast(both, group=self.group, group_src=0)
+            if (of_all := small_gather(both, self.group)) is not None:
+                both = of_all[0]
+            else:
+                dist.broadcast(both, group=self.group, group_src=0)
             token, ended = both[0], both[1].bool()
         self.produced.index_copy_(0, self.at, token[None])
         self.token.copy_(token[:, None])

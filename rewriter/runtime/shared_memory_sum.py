@@ -1,7 +1,7 @@
 """All-reduces of small CPU tensors between ranks of one host, through memory that they share.
 
 A decode step sums a few kilobytes after every block. Through gloo's sockets that takes the time of some system calls on
-each rank; through memory that of two copies (`benchmarks/local_sums.py`). A start copies the tensor to where the others
+each rank; through memory that of two copies (`benchmarks/small_sums.py`). A start copies the tensor to where the others
 see it, a wait adds what all have copied, in the order of ranks, so that all get the same bits; no thread is needed
 between them.
 """
@@ -58,14 +58,33 @@ class SharedMemorySums:
 
     def start(self, x: Tensor) -> tuple[Tensor, SharedMemorySum]:
         """Begin the sum of the contiguous `x`, in place: (`x`, what waits for it)."""
+        return x, SharedMemorySum(self, x, self._write(x))
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The contiguous `x` of every rank."""
+        number = self._write(x)
+        found = [part.clone() for part in self.parts(x, number)]
+        self.done(number)
+        return found
+
+    def _write(self, x: Tensor) -> int:
         self.number += 1
         slot = self.number % _SLOTS
         self.until(self.read, slot, self.number - _SLOTS)
-        self.of_rank(self.rank, slot, x).copy_(x)
+        self._of_rank(self.rank, slot, x).copy_(x)
         self.written[self.rank, slot] = self.number
-        return x, SharedMemorySum(self, x, self.number)
+        return self.number
 
-    def of_rank(self, rank: int, slot: int, x: Tensor) -> Tensor:
+    def parts(self, x: Tensor, number: int) -> list[Tensor]:
+        """What every rank has written, like `x`, in their order: memory that `done` gives back."""
+        slot = number % _SLOTS
+        self.until(self.written, slot, number)
+        return [self._of_rank(rank, slot, x) for rank in range(self.ranks)]
+
+    def done(self, number: int) -> None:
+        self.read[self.rank, number % _SLOTS] = number
+
+    def _of_rank(self, rank: int, slot: int, x: Tensor) -> Tensor:
         return self.room[rank, slot, : x.nbytes].view(x.dtype).view(x.shape)
 
     def until(self, flags: Any, slot: int, number: int) -> None:
@@ -91,14 +110,12 @@ class SharedMemorySum:
     number: int
 
     def wait(self) -> bool:
-        sums, slot = self.sums, self.number % _SLOTS
-        sums.until(sums.written, slot, self.number)
-        wide = accumulation_dtype(self.x.dtype)
-        total = sums.of_rank(0, slot, self.x).to(wide, copy=True)
-        for rank in range(1, sums.ranks):
-            total += sums.of_rank(rank, slot, self.x)
+        first, *rest = self.sums.parts(self.x, self.number)
+        total = first.to(accumulation_dtype(self.x.dtype), copy=True)
+        for part in rest:
+            total += part
         self.x.copy_(total)
-        sums.read[sums.rank, slot] = self.number
+        self.sums.done(self.number)
         return True
 
 

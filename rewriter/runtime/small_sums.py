@@ -1,4 +1,4 @@
-"""Which way small all-reduces of a group take where there is a faster one than the backend's."""
+"""Which way small all-reduces and gathers of a group take where there is a faster one than the backend's."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ def small_sum_start(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Sum] | None
     if sums is None or torch.is_grad_enabled() or not sums.takes(x):
         return None
     return sums.start(x)
+
+
+def small_gather(x: Tensor, group: ProcessGroup) -> list[Tensor] | None:
+    """The contiguous `x` of every rank, in their order; None where the backend gathers it."""
+    sums = _of_group.get(group)
+    if sums is None or isinstance(sums, SymmetricMemorySums) or not sums.takes(x):
+        return None
+    return sums.gather(x)

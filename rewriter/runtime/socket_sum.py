@@ -1,7 +1,7 @@
 """All-reduces of small CPU tensors between hosts, through sockets of their own.
 
-Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and where
-a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the whole tensor to the
+Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and
+where a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the tensor to the
 kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all get the same
 bits. In between the kernel sends and receives by itself: what is under way needs no thread.
 """
@@ -107,13 +107,23 @@ class SocketSums:
 
     def start(self, x: Tensor) -> tuple[Tensor, SocketSum]:
         """Begin the sum of the contiguous `x`, in place: (`x`, what waits for it)."""
+        return x, SocketSum(self, x, self._exchange(x), self.number)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The contiguous `x` of every rank."""
+        parts = self._exchange(x)
+        self.until(self.number)
+        return parts
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        """Begin to send `x` to all: room for every rank's, this rank's `x` itself."""
         self.number += 1
-        parts = {other: torch.empty_like(x) for other in self.peers}
-        for other, peer in self.peers.items():
+        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(len(self.peers) + 1)]
+        for rank, peer in self.peers.items():
             peer.out.append(_bytes(x))
-            peer.room.append(_bytes(parts[other]))
+            peer.room.append(_bytes(parts[rank]))
         self._move()
-        return x, SocketSum(self, x, parts, self.number)
+        return parts
 
     def until(self, number: int) -> None:
         """Wait until the sum `number` is with all peers and theirs are here. Raises TimeoutError and ConnectionError,
@@ -141,17 +151,17 @@ class SocketSum:
 
     sums: SocketSums
     x: Tensor
-    parts: dict[int, Tensor]
+    parts: list[Tensor]
     number: int
 
     def wait(self) -> bool:
         self.sums.until(self.number)
-        in_order = dict(sorted({**self.parts, self.sums.rank: self.x}.items())).values()
-        total = torch.zeros_like(self.x, dtype=accumulation_dtype(self.x.dtype))
-        for part in in_order:
+        first, *rest = self.parts
+        total = first.to(accumulation_dtype(self.x.dtype), copy=True)
+        for part in rest:
             total += part
         self.x.copy_(total)
-        self.parts = {}
+        self.parts = []
         return True
 
 
