@@ -138,6 +138,8 @@ def test_large_tensors_and_gradients_go_through_gloo(way):
 def unreachable(group, reason):
     if reason == "one has no address" and group.rank() == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nothing0"
+    if reason == "loopbacks of two hosts":
+        socket_sum.socket.gethostname = lambda: f"host{group.rank()}"
     if reason == "one cannot connect":
         socket_sum._CONNECT = 0.5
         if group.rank() == 1:
@@ -145,7 +147,7 @@ def unreachable(group, reason):
     return choose(group, "sockets"), all_reduce(torch.ones(2), group).tolist()
 
 
-@pytest.mark.parametrize("reason", ["one has no address", "one cannot connect"])
+@pytest.mark.parametrize("reason", ["one has no address", "one cannot connect", "loopbacks of two hosts"])
 def test_ranks_that_cannot_all_connect_use_gloo(reason):
     assert run_ranks(unreachable, 2, reason) == [("backend", [2.0, 2.0])] * 2
 

@@ -29,7 +29,7 @@ from rewriter.kernels import accumulation_dtype
 LARGEST = 256 * 1024  # bytes that a rank sends: (P - 1) n of a tensor of n bytes, where a ring sends 2 n (P - 1) / P
 _BUFFER = 1 << 20  # bytes of a socket, each way; the kernel may allow fewer
 _PATIENCE = 600.0  # seconds for a peer
-_CONNECT = 30.0
+_CONNECT = 10.0  # seconds for a connection
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -40,12 +40,14 @@ def connect(group: ProcessGroup) -> SocketSums | None:
     listener, connections = None, {}
     with suppress(OSError):
         listener = socket.create_server((_own_address(), 0), backlog=group.size())
-    address = None if listener is None else listener.getsockname()
-    told = _of_all(group, (address, secrets.token_bytes(16)))
+    address = ("", 0) if listener is None else listener.getsockname()
+    told = _of_all(group, (address, socket.gethostname(), secrets.token_bytes(16)))
+    addresses, hosts = [address for address, _, _ in told], {host for _, host, _ in told}
+    # a host's name may stand for its loopback, which is another one on every host
+    possible = all(ip and not (ip.startswith("127.") and len(hosts) > 1) for ip, _ in addresses)
     if listener is not None:
         with listener, suppress(OSError):
-            if all(address for address, _ in told):
-                connections = _connected(listener, [address for address, _ in told], group.rank(), told[0][1])
+            connections = _connected(listener, addresses, group.rank(), told[0][2]) if possible else {}
     if all(_of_all(group, len(connections) == group.size() - 1)):
         return SocketSums(connections, group.rank())
     for connection in connections.values():
