@@ -68,6 +68,7 @@ def test_faults_in_the_kernels_are_seen() -> None:
     assert {fault: error for fault, error in found.items() if not error > 1000} == {}
 
 
+@pytest.mark.slow
 @on_linux
 def test_models_generate_the_same_tokens_by_the_kernels() -> None:
     found = interpreted("models")

@@ -99,7 +99,7 @@ def test_a_failure_is_reported_to_the_job(tmp_path: Path) -> None:
     assert (failure.message, failure.code) == ("a tensor is missing", 2)
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_server_ends_with_the_process_that_started_it(early: bool) -> None:
     source = (
         "import os, signal\nfrom rewriter.common import fork_server\n"

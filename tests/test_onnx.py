@@ -52,6 +52,7 @@ def test_it_computes_the_ladder(family: str, tmp_path: Path) -> None:
         assert oracles.relative_error(run(file, ids, positions), expected) <= 1e-5, (batch, length, first)
 
 
+@pytest.mark.slow
 def test_large_models_keep_their_weights_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit_onnx, "MAX_INLINE_BYTES", 100_000)
     export("gpt2", "all", tmp_path / "model.onnx")

@@ -98,6 +98,7 @@ def test_the_step_of_one_rank_is_one_graph_for_every_prompt():
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_no_one_graph_keeps_its_segments_and_says_why():
     plain, model = build(None, reference.weights()), build(None, reference.weights())
     compile_segments(model, backend="eager")

@@ -232,7 +232,11 @@ def test_sequence_parallel_training_without_fsdp_follows_one_device():
 
 
 @pytest.mark.parametrize(
-    ("which", "fault"), [(w, c[-1]) for w, cases in (("replicated", REPLICATED), ("plain", PLAIN)) for c in cases[1:]]
+    ("which", "fault"),
+    [
+        *(("replicated", case[-1]) for case in REPLICATED[1:]),
+        *(pytest.param("plain", case[-1], marks=pytest.mark.slow) for case in PLAIN[1:]),
+    ],
 )
 def test_a_fault_is_found_by_the_same_comparison(which, fault):
     index = [case[-1] for case in {"replicated": REPLICATED, "plain": PLAIN}[which]].index(fault)

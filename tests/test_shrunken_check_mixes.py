@@ -133,6 +133,7 @@ def test_the_faults_are_seeded_where_they_can_be_seen() -> None:
 # Models that amplify rounding
 
 
+@pytest.mark.slow
 def test_a_chaotic_model_is_checked_with_smaller_weights() -> None:
     """Linear attention with large weights amplifies rounding a thousandfold: a right ladder would fail by chance."""
     config = AutoConfig.for_model("qwen3_next")
