@@ -87,7 +87,7 @@ def _separate(block: _Stretch, branch: Sequence[fx.Node]) -> None:
                 node.replace_input_with(value, copy)
             mark(node, beside=True)
     mark(block.end, beside=True)
-    first = next(n for n in graph.nodes if marks(n).beside and running_layer(n) == running_layer(block.end))
+    first = own.get(branch[0], branch[0])
     for node in block.nodes:
         if kind_of(node) == "collective":
             first.prepend(node)  # a wait that the branch needs: before it begins
