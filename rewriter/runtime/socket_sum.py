@@ -35,7 +35,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 def connect(group: ProcessGroup) -> SocketSums | None:
     """Sockets between all ranks of `group`, which call this together; None on all where one of them has none."""
-    if "gloo" not in dist.get_backend(group):
+    if dist.get_backend(group) != "gloo":
         return None
     listener, connections = None, {}
     with suppress(OSError):
@@ -133,8 +133,10 @@ class SocketSums:
         begin = time.monotonic()
         self._move()
         while late := {n: p for n, p in self.peers.items() if min(p.sent, p.received) < number}:
-            connections = [peer.connection for peer in late.values()]
-            select.select(connections, [p.connection for p in late.values() if p.out], [], 1.0)
+            poll = select.poll()  # unlike select, for any number of open files
+            for peer in late.values():
+                poll.register(peer.connection, select.POLLIN | (select.POLLOUT if peer.out else 0))
+            poll.poll(1000)
             self._move()
             if time.monotonic() - begin > _PATIENCE:
                 raise TimeoutError(f"all-reduce through sockets: rank {min(late)} did not come in {_PATIENCE:g} s")
