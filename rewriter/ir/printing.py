@@ -227,9 +227,8 @@ class _Wiring:
             what = f"{path}({_arguments(node, name)})  # {self.kinds.of(module)}"
         else:
             what = f"{_callee(node)}({_arguments(node, name)})"
-        mark = (
-            "  # the residual stream" if in_stream(node) else "  # beside the next block" if marks(node).beside else ""
-        )
+        mark = "  # beside the next block" if marks(node).beside else ""
+        mark = "  # the residual stream" if in_stream(node) else mark
         return f"{name(node)}{shown} = {what}{mark if '#' not in what else ''}"
 
 

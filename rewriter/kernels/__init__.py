@@ -5,7 +5,7 @@ Where there is no GPU, or no Triton (macOS, Windows), the specification runs.
 
 from rewriter.kernels.decode_attention import decode_attention
 from rewriter.kernels.formats import SMALLEST_BLOCK, Format, parse_format, parse_formats, slice_length
-from rewriter.kernels.merge import accumulation_dtype, merge
+from rewriter.kernels.merge import accumulation_dtype, merge, sum_into
 from rewriter.kernels.quantize import (
     DTYPES,
     dequantize,
@@ -35,5 +35,6 @@ __all__ = [
     "quantize_rows",
     "quantize_vectors",
     "slice_length",
+    "sum_into",
     "vector_bytes",
 ]

@@ -22,6 +22,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def sum_into(x: Tensor, parts: Sequence[Tensor]) -> None:
+    """`x` becomes the sum of `parts`, all like `x`, one of which it may be.
+
+    They are added in their order, so that whoever adds the same parts gets the same bits, in the accumulation dtype,
+    and rounded once.
+    """
+    total = parts[0].to(accumulation_dtype(x.dtype), copy=True)
+    for part in parts[1:]:
+        total += part
+    x.copy_(total)
+
+
 def merge(parts: Parts, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """(o_BHSE, lse_BHS) from partial ones of these shapes; rows that no part saw are 0 and −inf.
 

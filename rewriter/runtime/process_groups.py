@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ def group_size(group: RankSet | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """This process's index in `group`; 0 for None."""
     return 0 if group is None else group.rank()
+
+
+def of_all(group: ProcessGroup, own: Any) -> list[Any]:
+    """`own` of every rank of `group`, in their order; any objects that can be pickled."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def new_groups(

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.kernels import accumulation_dtype
+from rewriter.kernels import sum_into
+from rewriter.runtime.process_groups import of_all
 
 LARGEST = 256 * 1024  # bytes of a tensor that goes this way
 _SLOTS = 8  # sums that may be under way
@@ -35,8 +36,7 @@ def on_one_host(group: ProcessGroup) -> bool:
     namespace, on a CPU that keeps the order of its writes, with gloo."""
     if dist.get_backend(group) != "gloo":
         return False
-    places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, _place(), group=group)
+    places = of_all(group, _place())
     return places[0] is not None and all(place == places[0] for place in places)
 
 
@@ -110,11 +110,7 @@ class SharedMemorySum:
     number: int
 
     def wait(self) -> bool:
-        first, *rest = self.sums.parts(self.x, self.number)
-        total = first.to(accumulation_dtype(self.x.dtype), copy=True)
-        for part in rest:
-            total += part
-        self.x.copy_(total)
+        sum_into(self.x, self.sums.parts(self.x, self.number))
         self.sums.done(self.number)
         return True
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rewriter.kernels import accumulation_dtype
+from rewriter.kernels import sum_into
+from rewriter.runtime.process_groups import of_all
 
 LARGEST = 256 * 1024  # bytes that a rank sends: (P - 1) n of a tensor of n bytes, where a ring sends 2 n (P - 1) / P
 _BUFFER = 1 << 20  # bytes of a socket, each way; the kernel may allow fewer
@@ -41,24 +42,18 @@ def connect(group: ProcessGroup) -> SocketSums | None:
     with suppress(OSError):
         listener = socket.create_server((_own_address(), 0), backlog=group.size())
     address = ("", 0) if listener is None else listener.getsockname()
-    told = _of_all(group, (address, socket.gethostname(), secrets.token_bytes(16)))
+    told = of_all(group, (address, socket.gethostname(), secrets.token_bytes(16)))
     addresses, hosts = [address for address, _, _ in told], {host for _, host, _ in told}
     # a host's name may stand for its loopback, which is another one on every host
     possible = all(ip and not (ip.startswith("127.") and len(hosts) > 1) for ip, _ in addresses)
     if listener is not None:
         with listener, suppress(OSError):
             connections = _connected(listener, addresses, group.rank(), told[0][2]) if possible else {}
-    if all(_of_all(group, len(connections) == group.size() - 1)):
+    if all(of_all(group, len(connections) == group.size() - 1)):
         return SocketSums(connections, group.rank())
     for connection in connections.values():
         connection.close()
     return None
-
-
-def _of_all(group: ProcessGroup, own: Any) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
 
 
 @dataclass
@@ -160,11 +155,7 @@ class SocketSum:
 
     def wait(self) -> bool:
         self.sums.until(self.number)
-        first, *rest = self.parts
-        total = first.to(accumulation_dtype(self.x.dtype), copy=True)
-        for part in rest:
-            total += part
-        self.x.copy_(total)
+        sum_into(self.x, self.parts)
         self.parts = []
         return True
 
