@@ -89,7 +89,7 @@ def test_a_sum_may_begin_before_the_last_one_is_awaited(way):
 def many_at_once(group):
     """More than the buffers of the kernel hold, waited for from the last to the first by one rank."""
     choose(group, "sockets")
-    given = [torch.full((LARGEST // 4,), float(turn + group.rank())) for turn in range(24)]
+    given = [torch.full((1 << 18,), float(turn + group.rank())) for turn in range(24)]
     pending = [all_reduce_start(x, group) for x in given]
     order = pending if group.rank() == 0 else pending[::-1]
     summed = {id(one): all_reduce_wait(one) for one in order}
@@ -98,6 +98,22 @@ def many_at_once(group):
 
 def test_more_may_be_under_way_than_the_kernel_holds():
     assert run_ranks(many_at_once, 2) == [[True] * 24] * 2
+
+
+@torch.no_grad()
+def taken(group, ways):
+    """Whether sockets take tensors of so many bytes."""
+    choose(group, "sockets")
+    return [small_gather(torch.ones(size, dtype=torch.uint8), group) is not None for size in ways]
+
+
+@pytest.mark.parametrize(("ranks", "largest"), [(2, 2 << 20), (3, socket_sum.LARGEST // 2)])
+def test_sockets_take_what_the_buffers_of_two_ranks_hold_and_little_of_more(ranks, largest):
+    with socket.socket() as any_socket:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            any_socket.setsockopt(socket.SOL_SOCKET, buffer, socket_sum._PAIR_BUFFER)
+        largest = min(largest, socket_sum._room(any_socket) // 2)
+    assert run_ranks(taken, ranks, (largest, largest + 1)) == [[True, False]] * ranks
 
 
 @torch.no_grad()
@@ -119,7 +135,7 @@ def test_gathers_have_every_rank_in_order(way):
 
 def others(group, way):
     choose(group, way)
-    large, traced = torch.ones(LARGEST // 4 + 1), torch.ones(3, requires_grad=True)
+    large, traced = torch.ones(1 << 22), torch.ones(3, requires_grad=True)
     with torch.no_grad():
         way = small_sum_start(large, group)
         all_reduce(large, group)

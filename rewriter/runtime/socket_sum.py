@@ -1,9 +1,10 @@
-"""All-reduces of small CPU tensors between hosts, through sockets of their own.
+"""All-reduces of CPU tensors between hosts, through sockets of their own.
 
 Gloo has threads that pass a message on. Of a decode step's few kilobytes most of the time goes to waking them, and
 where a rank computes on all cores they wait for one (`benchmarks/small_sums.py`). Here a start hands the tensor to the
 kernel, once per peer, and a wait takes what all have sent and adds it in the order of ranks, so that all get the same
-bits. In between the kernel sends and receives by itself: what is under way needs no thread.
+bits. In between the kernel sends and receives by itself: what is under way needs no thread. Small tensors of many
+ranks take this way, and of two ranks all that the kernel's buffers hold: a ring sends as much in two rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from rewriter.kernels import sum_into
 from rewriter.runtime.process_groups import of_all
 
 LARGEST = 256 * 1024  # bytes that a rank sends: (P - 1) n of a tensor of n bytes, where a ring sends 2 n (P - 1) / P
-_BUFFER = 1 << 20  # bytes of a socket, each way; the kernel may allow fewer
+_PAIR_BUFFER = 4 << 20  # bytes of a socket of two ranks, each way, for which a ring saves nothing
+_BUFFER = 1 << 20  # of more ranks; of both the kernel may allow fewer (net.core.wmem_max and rmem_max)
+_UNDER_WAY = 2  # sums at once for which a buffer has room: of two blocks of a ladder
 _PATIENCE = 600.0  # seconds for a peer
 _CONNECT = 10.0  # seconds for a connection
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -49,8 +52,10 @@ def connect(group: ProcessGroup) -> SocketSums | None:
     if listener is not None:
         with listener, suppress(OSError):
             connections = _connected(listener, addresses, group.rank(), told[0][2]) if possible else {}
-    if all(of_all(group, len(connections) == group.size() - 1)):
-        return SocketSums(connections, group.rank())
+    connected = len(connections) == group.size() - 1
+    room = min(of_all(group, min(map(_room, connections.values())) if connected else 0))
+    if room:
+        return SocketSums(connections, group.rank(), room // _UNDER_WAY)
     for connection in connections.values():
         connection.close()
     return None
@@ -91,16 +96,18 @@ class _Peer:
 
 
 class SocketSums:
-    """The other ranks of a group, in their order, each behind a connection."""
+    """The other ranks of a group, in their order, each behind a connection. `largest` is how many bytes of a tensor the
+    kernel holds on their way."""
 
-    def __init__(self, connections: dict[int, socket.socket], rank: int) -> None:
+    def __init__(self, connections: dict[int, socket.socket], rank: int, largest: int) -> None:
         self.rank, self.number = rank, 0
+        self.largest = largest if len(connections) == 1 else min(largest, LARGEST // len(connections))
         self.peers = {other: _Peer(connections[other]) for other in sorted(connections)}
         for peer in self.peers.values():
             peer.connection.setblocking(False)
 
     def takes(self, x: Tensor) -> bool:
-        return 0 < x.nbytes * len(self.peers) <= LARGEST and x.device.type == "cpu"
+        return 0 < x.nbytes <= self.largest and x.device.type == "cpu"
 
     def start(self, x: Tensor) -> tuple[Tensor, SocketSum]:
         """Begin the sum of the contiguous `x`, in place: (`x`, what waits for it)."""
@@ -165,6 +172,11 @@ def _bytes(x: Tensor) -> memoryview:
     return memoryview(values)
 
 
+def _room(connection: socket.socket) -> int:
+    """Bytes of a message that the kernel holds on its way. Linux tells twice of what it allows, half for its own use."""
+    return min(connection.getsockopt(socket.SOL_SOCKET, buffer) // 2 for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF))
+
+
 def _own_address() -> str:
     """Of the interface that gloo is told to use, else of this host's name, as gloo does. Raises OSError without one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -199,7 +211,8 @@ def _connected(
         for connection in found.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                connection.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER)
+                size = _PAIR_BUFFER if len(addresses) == 2 else _BUFFER
+                connection.setsockopt(socket.SOL_SOCKET, buffer, size)
     except BaseException:
         for connection in found.values():
             connection.close()
