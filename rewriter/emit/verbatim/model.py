@@ -65,6 +65,7 @@ class OwnConfig(SourceConfig):
     model_type = "own_model_type"
 
     rewriter_layers: list[str] | None = None
+    rewriter_delays: list[list[int]] | None = None  # by block: how many blocks late it reads the residual stream
 
 
 class OwnModel(SourceModel):

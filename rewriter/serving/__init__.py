@@ -1,0 +1,1 @@
+"""Serving rewritten models: the engines that people use."""
