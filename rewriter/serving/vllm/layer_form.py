@@ -74,6 +74,8 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Input:
+    """An input of the layer, or (`name` "") something that the layer has read from one, as its shape."""
+
     name: str
 
 
@@ -134,6 +136,8 @@ class _Reading:
             self.values[node] = self._call(node)
         elif node.op == "output":
             self.result = self._value(node.args[0])
+        elif node.args and all(isinstance(self._value(source), _Input) for source in node.all_input_nodes):
+            self.values[node] = _Input("")
         elif node.op == "call_function" and node.target is operator.getitem:
             self.values[node] = self._value(node.args[0])[node.args[1]]
         elif node.op == "call_function" and node.target in (operator.add, operator.iadd):
@@ -203,7 +207,7 @@ class _Reading:
         def plain(value: Any) -> Any:
             if value is taken[0]:
                 return None
-            if isinstance(value, _Input):
+            if isinstance(value, _Input) and value.name:
                 return value.name
             raise self._strange(f"an argument of {path}")
 

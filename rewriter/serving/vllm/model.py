@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
@@ -86,12 +87,24 @@ def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
             "`rewrite generate` runs it"
         )
     logger.warning("rewriter: nothing of %s overlaps: it runs on the Transformers backend, because %s", name, reason)
+    with_generated_config(vllm_config)
     compilation = vllm_config.compilation_config
     compilation.static_forward_context.clear()  # the layers of the model that was begun
     compilation.static_all_moe_layers.clear()
     experts = vllm_config.model_config.get_num_experts() > 0
     backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
     return backend(vllm_config=vllm_config, prefix=prefix)
+
+
+def with_generated_config(vllm_config: VllmConfig) -> None:
+    """Give the engine the config class of the generated modeling file, which transformers' code asks for."""
+    model = vllm_config.model_config
+    if not model.trust_remote_code:
+        raise ValueError("rewriter: the Transformers backend runs the checkpoint's own code: give --trust-remote-code")
+    name = model.hf_config.auto_map["AutoConfig"]
+    generated = get_class_from_dynamic_module(name, model.model, revision=model.revision)
+    model.hf_config = generated.from_dict(model.hf_config.to_dict())
+    model.hf_text_config = model.hf_config.get_text_config()
 
 
 def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:

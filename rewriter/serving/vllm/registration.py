@@ -14,13 +14,18 @@ PREFIX, TYPE_PREFIX = "Rewriter", "rewriter_"  # of what is emitted
 
 def register_all() -> None:
     """Every architecture that vLLM has layers for. Nothing of a model is imported before it is loaded."""
-    native = set(ModelRegistry.get_supported_archs())
+    native = {name for name, known in ModelRegistry.models.items() if not _on_backend(known)}
     for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = PREFIX + architecture
         if architecture not in native or name in native:
             continue
         ModelRegistry.register_model(name, f"{__name__}:{name}")
         AutoConfig.register(TYPE_PREFIX + model_type, _forwarding(TYPE_PREFIX + model_type), exist_ok=True)
+
+
+def _on_backend(known: object) -> bool:
+    """Whether vLLM runs an architecture with transformers' code, as it does every one that it does not know."""
+    return getattr(known, "module_name", "").endswith(".transformers")
 
 
 def __getattr__(name: str) -> Any:
