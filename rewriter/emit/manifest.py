@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rewriter.ir import Program
 
 MANIFEST = "rewrite.json"
+# A safetensors file. Engines take every *.safetensors for the model's weights, a download from the hub at any depth.
+GOLDEN = "verification/golden.tensors"
+FORMER_GOLDEN = "golden.safetensors"  # where earlier versions wrote it; the manifest says which one an output has
 SCHEMA = 1
 
 
