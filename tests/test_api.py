@@ -143,6 +143,9 @@ def test_the_card_says_what_this_is(written: tuple[Path, Any]) -> None:
     recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert recipe == read_manifest(written[0]).recipe
     assert "| sharded module on 2 ranks = rewritten |" in card
+    serving = " ".join(card.split("## Serve\n")[1].split("\n## ")[0].split())
+    assert "rewrite serve THIS_DIRECTORY --tp 2" in serving
+    assert "4 of 8 all-reduces run behind the computation of another block." in serving
 
 
 # Loading
