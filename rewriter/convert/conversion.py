@@ -20,7 +20,17 @@ from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
-from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_name, mesh_of, read_manifest
+from rewriter.emit.manifest import (
+    GOLDEN,
+    MANIFEST,
+    AdaptationEntry,
+    Drift,
+    Golden,
+    Manifest,
+    mesh_name,
+    mesh_of,
+    read_manifest,
+)
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -36,7 +46,6 @@ if TYPE_CHECKING:
     from rewriter.weights.early_copies import EarlyCopies
 
 ProgressCall = Callable[..., None]
-GOLDEN = "golden.safetensors"
 CARD = "README.md"
 
 

@@ -1,1 +1,1 @@
-"""Serving rewritten models: the engines that people use."""
+"""Rewritten models in serving engines: what `rewrite serve` starts, what overlaps there, and a plugin of vLLM."""
