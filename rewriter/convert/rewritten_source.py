@@ -22,7 +22,7 @@ from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
 
-_OURS = ("auto_map", "rewriter_layers", "rewriter_delays", "rewriter_ranks", "rewriter_pattern")
+_OURS = ("auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern")
 _NOT_SOURCE = (MANIFEST, FORMER_GOLDEN)
 
 

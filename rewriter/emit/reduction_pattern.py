@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rewriter.analysis.residual import by_layer, residual_blocks
+from torch import fx
+
+from rewriter.analysis.residual import by_layer, read_index, residual_blocks
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode
 
@@ -65,3 +67,28 @@ def delays(program: Program) -> list[list[int]]:
         late = behind[block.index] - behind[min(block.reads)]
         table[block.layer] += [late + place for place in range(width)]
     return table
+
+
+def shared_norms(program: Program) -> list[dict[str, str]]:
+    """Per layer: blocks that read the stream through a norm of another block, each with the norm's name."""
+    original = program.origin or program
+    own, now = _entry_norms(original), _entry_norms(program)
+    table: list[dict[str, str]] = [{} for _ in range(program.source.num_layers)]
+    for block in residual_blocks(original):
+        if block.path in own and now.get(block.path, own[block.path]) != own[block.path]:
+            table[block.layer][block.path.rpartition(".")[2]] = now[block.path].rpartition(".")[2]
+    return table
+
+
+def _entry_norms(program: Program) -> dict[str, str]:
+    """The path of each block's main module, with that of the child through which it reads the stream."""
+    found = {}
+    for node in program.graph.nodes:
+        entries = [s for s in node.all_input_nodes if s.op == "call_module" and _reads_stream(s)]
+        if node.op == "call_module" and len(entries) == 1:
+            found[str(node.target)] = str(entries[0].target)
+    return found
+
+
+def _reads_stream(node: fx.Node) -> bool:
+    return any(read_index(source) is not None for source in node.all_input_nodes)

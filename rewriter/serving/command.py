@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
+from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files
 from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
-TRIED = ("0.32", "0.33")  # versions of vLLM
+TRIED = ("0.32",)  # versions of vLLM
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
 SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
 NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")  # by `transformers serve`
@@ -212,7 +214,19 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
         notes.append("Ranks do not share tokens there: vLLM shares heads and channels only.")
     if ranks == 1:
         return [*notes, "On one rank nothing is communicated, so nothing overlaps."]
-    return [*notes, manifest.overlap() if plugin else _NO_PLUGIN]
+    return [*notes, _overlap(root) if plugin else _NO_PLUGIN]
+
+
+def _overlap(root: Path) -> str:
+    """How many all-reduces vLLM's plugin runs behind the next block."""
+    config = _config(root)
+    if "rewriter_layers" not in config:
+        return "None of its all-reduces runs behind computation: the recipe keeps the model's own wiring."
+    try:
+        schedule = schedule_of(SimpleNamespace(**config))
+    except Unsupported as reason:
+        return f"None of its all-reduces runs behind computation: vLLM's Transformers backend runs it, because {reason}."
+    return f"{schedule.overlapped} of {schedule.summed} all-reduces run behind the next block."
 
 
 _NO_PLUGIN = (

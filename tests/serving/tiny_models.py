@@ -48,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",  # in published configs; vLLM reads the bias of the router by it
+        "scoring_func": "sigmoid",
         **_EXPERTS,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 256},

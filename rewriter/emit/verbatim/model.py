@@ -96,6 +96,7 @@ class OwnConfig(SourceConfig):
 
     rewriter_layers: list[str] | None = None
     rewriter_delays: list[list[int]] | None = None  # by block: how many blocks late it reads the residual stream
+    rewriter_norms: list[dict[str, str]] | None = None  # blocks that read it through another block's norm
 
 
 class OwnModel(SourceModel):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from rewriter.serving.vllm.schedule import Unsupported
+from rewriter.serving.schedule import Unsupported
 
 HIDDEN, RESIDUAL = "hidden_states", "residual"
 
@@ -46,6 +46,18 @@ class LayerForm:
     def mergeable(self) -> bool:
         """Whether only factors stand between blocks and the stream, the same behind all."""
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
+
+
+    def with_norms(self, norms: Mapping[str, str]) -> LayerForm:
+        """The form where these blocks read the stream through other norms. Raises Unsupported."""
+        known = {branch.path: branch for branch in self.branches}
+        heads = {branch.before[0] for branch in self.branches if branch.before}
+        if strange := {k: v for k, v in norms.items() if k not in known or v not in heads or not known[k].before}:
+            raise Unsupported(f"config.json names {strange}, blocks and norms that vLLM's layer has otherwise")
+        changed = [
+            replace(b, before=(norms[b.path], *b.before[1:])) if b.path in norms else b for b in self.branches
+        ]
+        return replace(self, branches=tuple(changed))
 
 
 @dataclass(frozen=True)

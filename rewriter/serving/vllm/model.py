@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from rewriter.serving.vllm.layer_form import LayerForm, form_of
 from rewriter.serving.vllm.reductions import blocks_of, leave_out
 from rewriter.serving.vllm.rewired_layer import RewiredLayer
-from rewriter.serving.vllm.schedule import Schedule, Sum, Unsupported, schedule_of
+from rewriter.serving.schedule import Schedule, Sum, Unsupported, schedule_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 
@@ -131,7 +131,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
             if step.unreduced:
                 leave_out(blocks[index][branch.path], f"layer {index}'s {branch.path}", schedule.ranks is not None)
         layer.__class__ = rewired_class(type(layer))
-        layer.form, layer.steps = form, steps
+        layer.form, layer.steps = form.with_norms(schedule.norms[index]), steps
         layer.previous = () if previous is None else (previous,)
         previous = layer
     logger.info(

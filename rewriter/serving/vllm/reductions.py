@@ -8,7 +8,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from rewriter.serving.vllm.schedule import Unsupported
+from rewriter.serving.schedule import Unsupported
 
 
 def blocks_of(layer: nn.Module) -> Mapping[str, list[nn.Module]]:

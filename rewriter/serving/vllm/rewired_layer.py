@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
 from rewriter.serving.vllm import sums
 from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, Branch, LayerForm
-from rewriter.serving.vllm.schedule import Step, Sum
+from rewriter.serving.schedule import Step, Sum
 
 
 @dataclass

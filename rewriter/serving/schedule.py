@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -42,9 +42,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of every layer, and the number of ranks that the model is bound to (None: any)."""
+    """The steps of every layer, and the number of `ranks` that the model is bound to (None: any)."""
 
     layers: tuple[tuple[Step, ...], ...]
+    norms: tuple[Mapping[str, str], ...]  # of each layer: blocks that read through another block's norm, and that
     ranks: int | None
 
     @property
@@ -58,7 +59,7 @@ class Schedule:
         return sum(step.sum not in (Sum.DROP, Sum.HOLD) for layer in self.layers for step in layer)
 
 
-def schedule_of(config: Any, cuts: Sequence[int], mergeable: bool) -> Schedule:
+def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> Schedule:
     """The schedule of the model that `config` (of transformers) describes.
 
     `cuts` are the layers behind which a pipeline stage ends: what is under way ends there. The last layer is always one.
@@ -97,7 +98,8 @@ def schedule_of(config: Any, cuts: Sequence[int], mergeable: bool) -> Schedule:
         before = _sum(label[place], before, late[place], next_late(place), merges(place))
         own = late[place] and label[place] == "own_partial"
         steps[layer_of[place]].append(Step(late[place], own, before))
-    return Schedule(tuple(map(tuple, steps)), getattr(config, "rewriter_ranks", None))
+    norms = tuple(getattr(config, "rewriter_norms", None) or [{}] * len(delays))
+    return Schedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
 
 
 def _sum(label: str, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:
