@@ -225,7 +225,9 @@ def _overlap(root: Path) -> str:
     try:
         schedule = schedule_of(SimpleNamespace(**config))
     except Unsupported as reason:
-        return f"None of its all-reduces runs behind computation: vLLM's Transformers backend runs it, because {reason}."
+        return (
+            f"None of its all-reduces runs behind computation: it is for vLLM's Transformers backend, because {reason}."
+        )
     return f"{schedule.overlapped} of {schedule.summed} all-reduces run behind the next block."
 
 

@@ -62,9 +62,9 @@ class Schedule:
 def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> Schedule:
     """The schedule of the model that `config` (of transformers) describes.
 
-    `cuts` are the layers behind which a pipeline stage ends: what is under way ends there. The last layer is always one.
-    `mergeable`: sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum
-    and the stream but numbers. Raises Unsupported.
+    `cuts` are the layers behind which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
+    sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum and the
+    stream but numbers. Raises Unsupported.
     """
     delays = getattr(config, "rewriter_delays", None)
     if delays is None:

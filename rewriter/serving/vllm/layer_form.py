@@ -47,16 +47,13 @@ class LayerForm:
         """Whether only factors stand between blocks and the stream, the same behind all."""
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
 
-
     def with_norms(self, norms: Mapping[str, str]) -> LayerForm:
         """The form where these blocks read the stream through other norms. Raises Unsupported."""
         known = {branch.path: branch for branch in self.branches}
         heads = {branch.before[0] for branch in self.branches if branch.before}
         if strange := {k: v for k, v in norms.items() if k not in known or v not in heads or not known[k].before}:
             raise Unsupported(f"config.json names {strange}, blocks and norms that vLLM's layer has otherwise")
-        changed = [
-            replace(b, before=(norms[b.path], *b.before[1:])) if b.path in norms else b for b in self.branches
-        ]
+        changed = [replace(b, before=(norms[b.path], *b.before[1:])) if b.path in norms else b for b in self.branches]
         return replace(self, branches=tuple(changed))
 
 
@@ -96,7 +93,7 @@ class _Value(fx.Proxy):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tracer.dtype  # type: ignore[no-any-return, attr-defined]
+        return self.tracer.dtype  # type: ignore[attr-defined]
 
 
 class _Tracer(fx.Tracer):
@@ -122,7 +119,7 @@ def form_of(layer: nn.Module, blocks: Collection[str], dtype: torch.dtype) -> La
     name = type(layer).__name__
     try:
         graph = _Tracer(dtype).trace(layer)
-    except Exception as error:  # noqa: BLE001  whatever the layer does with a value that is not there
+    except Exception as error:  # whatever the layer does with a value that is not there
         raise Unsupported(f"the forward of {name} cannot be traced ({type(error).__name__}: {error})") from error
     reading = _Reading(name, blocks)
     for node in graph.nodes:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import VllmConfig
@@ -14,10 +13,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from rewriter.serving.vllm.layer_form import LayerForm, form_of
+from rewriter.serving.schedule import Schedule, Sum, Unsupported, schedule_of
+from rewriter.serving.vllm.layer_form import form_of
 from rewriter.serving.vllm.reductions import blocks_of, leave_out
 from rewriter.serving.vllm.rewired_layer import RewiredLayer
-from rewriter.serving.schedule import Schedule, Sum, Unsupported, schedule_of
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
 
@@ -33,7 +32,8 @@ class RewrittenModel:
         model: Any = object.__new__(cls)
         try:
             check_engine(vllm_config)
-            super(RewrittenModel, model).__init__(vllm_config=vllm_config, prefix=prefix, **other)
+            native_init: Any = super(RewrittenModel, model).__init__
+            native_init(vllm_config=vllm_config, prefix=prefix, **other)
             model.rewriter_ranks = rewire(model, vllm_config).ranks
         except Unsupported as reason:
             return on_backend(vllm_config, prefix, str(reason))
@@ -51,13 +51,13 @@ class RewrittenModel:
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Raises ValueError: drafts that read hidden states would read some whose sums are under way."""
         raise ValueError(
-            "rewriter: a draft model that reads the target's hidden states (EAGLE 3) was trained on the original's, and "
-            "some of a rewritten model's are not there between its layers. Use ngram or draft-model speculation."
+            "rewriter: a draft model that reads the target's hidden states (EAGLE 3) was trained on the original's, "
+            "and some of a rewritten model's are not there between its layers. Use ngram or draft-model speculation."
         )
 
 
 @cache
-def rewritten_class(native: type[nn.Module]) -> type[nn.Module]:
+def rewritten_class(native: Any) -> type[nn.Module]:
     """`native`, a class of vLLM's models, for rewritten checkpoints of it."""
     return type(f"Rewriter{native.__name__}", (RewrittenModel, native), {"__module__": __name__})
 
@@ -93,7 +93,8 @@ def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
     compilation.static_all_moe_layers.clear()
     experts = vllm_config.model_config.get_num_experts() > 0
     backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
-    return backend(vllm_config=vllm_config, prefix=prefix)
+    model: nn.Module = backend(vllm_config=vllm_config, prefix=prefix)
+    return model
 
 
 def with_generated_config(vllm_config: VllmConfig) -> None:
@@ -115,7 +116,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
     schedule = schedule_of(config, [min(layers) - 1, max(layers)], mergeable)
-    previous: RewiredLayer | None = None
+    previous: Any = None
     for index, layer in layers.items():
         form, steps = forms[index], schedule.layers[index]
         if len(steps) != len(form.branches):
@@ -126,14 +127,18 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
         if schedule.ranks is not None and not all(isinstance(a, float) for b in form.branches for a in b.after):
             raise Unsupported("a norm stands behind its sums, of which ranks would have parts")
         if not form.paired and steps[0].late and previous is None and index == min(layers) > 0:
-            raise Unsupported("a pipeline stage begins where the stream is read late, and its layers hand on one tensor")
+            raise Unsupported(
+                "a pipeline stage begins where the stream is read late, and its layers hand on one tensor"
+            )
         for branch, step in zip(form.branches, steps, strict=True):
             if step.unreduced:
                 leave_out(blocks[index][branch.path], f"layer {index}'s {branch.path}", schedule.ranks is not None)
-        layer.__class__ = rewired_class(type(layer))
-        layer.form, layer.steps = form.with_norms(schedule.norms[index]), steps
-        layer.previous = () if previous is None else (previous,)
-        previous = layer
+        rewired: Any = layer
+        layer_class: Any = type(layer)
+        rewired.__class__ = rewired_class(layer_class)
+        rewired.form, rewired.steps = form.with_norms(schedule.norms[index]), steps
+        rewired.previous = () if previous is None else (previous,)
+        previous = rewired
     logger.info(
         "rewriter: %d of %d all-reduces of %s run behind the next block",
         schedule.overlapped, schedule.summed, type(model).__name__,
@@ -142,7 +147,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
 
 
 @cache
-def rewired_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+def rewired_class(layer_class: Any) -> type[nn.Module]:
     return type(f"Rewired{layer_class.__name__}", (RewiredLayer, layer_class), {"__module__": layer_class.__module__})
 
 

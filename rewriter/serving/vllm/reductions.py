@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
@@ -28,7 +29,7 @@ def leave_out(exits: list[nn.Module], where: str, bound: bool) -> None:
             raise Unsupported(f"{where} has a bias, and the model's ranks go on with their own parts of the sum")
         one.reduce_results = False
         return
-    config = one.moe_config
+    config: Any = one.moe_config
     if config.is_sequence_parallel or config.moe_parallel_config.use_all2all_kernels:
         raise Unsupported(f"the experts of {where} are not tensor-parallel: give no expert parallelism")
     config.skip_final_all_reduce = True

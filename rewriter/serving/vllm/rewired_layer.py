@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
+from rewriter.serving.schedule import Step, Sum
 from rewriter.serving.vllm import sums
 from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, Branch, LayerForm
-from rewriter.serving.schedule import Step, Sum
 
 
 @dataclass
@@ -39,7 +39,9 @@ class RewiredLayer(nn.Module):
 
     form: LayerForm
     steps: tuple[Step, ...]
-    previous: tuple[RewiredLayer, ...]  # the layer before, whose last block's sum may end here; a tuple hides its weights
+    previous: tuple[
+        RewiredLayer, ...
+    ]  # the layer before, whose last block's sum may end here; a tuple hides its weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer's class takes and returns; between layers a tuple stands for what is under way."""
@@ -47,7 +49,7 @@ class RewiredLayer(nn.Module):
         state = opened(given[HIDDEN], given.get(RESIDUAL))
         last = [layer.of_last for layer in self.previous]
         for branch, step in zip(self.form.branches, self.steps, strict=True):
-            if step.own:
+            if step.own and state.own is not None:
                 state.own = last[-1](state.own)
             output = self.call(branch, self.read(branch, step, state), given)
             self.write(step, state, output, branch.after, last[-1] if last else None)

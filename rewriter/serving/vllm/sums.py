@@ -2,8 +2,8 @@
 graph and inside a captured one.
 
 The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
-under way is in a queue of this process, since an operator may not return what it was given, and a compiler must not see
-a tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM captures
+under way is in a queue of this process: an operator may not return what it was given, and a compiler must not see a
+tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM captures
 a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU it runs in a
 thread.
 """
@@ -65,13 +65,12 @@ def _launch(x: Tensor) -> None:
 
 def _all_reduce(x: Tensor) -> Tensor:
     with torch.inference_mode():  # which is a state of each thread
-        return get_tp_group()._all_reduce_out_place(x)  # what vLLM's own operator calls; it may sum in place
+        summed: Tensor = get_tp_group()._all_reduce_out_place(x)  # what vLLM's own operator calls; it may sum in place
+    return summed
 
 
 def _inline() -> bool:
-    return is_forward_context_available() and (
-        get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
-    )
+    return is_forward_context_available() and (get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
 
 
 @cache
@@ -127,14 +126,17 @@ for _name, _schema, _run, _fake in (
 
 def begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D]: (a token, `stream`). Whoever reads the stream that is returned, reads it after."""
-    return torch.ops.rewriter_serving.begin(new, stream)  # type: ignore[no-any-return]
+    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.begin(new, stream)
+    return found
 
 
 def step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D] and end the one that `token` stands for: (that sum, a token)."""
-    return torch.ops.rewriter_serving.step(new, token)  # type: ignore[no-any-return]
+    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.step(new, token)
+    return found
 
 
 def finish(token: Tensor, like: Tensor) -> Tensor:
     """The sum that `token` stands for, of the shape of `like`."""
-    return torch.ops.rewriter_serving.finish(token, like)  # type: ignore[no-any-return]
+    found: Tensor = torch.ops.rewriter_serving.finish(token, like)
+    return found
