@@ -54,6 +54,7 @@ SECTIONS = {
     "tiles": Section("gpu_tiles:tiles", 300),
     "runtime": Section("gpu_runtime:runtime", 240),
     "ranks": Section("gpu_runtime:on_ranks", 300),
+    "serving": Section("gpu_serving:serving", 180),
     "merge": Section("gpu_merge:merging", 180),
     "split": Section("gpu_tiles:splitting", 180),
     "rates-compiled": Section("gpu_quantize:rates_compiled", 520),

@@ -80,7 +80,7 @@ def test_everything_runs_dry(tmp_path: Path) -> None:
         "decode-step": 10,
         "decode": 18,
     }
-    others = {"quantize": 72, "rates": 35, "tiles": 30, "runtime": 7, "ranks": 4, "merge": 3, "split": 5}
+    others = {"quantize": 72, "rates": 35, "tiles": 30, "runtime": 7, "ranks": 4, "serving": 6, "merge": 3, "split": 5}
     expected = first_minutes | others | {"rates-compiled": 28}
     found = [json.loads(line) for line in (tmp_path / "rows.json").read_text(encoding="utf-8").splitlines()]
     assert Counter(row["section"] for row in found if "section" in row) == expected

@@ -137,8 +137,8 @@ def test_what_overlaps_is_said(
     arguments, said = asked(capsys, source)
     assert arguments == ["vllm", "serve", str(source), "--tensor-parallel-size", "1"]
     assert "It is not rewritten: none" in said
-    alone = converted(source, tmp_path, "ladder", 1)
-    assert "is counted where --tp converts for several ranks" in asked(capsys, alone, "--tp", 2)[1]
+    alone = converted(source, tmp_path, "ladder", 1)  # counted for the ranks that it is served on
+    assert "7 of 8 all-reduces run behind the next block" in asked(capsys, alone, "--tp", 2)[1]
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert "No all-reduce runs behind computation: rewriter's plugin is not" in asked(capsys, ladder)[1]
 

@@ -77,7 +77,11 @@ def of_transformers(directory: Path) -> list[list[int]]:
 
 
 def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
-    """What vLLM makes of each: {"tokens": …} or {"error": …}, and the log of all in "log"."""
+    """What vLLM makes of each: {"tokens": …} or {"error": …}, and the log of all in "log".
+
+    The engine runs in the process that asks, where it can: pipeline stages have one of their own.
+    """
+    staged = any("pipeline_parallel_size" in case.engine for case in cases)
     asked = [
         {
             "model": str(rewritten(case, root)),
@@ -93,7 +97,7 @@ def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
     with log.open("w") as out:
         subprocess.run(
             [sys.executable, str(Path(__file__).with_name("engine_run.py")), str(given), str(found)],
-            stdout=out, stderr=out, check=False, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            stdout=out, stderr=out, check=False, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(staged))},
         )  # fmt: skip
     text = log.read_text()
     results = json.loads(found.read_text()) if found.exists() else []

@@ -27,12 +27,13 @@ SERVED = {  # what keeps working
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
     },
 }
+STAGED = {"pipeline_parallel_size": 2}
 OPTIONS = [Case("llama", "ladder", engine=options) for options in SERVED.values()]
-STAGES = [Case("llama", "ladder", engine={"pipeline_parallel_size": 2})]
+STAGES = [Case("llama", "ladder", engine=STAGED)]
 REFUSED = {  # a case, and what is said
     Case("llama", "desync-2x-sum", tp=2, engine={"tensor_parallel_size": 1}): "bound to 2 ranks",
-    Case("granite", "ladder", engine={"pipeline_parallel_size": 2}): "cannot be cut",
-    Case("olmo2", "ladder-own-partial", tp=2): "bound to",
+    Case("granite", "ladder", engine=STAGED): "cannot be cut",
+    Case("gemma3_text", "desync-2x-sum", tp=2): "vLLM cannot serve this checkpoint",
 }
 
 

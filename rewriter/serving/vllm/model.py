@@ -124,8 +124,9 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
         if all(step.sum is Sum.INSIDE and not step.late for step in steps):
             previous = None
             continue
-        if schedule.ranks is not None and not all(isinstance(a, float) for b in form.branches for a in b.after):
-            raise Unsupported("a norm stands behind its sums, of which ranks would have parts")
+        desynced = any(step.sum in (Sum.DROP, Sum.RESYNC_SUM, Sum.RESYNC_MEAN) for step in steps)
+        if desynced and not all(isinstance(a, float) for b in form.branches for a in b.after):
+            raise Unsupported("a norm stands behind its sums, some of which are dropped")
         if not form.paired and steps[0].late and previous is None and index == min(layers) > 0:
             raise Unsupported(
                 "a pipeline stage begins where the stream is read late, and its layers hand on one tensor"

@@ -139,8 +139,10 @@ class RewiredLayer(nn.Module):
         return output
 
 
-def opened(hidden: Any, residual: Tensor | None) -> State:
+def opened(hidden: Any, residual: Any) -> State:
     """What the layer before has returned."""
+    if isinstance(residual, tuple):
+        return State(*residual)
     if isinstance(hidden, tuple):
         return State(*hidden)
     return State(hidden) if residual is None else State(residual, (hidden,))
@@ -150,7 +152,7 @@ def closed(state: State, paired: bool) -> Any:
     """What the next layer, or the norm behind the last, is to be given."""
     whole = (state.stream, state.ready, state.token, state.own, state.drift)
     if not state.settled():
-        return (whole, state.stream) if paired else whole
+        return (state.stream, whole) if paired else whole  # models look at the shape of the first
     if not paired or not state.ready:
         stream = state.stream
         for output in state.ready:
