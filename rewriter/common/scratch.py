@@ -1,0 +1,54 @@
+"""A folder of temporary files that goes with its block, and also where the process is killed within it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Reads until the process at the other end of the pipe is gone, however it ended. Files may still be written by ranks
+# that end at the same moment, so it may take a second attempt.
+_REMOVE = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && exit; sleep 1; done'
+
+
+@contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """A new folder for temporary files, called rewriter-WHAT-… in the system's directory for them.
+
+    A shell in a session of its own removes it where this process is killed: no signal to the job's group reaches that.
+    """
+    folder = tempfile.mkdtemp(prefix=f"rewriter-{what}-")
+    try:
+        with _removed_after_a_kill(folder):
+            try:
+                yield Path(folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _removed_after_a_kill(folder: str) -> Iterator[None]:
+    reading, writing = os.pipe()  # neither is inherited by what this process starts
+    try:
+        remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, folder],
+            stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError:  # a system without a shell: the block itself removes it
+        remover = None
+    finally:
+        os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        if remover is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                remover.wait()
