@@ -37,7 +37,7 @@ def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
 
 def check_sizes(config: PreTrainedConfig) -> None:
     """Raise RewriterError, naming the key, for sizes below 1, and for those that no machine could hold."""
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     values = text.to_dict()  # the attributes of some types cannot be asked for
     for name in ("num_hidden_layers", *_SIZES):
         written = text.attribute_map.get(name, name)

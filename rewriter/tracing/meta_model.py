@@ -101,9 +101,9 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     Raises RewriterError when no causal LM is registered for the config, when it has sizes that no model can have, and
     when its decoder layers cannot be found.
     """
-    check_sizes(config)
     declared = getattr(config, "dtype", None)  # the build sets its own
     with refused(f"model type {config.model_type!r} cannot be built as a causal LM"):
+        check_sizes(config)
         model = build_on_meta(config, torch.float32, trust_remote_code=trust_remote_code, **_EAGER)
     model.eval()
     model.config.dtype = declared
