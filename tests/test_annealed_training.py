@@ -75,7 +75,8 @@ def test_in_bfloat16_the_ends_are_exact_too() -> None:
 def test_the_directory_to_train_from_links_weights_and_keeps_their_dtype(tmp_path: Path) -> None:
     """Of an output directory, nothing else that is about the shipped file comes along."""
     weights = tmp_path / "DIR"
-    (weights / "runtime").mkdir(parents=True)
+    for folder in ("runtime", "verification"):
+        (weights / folder).mkdir(parents=True)
     (weights / "config.json").write_text('{"dtype": "bfloat16"}')
     for name in (
         "model.safetensors",

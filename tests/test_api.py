@@ -27,7 +27,7 @@ from rewriter.common.expressions import Reference
 from rewriter.convert import conversion as convert_module
 from rewriter.convert.report import ConversionReport
 from rewriter.emit import output_files
-from rewriter.emit.manifest import read_manifest
+from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.verify import saved_output, shrunken_check, subprocess_logits
 
 UPPER = {2, 3}
@@ -78,7 +78,7 @@ def test_the_output_holds_what_the_architecture_says(written: tuple[Path, Conver
     names = set(hashes(out))
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "rewrite.json"}
     assert names >= {"runtime/tp2/module.py", "runtime/tp2/weights.json"}
-    assert names >= {"README.md", "golden.safetensors"}
+    assert names >= {"README.md", "verification/golden.tensors"}
     assert sorted(names) == report.files
     assert [p.name for p in out.parent.iterdir()] == [out.name]
 
@@ -127,7 +127,7 @@ def test_what_was_verified_is_reported(written: tuple[Path, ConversionReport]) -
 
 
 def test_golden_logits_are_the_oracles_on_the_real_weights(written: tuple[Path, Any]) -> None:
-    golden = load_file(written[0] / "golden.safetensors")
+    golden = load_file(written[0] / GOLDEN)
     expected = oracles.ladder_logits(zoo.shared("llama"), UPPER, golden["input_ids"])[0, -1]
     original = oracles.ladder_logits(zoo.shared("llama"), set(), golden["input_ids"])[0, -1]
     assert oracles.relative_error(golden["logits"], expected) <= 1e-5
@@ -143,6 +143,9 @@ def test_the_card_says_what_this_is(written: tuple[Path, Any]) -> None:
     recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
     assert recipe == read_manifest(written[0]).recipe
     assert "| sharded module on 2 ranks = rewritten |" in card
+    serving = " ".join(card.split("## Serve\n")[1].split("\n## ")[0].split())
+    assert "rewrite serve THIS_DIRECTORY --tp 2" in serving
+    assert "4 of 8 all-reduces run behind the computation of another block." in serving
 
 
 # Loading
@@ -270,7 +273,7 @@ def test_weights_can_be_converted(source: Path, tmp_path: Path) -> None:
     original, converted = load_file(source / "model.safetensors"), load_file(tmp_path / "a/model.safetensors")
     assert original.keys() == converted.keys()
     assert all(torch.equal(converted[name], original[name].to(torch.bfloat16)) for name in original)
-    shards = load_file(tmp_path / "a/runtime/tp2/rank-0.safetensors")
+    shards = load_file(tmp_path / "a/runtime/tp2/rank-0.tensors")
     assert {t.dtype for t in shards.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "a/config.json").read_text())["dtype"] == "bfloat16"
     assert read_manifest(tmp_path / "a").source.files["model.safetensors"] == hashes(source)["model.safetensors"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rewriter import api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
-from rewriter.emit.manifest import read_manifest
+from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.ir import Program
 from rewriter.passes import desync as desync_module
 from rewriter.passes import drop_sync as drop_sync_module
@@ -70,7 +70,7 @@ def test_manifest_and_card_say_what_was_measured(written: tuple[Path, Any]) -> N
 
 
 def test_golden_logits_are_the_references_on_the_real_weights(written: tuple[Path, Any]) -> None:
-    golden = load_file(written[0] / "golden.safetensors")
+    golden = load_file(written[0] / GOLDEN)
     [entry] = [e for e in read_manifest(written[0]).passes if e.name == "drop_sync"]
     dropped = sorted(range(4), key=lambda layer: (entry.options["sensitivity"][layer], -layer))[:2]
     mix = {layer: LayerMode("desync", (False, True), "sum") for layer in dropped}

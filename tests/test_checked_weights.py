@@ -67,7 +67,7 @@ def flip(path: Path, offset: int = -5) -> None:
 
 
 def rank_file(out: Path, rank: int) -> Path:
-    return out / f"runtime/tp2/rank-{rank}.safetensors"
+    return out / f"runtime/tp2/rank-{rank}.tensors"
 
 
 @pytest.mark.parametrize("name", [MATERIALIZED, REFERENCES])
@@ -81,7 +81,7 @@ def test_exchanged_files_of_ranks_are_refused_by_rank(outputs: dict[str, Path]) 
     rank_file(out, 1).rename(rank_file(out, 0))
     (out / "kept").rename(rank_file(out, 1))
     for rank, message in enumerate(refusals(out)):
-        assert f"rank-{rank}.safetensors: it holds the weights of rank {1 - rank}, not of rank {rank}" in message
+        assert f"rank-{rank}.tensors: it holds the weights of rank {1 - rank}, not of rank {rank}" in message
 
 
 def test_the_file_of_another_mesh_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_file_of_another_mesh_is_refused(outputs: dict[str, Path], tmp_path:
     zoo.save("llama", source)
     rw.save(rw.rewrite(rw.trace(source), "ladder", tp=4), tmp_path / "four", verify="none", materialize=True)
     for rank in range(2):
-        shutil.copy(tmp_path / f"four/runtime/tp4/rank-{rank}.safetensors", rank_file(outputs[MATERIALIZED], rank))
+        shutil.copy(tmp_path / f"four/runtime/tp4/rank-{rank}.tensors", rank_file(outputs[MATERIALIZED], rank))
     for message in refusals(outputs[MATERIALIZED]):
         assert "it holds the weights of mesh tp4, not of mesh tp2" in message
 
@@ -146,7 +146,7 @@ def test_generate_refuses_swapped_and_damaged_weights(
     assert main(["generate", MATERIALIZED, "--check", *words]) == 0
     capsys.readouterr()
     flip(rank_file(outputs[MATERIALIZED], 0))
-    assert "rank-0.safetensors: changed since it was written" in refused(
+    assert "rank-0.tensors: changed since it was written" in refused(
         capsys, "generate", MATERIALIZED, "--check", *words, code=3
     )
     shutil.copy(rank_file(outputs[MATERIALIZED], 0), rank_file(outputs[MATERIALIZED], 1))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.convert.conversion import convert
-from rewriter.emit.manifest import read_manifest
+from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.inspect.inspection import inspect
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import check_bound
@@ -62,7 +62,7 @@ def test_a_conversion_measures_the_ranks_and_leaves_the_checkpoint_exact(tmp_pat
     assert (manifest.quantized.min_bytes, manifest.quantized.bytes_per_token) == (0, 8 * 65)
     assert manifest.verification.drift is not None
     assert manifest.verification.drift.kl > 0
-    assert "sharded_logits" in load_file(out / "golden.safetensors")
+    assert "sharded_logits" in load_file(out / GOLDEN)
     card = " ".join((out / "README.md").read_text().split())
     assert "8 all-reduces of a forward pass travel as `int8`" in card
     assert "520 bytes per token with scales instead of 2,048 (25%)" in card

@@ -77,7 +77,7 @@ def test_materialized_files_hold_the_same(tmp_path: Path) -> None:
     files = saved(program, tmp_path / "files", dtype="bf16", materialize=True)
     assert not list(references.rglob("rank-*"))
     for rank in range(2):
-        stored = load_file(files / f"runtime/tp2/rank-{rank}.safetensors")
+        stored = load_file(files / f"runtime/tp2/rank-{rank}.tensors")
         found = held(references, rank)
         assert found.keys() == stored.keys()
         assert all(torch.equal(found[name], stored[name]) for name in stored)

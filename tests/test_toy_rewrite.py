@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rewriter import api
 from rewriter.common.errors import RewriterError, VerificationError
-from rewriter.emit.manifest import read_manifest
+from rewriter.emit.manifest import GOLDEN, read_manifest
 from rewriter.ir import Program
 from rewriter.ir.marks import Mode, mark
 from rewriter.passes.base import Effect, Pass, record
@@ -129,7 +129,7 @@ def test_both_emitted_models_were_compared_with_the_oracle(converted: Path) -> N
 
 @torch.no_grad()
 def test_the_golden_logits_are_the_oracles(converted: Path) -> None:
-    golden = load_file(converted / "golden.safetensors")
+    golden = load_file(converted / GOLDEN)
     with halved(zoo.shared("llama"), [2, 3]) as model:
         expected = model(golden["input_ids"]).logits[0, -1]
     assert relative_error(golden["logits"], expected) <= 1e-5

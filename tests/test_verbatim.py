@@ -119,17 +119,20 @@ def test_blending_is_exact_at_both_ends() -> None:
 
 
 def test_code_is_taken_as_it_is_but_for_names_and_what_is_absent() -> None:
-    text = source_of(model.rewire, {"SourceModel": "MyModel"}, ["RANKS", "use_per_rank_modules", "refuse_dropout"])
+    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines"]
+    text = source_of(model.rewire, {"SourceModel": "MyModel"}, absent)
     assert "`model`, a MyModel, the class" in text
-    assert not {"RANKS", "use_per_rank_modules", "refuse_dropout"} & set(text.replace("(", " ").split())
+    assert not {*absent} & set(text.replace("(", " ").split())
     assert "if width != ALONE:" in text
     assert source_of(per_rank.pack) in Path(per_rank.__file__).read_text()
     compile(text, "rewire", "exec")
 
 
 def test_a_models_layers_get_their_classes() -> None:
-    scope = {"LAYER_CLASSES": model.LAYER_CLASSES, "narrow_hidden_states": model.narrow_hidden_states}
-    exec(source_of(model.rewire, {"ALONE": "1"}, ["RANKS", "use_per_rank_modules", "refuse_dropout"]), scope)
+    names = ("LAYER_CLASSES", "is_missing", "narrow_hidden_states")
+    scope = {name: getattr(model, name) for name in names}
+    absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines"]
+    exec(source_of(model.rewire, {"ALONE": "1"}, absent), scope)
     config = LlamaConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=8)
     source = model.SourceModel(config)
     config.rewriter_layers = ["standard", "standard"]

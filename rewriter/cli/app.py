@@ -13,7 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from rewriter.cli import adapt, convert, coverage, export, fabrics, generate, inspect, predict, recipes, reshard, verify
+from rewriter.cli import (
+    adapt,
+    convert,
+    coverage,
+    export,
+    fabrics,
+    generate,
+    inspect,
+    predict,
+    recipes,
+    reshard,
+    serve,
+    verify,
+)
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.fork_server import end_with_parent
 from rewriter.common.processes import end_if_orphaned, is_child, leaving_on_signals, report
@@ -59,9 +72,12 @@ commands.command(short_help="Try every rewrite on every model type.")(coverage.c
 commands.command(short_help="Check a written output again.")(verify.verify)
 commands.command(short_help="Add a module for another number of ranks.")(reshard.reshard)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
+commands.command(short_help="Serve an output by vLLM or transformers.", options_metavar="[OPTIONS]")(serve.serve)
 commands.command(short_help="Write an output as ONNX.")(export.export)
 
-COMMANDS = ("inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate", "export")
+COMMANDS = (
+    "inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate", "serve", "export",
+)  # fmt: skip
 
 
 def _print_version(wanted: bool) -> None:

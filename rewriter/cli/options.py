@@ -95,6 +95,20 @@ GenerationJson = Annotated[
     bool, typer.Option("--json", help="Print a JSON object per prompt: text, tokens, seconds. Nothing else on stdout.")
 ]
 
+# --- of `serve` ---
+
+Served = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A directory that `rewrite MODEL` wrote, or a plain checkpoint.")
+]
+ServingEngine = Annotated[
+    Literal["vllm", "transformers"] | None,
+    typer.Option(help="Without it: vLLM where it is installed, else the server of transformers, in one process."),
+]
+EngineArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Behind --, what the engine gets: -- --port 8001.")
+]
+DryServe = Annotated[bool, typer.Option("--dry-run", help="Print the engine's command; start nothing.")]
+
 # --- of a conversion ---
 
 Recipe = Annotated[str, typer.Option(help="A name that `rewrite recipes` lists, or a YAML file.")]

@@ -22,7 +22,17 @@ from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
 from rewriter.emit.end_tokens import end_tokens
-from rewriter.emit.manifest import MANIFEST, AdaptationEntry, Drift, Golden, Manifest, mesh_name, mesh_of, read_manifest
+from rewriter.emit.manifest import (
+    GOLDEN,
+    MANIFEST,
+    AdaptationEntry,
+    Drift,
+    Golden,
+    Manifest,
+    mesh_name,
+    mesh_of,
+    read_manifest,
+)
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
@@ -38,7 +48,6 @@ if TYPE_CHECKING:
     from rewriter.weights.early_copies import EarlyCopies
 
 ProgressCall = Callable[..., None]
-GOLDEN = "golden.safetensors"
 CARD = "README.md"
 
 

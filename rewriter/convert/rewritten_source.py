@@ -15,15 +15,16 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
-from rewriter.emit.manifest import Manifest, read_manifest
+from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
+from rewriter.emit.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 from rewriter.tracing import trace
 
-_OURS = ("auto_map", "rewriter_layers", "rewriter_ranks", "rewriter_pattern")
-_NOT_SOURCE = ("rewrite.json", "golden.safetensors")
+_OURS = ("auto_map", "rewriter_layers", "rewriter_delays", "rewriter_norms", "rewriter_ranks", "rewriter_pattern")
+_NOT_SOURCE = (MANIFEST, FORMER_GOLDEN)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
                 (out / path.name).symlink_to(path.resolve())
         else:
             shutil.copyfile(path, out / path.name)
+    if (opened.root / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(opened.root / CHAT_TEMPLATES, out / CHAT_TEMPLATES, dirs_exist_ok=True)
     (out / "config.json").write_text(json.dumps(source_config(opened), indent=2) + "\n", encoding="utf-8")
     return out
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.manifest import FORMER_GOLDEN, GOLDEN, MANIFEST
 from rewriter.ir import Program
 
-# files of an output directory that describe the shipped model
-_OWN = ("config.json", "rewrite.json", "golden.safetensors", "README.md", "runtime")
+# what stands in the root of an output directory and describes the shipped model
+_OWN = ("config.json", MANIFEST, FORMER_GOLDEN, Path(GOLDEN).parts[0], "README.md", "runtime")
 
 
 def write_annealed(program: Program, weights: Path, out: Path) -> None:

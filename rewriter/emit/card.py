@@ -28,6 +28,8 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         f"{recipe.get('summary', 'Rewritten by a list of passes.')} {_paper(recipe)}".rstrip() + "\n",
         "## Load\n",
         _loading(manifest),
+        "## Serve\n",
+        _serving(manifest),
         *([] if manifest.per_rank is None else ["## Bound to its ranks\n", _per_rank(manifest.per_rank)]),
         *([] if manifest.quantized is None else ["## Quantized between ranks\n", _quantized(manifest.quantized)]),
         "## What was done\n",
@@ -95,6 +97,17 @@ def _loading(manifest: Manifest) -> str:
         ]
         lines += _tokens(manifest, ranks)
     return "\n".join(lines) + "\n"
+
+
+def _serving(manifest: Manifest) -> str:
+    """The command that serves it, and what overlaps there."""
+    tp = manifest.mesh.get("tp", 1)
+    command = "rewrite serve THIS_DIRECTORY" + f" --tp {tp}" * (tp > 1)
+    text = (
+        "serves it by vLLM, or in one process by transformers. With rewriter's plugin for vLLM, and not without it: "
+        f"{manifest.overlap()}"
+    )
+    return f"```\n{command}\n```\n\n{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
 
 
 def _tokens(manifest: Manifest, ranks: int) -> list[str]:

@@ -20,7 +20,7 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.emit.layers import PrintedLayer, print_layers
 from rewriter.emit.modeling_file import STANDARD, ModelNames, PrintedKind, modeling_file, standard_kinds
 from rewriter.emit.python_source import camel, free_name, identifier
-from rewriter.emit.reduction_pattern import BlockMode, described, layer_modes, pattern_table
+from rewriter.emit.reduction_pattern import BlockMode, delays, described, layer_modes, pattern_table, shared_norms
 from rewriter.emit.source_classes import require_importable
 from rewriter.ir import Program, Source
 from rewriter.passes import annealing
@@ -73,7 +73,9 @@ def emit_as_wired(program: Program) -> HuggingFaceFiles:
     if not kinds and not bound:
         return plain
     names = ModelNames(source)
-    config = _own_config(source, names) | {"rewriter_layers": assignment}
+    config = _own_config(source, names) | {"rewriter_layers": assignment, "rewriter_delays": delays(program)}
+    if any(norms := shared_norms(program)):
+        config["rewriter_norms"] = norms
     if bound:
         config |= {"rewriter_pattern": pattern_table(program), "rewriter_ranks": program.mesh["tp"]}
     modeling = modeling_file(program, kinds, names, bound)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rewriter.ir import Program
 
 MANIFEST = "rewrite.json"
+# A safetensors file. Engines take every *.safetensors for the model's weights, a download from the hub at any depth.
+GOLDEN = "verification/golden.tensors"
+FORMER_GOLDEN = "golden.safetensors"  # where earlier versions wrote it; the manifest says which one an output has
 SCHEMA = 1
 
 
@@ -209,6 +212,15 @@ class Manifest(_Part):
     def table(self) -> dict[str, Any]:
         """Plain JSON data, without the job, which the output directory adds itself."""
         return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
+
+    def overlap(self) -> str:
+        """How many all-reduces run behind the computation of another block, as a sentence."""
+        if self.adapted.modeling is None:
+            return "None of its all-reduces runs behind computation: the recipe keeps the model's own wiring."
+        counted = next((entry.summary for entry in self.passes if entry.name == "overlap"), None)
+        if counted is None or self.mesh.get("tp", 1) == 1:
+            return "How many all-reduces run behind computation is counted where --tp converts for several ranks."
+        return f"{counted}."
 
 
 def mesh_of(program: Program) -> dict[str, int]:

@@ -257,10 +257,13 @@ def _class_path(cls: type) -> str:
 def _rewiring(program: Program, bound: bool) -> list[str]:
     """The functions that give a model's layers their classes."""
     drops = bound and _drops_out(program)
-    absent = ["refuse_dropout"] * (not drops) + ["RANKS", "use_per_rank_modules"] * (not bound)
-    names = {"SourceModel": program.source.base_class, "ALONE": "(1,)" if bound else "1"}
+    absent = ["refuse_dropout"] * (not drops) + ["RANKS", "use_per_rank_modules", "refuse_engines"] * (not bound)
+    widths = {"ALONE": "(1,)", "vectors": "sum"} if bound else {"ALONE": "1", "vectors": "int"}
+    names = {"SourceModel": program.source.base_class, **widths}
     narrow = per_rank.narrow_hidden_states if bound else model.narrow_hidden_states
-    parts = [source_of(model.rewire, names, absent), source_of(narrow)]
+    parts = [source_of(model.rewire, names, absent), source_of(model.is_missing)]
+    parts += [source_of(model.require_packed_width), source_of(narrow)]
+    parts += [source_of(per_rank.refuse_engines)] * bound
     return [*parts, *[source_of(per_rank.refuse_dropout)] * drops]
 
 

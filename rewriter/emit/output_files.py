@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _BESIDE_WEIGHTS = (
     "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
 )  # fmt: skip
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_template.jinja
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,14 @@ def plan(
         else:
             shards[name] = {n: (e, _cast(checkpoint, e, target)) for n, e in inside.items()}
             metadata[name] = checkpoint.metadata[file]
-    if checkpoint.files != (source / SINGLE,):
-        texts[INDEX] = _index(checkpoint, source, kept.files(), shards)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in texts and any(fnmatch.fnmatch(path.name, p) for p in _BESIDE_WEIGHTS):
-            copies.append((path, path.name))
+    texts[INDEX] = _index(checkpoint, source, kept.files(), shards)
+    copies += [(path, name) for path, name in _beside_weights(source) if name not in texts]
     mesh, entry, module = runtime_module(program)
     texts[entry.module] = module
     references: dict[str, Mapping[str, Reference]] = {}
     if materialize:
         entry.weights, folder = None, f"runtime/{mesh}"
-        entry.ranks = [f"{folder}/rank-{rank}.safetensors" for rank in range(program.mesh.get("tp", 1))]
+        entry.ranks = [f"{folder}/rank-{rank}.tensors" for rank in range(program.mesh.get("tp", 1))]
         for rank, name in enumerate(entry.ranks):
             shards[name] = {
                 parameter: (expression := kept.stored(spec.on_rank(rank)), _cast(checkpoint, expression, target))
@@ -210,14 +208,24 @@ def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | 
     return target if target is not None and expression.dtypes(checkpoint.dtypes) <= set(_FLOATS) else None
 
 
+def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:
+    """The files of a checkpoint that are copied as they are, with their names: tokenizer, chat templates, licences."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
+            yield path, path.name
+    for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
+        yield path, f"{CHAT_TEMPLATES}/{path.name}"
+
+
 def _index(
     checkpoint: Checkpoint,
     source: Path,
     files: Mapping[Path, Sequence[str]],
     shards: Mapping[str, Mapping[str, tuple[Expression, torch.dtype | None]]],
 ) -> str:
+    """The index of the adapted checkpoint, of a single file too: by it engines know which files are the model's."""
     names = {file: file.relative_to(checkpoint.directory).as_posix() for file in files}
-    if not any(name in shards for name in names.values()):
+    if checkpoint.files != (source / SINGLE,) and not any(name in shards for name in names.values()):
         return (source / INDEX).read_text(encoding="utf-8")
     total = sum(checkpoint.tensors[n].nbytes for f, inside in files.items() if names[f] not in shards for n in inside)
     total += plan_bytes(checkpoint, [ShardPlan(Path(n), shards[n]) for n in names.values() if n in shards])

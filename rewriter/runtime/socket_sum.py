@@ -173,7 +173,7 @@ def _bytes(x: Tensor) -> memoryview:
 
 
 def _room(connection: socket.socket) -> int:
-    """Bytes of a message that the kernel holds on its way. Linux tells twice of what it allows, half for its own use."""
+    """Bytes of a message that the kernel holds on its way. Linux tells twice of that, half for its own use."""
     return min(connection.getsockopt(socket.SOL_SOCKET, buffer) // 2 for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF))
 
 

@@ -5,10 +5,11 @@ from transformers import LlamaConfig as SourceConfig
 from transformers import LlamaModel as SourceModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from rewriter.emit.verbatim.per_rank import RANKS, refuse_dropout, use_per_rank_modules
+from rewriter.emit.verbatim.per_rank import RANKS, refuse_dropout, refuse_engines, use_per_rank_modules
 
 LAYER_CLASSES = {"standard": LlamaDecoderLayer}
 ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where values have widths
+vectors = int  # how many vectors of the hidden size that is. `sum` where values have widths
 
 
 def blend(fresh, stale, annealing):
@@ -23,6 +24,7 @@ def rewire(model, layers):
             f"this checkpoint is bound to tp={RANKS}: its layers compute {RANKS} ranks, config.rewriter_ranks is "
             f"{model.config.rewriter_ranks}. Rewrite the original model for another number of ranks."
         )
+    refuse_engines(model.config)
     kinds = model.config.rewriter_layers
     if kinds is None or len(kinds) != len(layers):
         raise ValueError(f"config.rewriter_layers names {len(kinds or ())} layers, the model has {len(layers)}")
@@ -33,17 +35,45 @@ def rewire(model, layers):
         layer_class = LAYER_CLASSES[kind]
         if getattr(layer_class, "takes", ALONE) != width:
             raise ValueError(f"config.rewriter_layers[{index}]: {kind!r} cannot stand after {kinds[:index][-1:]}")
+        if width != ALONE and is_missing(layers[index - 1]) != is_missing(layer):
+            places = [i for i, k in enumerate(kinds) if i and getattr(LAYER_CLASSES.get(k), "takes", ALONE) == ALONE]
+            raise ValueError(
+                f"the layers are cut before {index} ({kind!r}), which takes more than the residual stream from the "
+                "layer before: pipeline parallelism passes on the stream alone. Use tensor parallelism, or cut "
+                f"before one of the layers {', '.join(map(str, places)) or '(there is none)'}."
+            )
+        taken, width = width, getattr(layer_class, "gives", ALONE)
+        if is_missing(layer):
+            continue
         if not issubclass(layer_class, type(layer)):
             raise ValueError(f"config.rewriter_layers[{index}]: {kind!r} is made for another layer than this one")
-        width = getattr(layer_class, "gives", ALONE)
         # The layer stays the module that the source built: its children, parameter names, initialisation and the
         # order of random draws are the source's. Only its forward changes.
         layer.__class__ = layer_class
         use_per_rank_modules(layer)
+        if taken != ALONE:
+            layer.packed_width = vectors(taken) * model.config.get_text_config().hidden_size
+            layer.register_forward_pre_hook(require_packed_width, with_kwargs=True)
     if width != ALONE:
         raise ValueError(f"config.rewriter_layers ends with {kinds[-1]!r}, but the final norm takes the stream alone")
     model.register_forward_hook(narrow_hidden_states)
     model.register_forward_pre_hook(refuse_dropout)
+
+
+def is_missing(layer):
+    """Whether an engine put an Identity in the place of a layer that another stage of its pipeline has."""
+    return isinstance(layer, torch.nn.Identity)
+
+
+def require_packed_width(layer, args, kwargs):
+    """Refuse a hidden state without the values that the layer before hands on beside the residual stream."""
+    found = [*args, *kwargs.values()][0].shape[-1]
+    if found != layer.packed_width:
+        raise ValueError(
+            f"a {type(layer).__name__} takes {layer.packed_width} values per token from the layer before, and was "
+            f"given {found}: the layers are cut before it. Pipeline parallelism passes on the residual stream alone. "
+            "Use tensor parallelism, or cut before a layer that takes the stream alone."
+        )
 
 
 def narrow_hidden_states(model, args, output):
@@ -65,6 +95,8 @@ class OwnConfig(SourceConfig):
     model_type = "own_model_type"
 
     rewriter_layers: list[str] | None = None
+    rewriter_delays: list[list[int]] | None = None  # by block: how many blocks late it reads the residual stream
+    rewriter_norms: list[dict[str, str]] | None = None  # blocks that read it through another block's norm
 
 
 class OwnModel(SourceModel):

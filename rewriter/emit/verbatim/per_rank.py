@@ -222,6 +222,17 @@ def lora_computes_per_rank(module, per_rank_class, options):
     return False
 
 
+def refuse_engines(config):
+    """Refuse a serving engine's own attention: it shares the projections between ranks, which then compute one."""
+    engine = str(config._attn_implementation)
+    if engine.startswith(("vllm", "sglang")):
+        raise ValueError(
+            f"this checkpoint is bound to tp={RANKS}: on one device its projections compute all {RANKS} ranks, which "
+            f"{engine} would share between its own. Serve it by `rewrite serve DIR --tp {RANKS}`, which takes "
+            "rewriter's plugin for vLLM, or run it by `rewrite generate DIR`."
+        )
+
+
 def narrow_hidden_states(model, args, output):
     """Cut recorded hidden states back to the residual stream, which stands first; per rank, to the ranks' mean."""
     recorded = getattr(output, "hidden_states", None)

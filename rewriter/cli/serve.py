@@ -1,0 +1,35 @@
+"""`rewrite serve DIR`: an output behind an HTTP API, by vLLM or the server of transformers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+import typer
+
+from rewriter.cli import options
+
+
+def serve(
+    directory: options.Served,
+    arguments: options.EngineArguments = None,
+    tp: options.ChosenRanks = None,
+    engine: options.ServingEngine = None,
+    dry_run: options.DryServe = False,
+) -> None:
+    """Check an output, say which of its all-reduces overlap, and become the serving engine.
+
+    An output that is bound to its ranks is served on so many. What stands behind -- goes to the engine as it is.
+    """
+    from rewriter.serving.command import serve_command
+
+    command = serve_command(directory, tp=tp, engine=engine, arguments=arguments or [])
+    for note in command.notes:
+        typer.echo(note, err=True)
+    if dry_run:
+        typer.echo(shlex.join(command.arguments))
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvp(command.arguments[0], command.arguments)

@@ -1,0 +1,1 @@
+"""Rewritten models in serving engines: what `rewrite serve` starts, what overlaps there, and a plugin of vLLM."""

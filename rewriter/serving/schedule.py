@@ -1,0 +1,116 @@
+"""What every block of a rewritten model reads, and what becomes of its sum: from config.json to a plan per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Unsupported(Exception):
+    """Why vLLM's own layers cannot compute a rewritten model. The message is a clause: "… because MESSAGE"."""
+
+
+class Sum(Enum):
+    """What becomes of the all-reduce of a block's output."""
+
+    INSIDE = "inside"  # vLLM's own, inside the block
+    BEGIN = "begin"  # begins behind the block; nothing else is under way
+    STEP = "step"  # begins, and the sum before it ends
+    DRAIN = "drain"  # begins and ends behind the block, after the sum before it
+    HOLD = "hold"  # goes with the next block's
+    BOTH = "both"  # takes the held one with it
+    DROP = "drop"  # is left out: every rank adds its own part
+    RESYNC_SUM = "keep_sum"  # takes all that the ranks have added since they last agreed
+    RESYNC_MEAN = "keep_mean"  # the ranks go on from the mean of what they have
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block: whether it reads the stream without what the block before it adds (`late`), whether with this rank's
+    own part of that (`own`), and what becomes of its sum. `unreduced`: the block itself leaves out its all-reduce."""
+
+    late: bool
+    own: bool
+    sum: Sum
+
+    @property
+    def unreduced(self) -> bool:
+        return self.sum is not Sum.INSIDE
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of every layer, and the number of `ranks` that the model is bound to (None: any)."""
+
+    layers: tuple[tuple[Step, ...], ...]
+    norms: tuple[Mapping[str, str], ...]  # of each layer: blocks that read through another block's norm, and that
+    ranks: int | None
+
+    @property
+    def overlapped(self) -> int:
+        """How many sums run behind the next block."""
+        return sum(step.sum in (Sum.BEGIN, Sum.STEP) for layer in self.layers for step in layer)
+
+    @property
+    def summed(self) -> int:
+        """How many all-reduces there are."""
+        return sum(step.sum not in (Sum.DROP, Sum.HOLD) for layer in self.layers for step in layer)
+
+
+def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> Schedule:
+    """The schedule of the model that `config` (of transformers) describes.
+
+    `cuts` are the layers behind which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
+    sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum and the
+    stream but numbers. Raises Unsupported.
+    """
+    delays = getattr(config, "rewriter_delays", None)
+    if delays is None:
+        raise Unsupported("config.json has no rewriter_delays: rewrite the model again with this version of rewriter")
+    labels = [tuple(layer.values()) for layer in getattr(config, "rewriter_pattern", None) or ()]
+    labels = labels or [("",) * len(layer) for layer in delays]
+    if [len(layer) for layer in labels] != [len(layer) for layer in delays]:
+        raise Unsupported("rewriter_delays and rewriter_pattern of config.json do not fit each other")
+    if any(late not in (0, 1) for layer in delays for late in layer):
+        raise Unsupported("a block reads the stream more than one block late")
+    late = [bool(value) for layer in delays for value in layer]
+    label = [name for names in labels for name in names]
+    layer_of = [number for number, layer in enumerate(delays) for _ in layer]
+    count, last = len(late), {*cuts, len(delays) - 1}
+
+    def next_late(place: int) -> bool:
+        """Whether the next block of this stage does without what this one adds."""
+        following = place + 1
+        if following >= count or (layer_of[following] != layer_of[place] and layer_of[place] in last):
+            return False
+        return late[following]
+
+    def merges(place: int) -> bool:
+        within = place + 1 < count and layer_of[place + 1] == layer_of[place]
+        exact = mergeable and not label[place] and not label[min(place + 1, count - 1)]
+        return exact and within and not late[place] and next_late(place) and not next_late(place + 1)
+
+    steps: list[list[Step]] = [[] for _ in delays]
+    before = Sum.INSIDE
+    for place in range(count):
+        before = _sum(label[place], before, late[place], next_late(place), merges(place))
+        own = late[place] and label[place] == "own_partial"
+        steps[layer_of[place]].append(Step(late[place], own, before))
+    norms = tuple(getattr(config, "rewriter_norms", None) or [{}] * len(delays))
+    return Schedule(tuple(map(tuple, steps)), norms, getattr(config, "rewriter_ranks", None))
+
+
+def _sum(label: str, before: Sum, late: bool, next_late: bool, merges: bool) -> Sum:
+    """What becomes of a block's sum, given that of the block before it."""
+    if label in ("drop", "keep_sum", "keep_mean"):
+        return Sum(label)
+    under_way = late and before in (Sum.BEGIN, Sum.STEP)
+    if before is Sum.HOLD:
+        return Sum.BOTH
+    if merges:
+        return Sum.HOLD
+    if next_late:
+        return Sum.STEP if under_way else Sum.BEGIN
+    return Sum.DRAIN if under_way else Sum.INSIDE

@@ -1,0 +1,173 @@
+"""A rewritten model in vLLM: vLLM's own class of the source's architecture, its layers rewired as config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from rewriter.serving.schedule import Schedule, Sum, Unsupported, schedule_of
+from rewriter.serving.vllm.layer_form import form_of
+from rewriter.serving.vllm.reductions import blocks_of, leave_out
+from rewriter.serving.vllm.rewired_layer import RewiredLayer
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers
+
+
+class RewrittenModel:
+    """Mixed into a class of vLLM's models. Layers are rewired once they are made, before weights are loaded."""
+
+    rewriter_ranks: int | None = None
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = "", **other: Any) -> Any:
+        """A model of this class, or of vLLM's Transformers backend where the layers cannot be rewired. Raises
+        ValueError for a model that is bound to its ranks and cannot be served."""
+        model: Any = object.__new__(cls)
+        try:
+            check_engine(vllm_config)
+            native_init: Any = super(RewrittenModel, model).__init__
+            native_init(vllm_config=vllm_config, prefix=prefix, **other)
+            model.rewriter_ranks = rewire(model, vllm_config).ranks
+        except Unsupported as reason:
+            return on_backend(vllm_config, prefix, str(reason))
+        return model
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **other: Any) -> None:
+        """Done by __new__."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        if self.rewriter_ranks is not None:
+            parameters = dict(self.named_parameters())  # type: ignore[attr-defined]
+            weights = own_norms(weights, parameters, self.rewriter_ranks)
+        return super().load_weights(weights)  # type: ignore[misc]
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Raises ValueError: drafts that read hidden states would read some whose sums are under way."""
+        raise ValueError(
+            "rewriter: a draft model that reads the target's hidden states (EAGLE 3) was trained on the original's, "
+            "and some of a rewritten model's are not there between its layers. Use ngram or draft-model speculation."
+        )
+
+
+@cache
+def rewritten_class(native: Any) -> type[nn.Module]:
+    """`native`, a class of vLLM's models, for rewritten checkpoints of it."""
+    return type(f"Rewriter{native.__name__}", (RewrittenModel, native), {"__module__": __name__})
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for what would give wrong tokens, and Unsupported for what takes vLLM's own layers."""
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    ranks = getattr(config, "rewriter_ranks", None)
+    if ranks is not None and parallel.tensor_parallel_size != ranks:
+        raise ValueError(
+            f"rewriter: this checkpoint is bound to {ranks} ranks, and --tensor-parallel-size is "
+            f"{parallel.tensor_parallel_size}: serve it with --tensor-parallel-size {ranks}, or rewrite the original "
+            f"model with --tp {parallel.tensor_parallel_size}"
+        )
+    if getattr(parallel, "enable_dbo", False):
+        raise ValueError("rewriter: --enable-dbo runs two batches at once, whose sums would mix: leave it out")
+
+
+def on_backend(vllm_config: VllmConfig, prefix: str, reason: str) -> nn.Module:
+    """The model on vLLM's Transformers backend, with the generated modeling file: right, without overlap."""
+    from vllm.model_executor.models import transformers
+
+    name = type(vllm_config.model_config.hf_config).__name__
+    if getattr(vllm_config.model_config.hf_config, "rewriter_ranks", None) is not None:
+        raise ValueError(
+            f"rewriter: vLLM cannot serve this checkpoint ({name}), which is bound to its ranks, because {reason}. "
+            "`rewrite generate` runs it"
+        )
+    logger.warning("rewriter: nothing of %s overlaps: it runs on the Transformers backend, because %s", name, reason)
+    with_generated_config(vllm_config)
+    compilation = vllm_config.compilation_config
+    compilation.static_forward_context.clear()  # the layers of the model that was begun
+    compilation.static_all_moe_layers.clear()
+    experts = vllm_config.model_config.get_num_experts() > 0
+    backend = transformers.TransformersMoEForCausalLM if experts else transformers.TransformersForCausalLM
+    model: nn.Module = backend(vllm_config=vllm_config, prefix=prefix)
+    return model
+
+
+def with_generated_config(vllm_config: VllmConfig) -> None:
+    """Give the engine the config class of the generated modeling file, which transformers' code asks for."""
+    model = vllm_config.model_config
+    if not model.trust_remote_code:
+        raise ValueError("rewriter: the Transformers backend runs the checkpoint's own code: give --trust-remote-code")
+    name = model.hf_config.auto_map["AutoConfig"]
+    generated = get_class_from_dynamic_module(name, model.model, revision=model.revision)
+    model.hf_config = generated.from_dict(model.hf_config.to_dict())
+    model.hf_text_config = model.hf_config.get_text_config()
+
+
+def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
+    """Give the decoder layers of `model` the wiring that config.json describes. Raises Unsupported."""
+    config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    layers = decoder_layers(model, config.num_hidden_layers)
+    blocks = {index: blocks_of(layer) for index, layer in layers.items()}
+    forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
+    mergeable = all(form.mergeable for form in forms.values())
+    schedule = schedule_of(config, [min(layers) - 1, max(layers)], mergeable)
+    previous: Any = None
+    for index, layer in layers.items():
+        form, steps = forms[index], schedule.layers[index]
+        if len(steps) != len(form.branches):
+            raise Unsupported(f"layer {index} has {len(form.branches)} blocks in vLLM and {len(steps)} in config.json")
+        if all(step.sum is Sum.INSIDE and not step.late for step in steps):
+            previous = None
+            continue
+        if schedule.ranks is not None and not all(isinstance(a, float) for b in form.branches for a in b.after):
+            raise Unsupported("a norm stands behind its sums, of which ranks would have parts")
+        if not form.paired and steps[0].late and previous is None and index == min(layers) > 0:
+            raise Unsupported(
+                "a pipeline stage begins where the stream is read late, and its layers hand on one tensor"
+            )
+        for branch, step in zip(form.branches, steps, strict=True):
+            if step.unreduced:
+                leave_out(blocks[index][branch.path], f"layer {index}'s {branch.path}", schedule.ranks is not None)
+        rewired: Any = layer
+        layer_class: Any = type(layer)
+        rewired.__class__ = rewired_class(layer_class)
+        rewired.form, rewired.steps = form.with_norms(schedule.norms[index]), steps
+        rewired.previous = () if previous is None else (previous,)
+        previous = rewired
+    logger.info(
+        "rewriter: %d of %d all-reduces of %s run behind the next block",
+        schedule.overlapped, schedule.summed, type(model).__name__,
+    )  # fmt: skip
+    return schedule
+
+
+@cache
+def rewired_class(layer_class: Any) -> type[nn.Module]:
+    return type(f"Rewired{layer_class.__name__}", (RewiredLayer, layer_class), {"__module__": layer_class.__module__})
+
+
+def decoder_layers(model: nn.Module, count: int) -> dict[int, nn.Module]:
+    """The decoder layers that this pipeline stage holds, by number. Raises Unsupported."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    found = [{i: m for i, m in enumerate(of) if not isinstance(m, PPMissingLayer)} for of in lists]
+    found = [layers for layers in found if layers and all(map(blocks_of, layers.values()))]
+    if len(found) != 1:
+        raise Unsupported(f"{type(model).__name__} has {len(found)} lists of {count} decoder layers")
+    return found[0]
+
+
+def own_norms(
+    weights: Iterable[tuple[str, Tensor]], parameters: Mapping[str, Tensor], ranks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, where norms that have weights per rank ([P · D]) have this rank's."""
+    rank = get_tensor_model_parallel_rank()
+    for name, weight in weights:
+        wanted = parameters.get(name)
+        if wanted is not None and weight.dim() == 1 and weight.numel() == ranks * wanted.numel():
+            weight = weight.view(ranks, -1)[rank]
+        yield name, weight

@@ -1,0 +1,58 @@
+"""The names under which vLLM finds rewritten models: `RewriterLlamaForCausalLM`, of type `rewriter_llama`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.models import ModelRegistry
+
+PREFIX, TYPE_PREFIX = "Rewriter", "rewriter_"  # of what is emitted
+
+
+def register_all() -> None:
+    """Every architecture that vLLM has layers for. Nothing of a model is imported before it is loaded."""
+    native = {name for name, known in ModelRegistry.models.items() if not _on_backend(known)}
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        name = PREFIX + architecture
+        if architecture not in native or name in native:
+            continue
+        ModelRegistry.register_model(name, f"{__name__}:{name}")
+        AutoConfig.register(TYPE_PREFIX + model_type, _forwarding(TYPE_PREFIX + model_type), exist_ok=True)
+
+
+def _on_backend(known: object) -> bool:
+    """Whether vLLM runs an architecture with transformers' code, as it does every one that it does not know."""
+    return getattr(known, "module_name", "").endswith(".transformers")
+
+
+def __getattr__(name: str) -> Any:
+    """The model or config class of this name: `RewriterLlamaForCausalLM`, or `rewriter_llama`."""
+    if name.startswith(TYPE_PREFIX):
+        return _config_class(name)
+    if name.startswith(PREFIX):
+        from rewriter.serving.vllm.model import rewritten_class
+
+        native = ModelRegistry._try_load_model_cls(name.removeprefix(PREFIX))  # what vLLM itself loads by this name
+        if native is not None:
+            return rewritten_class(native)
+    raise AttributeError(f"{__name__} has no {name}")
+
+
+def _forwarding(model_type: str) -> type[PretrainedConfig]:
+    """A class under which transformers finds `model_type`; only when it is used, it imports the source's class."""
+
+    def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return getattr(sys.modules[__name__], model_type).from_dict(config_dict, **kwargs)
+
+    return type(model_type, (PretrainedConfig,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
+
+
+def _config_class(model_type: str) -> type[PretrainedConfig]:
+    """The source's class of configs under another model type; a name of this module, so that it can be pickled."""
+    source = CONFIG_MAPPING[model_type.removeprefix(TYPE_PREFIX)]
+    made = type(model_type, (source,), {"model_type": model_type, "__module__": __name__})
+    setattr(sys.modules[__name__], model_type, made)
+    return made

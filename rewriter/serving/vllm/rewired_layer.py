@@ -1,0 +1,164 @@
+"""A decoder layer of vLLM with another wiring: its own children, called in a rewritten model's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+
+from rewriter.serving.schedule import Step, Sum
+from rewriter.serving.vllm import sums
+from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, Branch, LayerForm
+
+
+@dataclass
+class State:
+    """The residual stream between two blocks: `stream` + Σ `ready` (+ `drift`, what this rank has added alone since the
+    ranks last agreed). The newest block's output is not in it while `token` says that its sum is under way; `own` is
+    this rank's part of that, `held` a part whose sum has not begun. All [T, D]; `token` [1]."""
+
+    stream: Tensor
+    ready: tuple[Tensor, ...] = ()
+    token: Tensor | None = None
+    own: Tensor | None = None
+    drift: Tensor | None = None
+    held: Tensor | None = None
+
+    def settled(self) -> bool:
+        return self.token is None and self.drift is None
+
+
+class RewiredLayer(nn.Module):
+    """Mixed into the class of a vLLM layer by `rewire`. B blocks run one after the other, as `steps` say."""
+
+    form: LayerForm
+    steps: tuple[Step, ...]
+    previous: tuple[
+        RewiredLayer, ...
+    ]  # the layer before, whose last block's sum may end here; a tuple hides its weights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's class takes and returns; between layers a tuple stands for what is under way."""
+        given = dict(zip(self.form.inputs, args, strict=False)) | kwargs
+        state = opened(given[HIDDEN], given.get(RESIDUAL))
+        last = [layer.of_last for layer in self.previous]
+        for branch, step in zip(self.form.branches, self.steps, strict=True):
+            if step.own and state.own is not None:
+                state.own = last[-1](state.own)
+            output = self.call(branch, self.read(branch, step, state), given)
+            self.write(step, state, output, branch.after, last[-1] if last else None)
+            last = [partial(self.passed, after=branch.after)]
+        return closed(state, self.form.paired)
+
+    def of_last(self, output: Tensor) -> Tensor:
+        """What becomes of the output of the last block before it is added."""
+        return self.passed(output, self.form.branches[-1].after)
+
+    def read(self, branch: Branch, step: Step, state: State) -> Tensor:
+        """What the block reads, through its norms. Adds to the stream what is ready."""
+        left_out: tuple[Tensor, ...] = ()
+        if step.late and state.token is None:  # it is ready all the same: a pipeline stage begins here
+            state.ready, left_out = state.ready[:-1], state.ready[-1:]
+        extra = state.own if step.own else state.drift
+        modules = [self.get_submodule(path) for path in branch.before]
+        if branch.fused and state.ready and extra is None:
+            for output in state.ready[:-1]:
+                state.stream = state.stream + output
+            value, state.stream = modules[0](state.ready[-1], state.stream)
+            modules = modules[1:]
+        else:
+            for output in state.ready:
+                state.stream = state.stream + output
+            value = state.stream if extra is None else state.stream + extra
+        for module in modules:
+            value = module(value)
+        state.ready = left_out
+        return value
+
+    def call(self, branch: Branch, read: Tensor, given: dict[str, Any]) -> Tensor:
+        args = [read if name is None else given.get(name) for name in branch.args]
+        kwargs = {key: read if name is None else given.get(name) for key, name in branch.kwargs}
+        output: Tensor = self.get_submodule(branch.path)(*args, **kwargs)
+        return output
+
+    def write(
+        self,
+        step: Step,
+        state: State,
+        output: Tensor,
+        after: tuple[str | float, ...],
+        of_last: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        """Add the block's output to the stream, or let its sum begin. `of_last` makes of the sum under way what is
+        added."""
+        match step.sum:
+            case Sum.INSIDE:
+                state.ready = (*state.ready, self.passed(output, after))
+            case Sum.BEGIN:
+                state.token, state.stream = sums.begin(output, state.stream)
+                state.own = output
+            case Sum.STEP | Sum.DRAIN:
+                assert state.token is not None
+                assert of_last is not None
+                last, token = sums.step(output, state.token)
+                state.ready, state.token, state.own = (*state.ready, of_last(last)), token, output
+                if step.sum is Sum.DRAIN:
+                    state.ready = (*state.ready, self.passed(sums.finish(token, output), after))
+                    state.token = state.own = None
+            case Sum.HOLD:
+                state.held = output
+            case Sum.BOTH:
+                assert state.held is not None
+                total = tensor_model_parallel_all_reduce(state.held + output)
+                state.ready, state.held = (*state.ready, self.passed(total, after)), None
+            case _:
+                self.desynced(step.sum, state, self.passed(output, after))
+
+    def desynced(self, kind: Sum, state: State, part: Tensor) -> None:
+        """Desynced Residual (arXiv 2501.06589, section 5): what the rank adds alone, and how ranks agree again."""
+        drift = part if state.drift is None else state.drift + part
+        if kind is Sum.DROP:
+            state.drift = drift
+        elif kind is Sum.RESYNC_SUM:
+            state.ready, state.drift = (*state.ready, tensor_model_parallel_all_reduce(drift)), None
+        else:
+            for output in state.ready:
+                state.stream = state.stream + output
+            state.ready, ranks = (), get_tensor_model_parallel_world_size()
+            carried = state.stream if state.drift is None else state.stream + state.drift
+            state.stream, state.drift = tensor_model_parallel_all_reduce(part + carried / ranks), None
+
+    def passed(self, output: Tensor, after: tuple[str | float, ...]) -> Tensor:
+        """A block's output through what stands between it and the stream."""
+        for one in after:
+            output = output * one if isinstance(one, float) else self.get_submodule(one)(output)
+        return output
+
+
+def opened(hidden: Any, residual: Tensor | None) -> State:
+    """What the layer before has returned."""
+    if isinstance(hidden, tuple):
+        return State(*hidden)
+    return State(hidden) if residual is None else State(residual, (hidden,))
+
+
+def closed(state: State, paired: bool) -> Any:
+    """What the next layer, or the norm behind the last, is to be given."""
+    whole = (state.stream, state.ready, state.token, state.own, state.drift)
+    if not state.settled():
+        return (whole, state.stream) if paired else whole
+    if not paired or not state.ready:
+        stream = state.stream
+        for output in state.ready:
+            stream = stream + output
+        return (torch.zeros_like(stream), stream) if paired else stream
+    stream = state.stream
+    for output in state.ready[:-1]:
+        stream = stream + output
+    return state.ready[-1], stream

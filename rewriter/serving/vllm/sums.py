@@ -1,0 +1,142 @@
+"""All-reduces that begin behind a block and end behind the next one: custom operators that stay inside a compiled
+graph and inside a captured one.
+
+The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
+under way is in a queue of this process: an operator may not return what it was given, and a compiler must not see a
+tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM captures
+a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU it runs in a
+thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+_library = torch.library.Library("rewriter_serving", "FRAGMENT")
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """An all-reduce between its begin and its end: what it waits for, and its result."""
+
+    waits_for: Future[Tensor] | torch.cuda.Event | None
+    result: Tensor | None = None
+
+    def end(self) -> Tensor:
+        """The sum, once it is there (on CUDA: for what this stream runs next)."""
+        if isinstance(self.waits_for, Future):
+            return self.waits_for.result()
+        if self.waits_for is not None:
+            torch.cuda.current_stream().wait_event(self.waits_for)
+        assert self.result is not None
+        return self.result
+
+
+_under_way: deque[UnderWay] = deque()
+
+
+def _launch(x: Tensor) -> None:
+    """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others behind this operator."""
+    group, copy = get_tp_group(), x.clone()
+    if group.world_size == 1:
+        _under_way.append(UnderWay(None, copy))
+    elif x.device.type == "cpu":
+        _under_way.append(UnderWay(_thread().submit(_all_reduce, copy)))
+    elif _inline():
+        _under_way.append(UnderWay(None, _all_reduce(copy)))
+    else:
+        stream, here = _stream(x.device), torch.cuda.current_stream()
+        # Whatever was freed before this is read before it: memory of this stream may be used again without a record.
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            result = _all_reduce(copy)
+            ended = stream.record_event()
+        _under_way.append(UnderWay(ended, result))
+
+
+def _all_reduce(x: Tensor) -> Tensor:
+    with torch.inference_mode():  # which is a state of each thread
+        summed: Tensor = get_tp_group()._all_reduce_out_place(x)  # what vLLM's own operator calls; it may sum in place
+    return summed
+
+
+def _inline() -> bool:
+    return is_forward_context_available() and (get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="rewriter-all-reduce")
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+# --- operators. `token` [1] stands for what is under way; it is made anew by each, so that they stay in order
+
+
+def _begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    while _under_way:  # of a forward pass that has failed
+        _under_way.popleft().end()
+    _launch(new)
+    return new.new_empty(1), stream.clone()
+
+
+def _step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    _launch(new)
+    return _under_way.popleft().end(), new.new_empty(1)
+
+
+def _finish(token: Tensor, like: Tensor) -> Tensor:
+    return _under_way.popleft().end()
+
+
+def _begin_fake(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    return new.new_empty(1), torch.empty_like(stream)
+
+
+def _step_fake(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(new), new.new_empty(1)
+
+
+def _finish_fake(token: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+for _name, _schema, _run, _fake in (
+    ("begin", "(Tensor new, Tensor stream) -> (Tensor, Tensor)", _begin, _begin_fake),
+    ("step", "(Tensor new, Tensor token) -> (Tensor, Tensor)", _step, _step_fake),
+    ("finish", "(Tensor token, Tensor like) -> Tensor", _finish, _finish_fake),
+):
+    _library.define(_name + _schema, tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library._register_fake(_name, _fake)
+
+
+def begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin the sum of `new` [T, D]: (a token, `stream`). Whoever reads the stream that is returned, reads it after."""
+    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.begin(new, stream)
+    return found
+
+
+def step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin the sum of `new` [T, D] and end the one that `token` stands for: (that sum, a token)."""
+    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.step(new, token)
+    return found
+
+
+def finish(token: Tensor, like: Tensor) -> Tensor:
+    """The sum that `token` stands for, of the shape of `like`."""
+    found: Tensor = torch.ops.rewriter_serving.finish(token, like)
+    return found

@@ -1,0 +1,47 @@
+"""Runs vLLM on some cases and writes the tokens: `python engine_run.py CASES.json RESULTS.json`.
+
+A case is {"model": DIR, "prompts": [[token, …], …], "tokens": N, "engine": {arguments of LLM}}. Its result is
+{"tokens": [[…], …]}, or {"error": text}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+for name, value in {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    arguments = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True, "seed": 0} | case["engine"]
+    try:
+        engine = LLM(case["model"], **arguments)
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in case["prompts"]]
+        sampling = SamplingParams(temperature=0, max_tokens=case["tokens"], ignore_eos=True, detokenize=False)
+        results = [list(o.outputs[0].token_ids) for o in engine.generate(prompts, sampling, use_tqdm=False)]
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        engine = None
+        cleanup_dist_env_and_memory()
+    return {"tokens": results}
+
+
+if __name__ == "__main__":
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    found = []
+    for case in cases:
+        found.append(run(case))
+        Path(sys.argv[2]).write_text(json.dumps(found))

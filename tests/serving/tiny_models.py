@@ -1,0 +1,72 @@
+"""Tiny checkpoints of the families that vLLM has layers for, with random weights. Heads have 32 channels, the fewest
+that vLLM attends on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+VOCABULARY = 128
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"hidden_size": 128},
+    "qwen3": {},
+    "qwen2_moe": {"hidden_size": 128, "num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gemma2": {"sliding_window": 256, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "gemma3_text": {"sliding_window": 256, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    "deepseek_v3": {
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",  # in published configs; vLLM reads the bias of the router by it
+        "scoring_func": "sigmoid",
+        **_EXPERTS,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 256},
+    "olmo2": {},
+}
+
+
+def write(family: str, directory: Path) -> Path:
+    """A checkpoint of this family in fp32, in `directory`."""
+    config = CONFIG_MAPPING[family](**_COMMON | FAMILIES[family])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif parameter.dim() > 1:  # blocks that add as much as they find, so that their wiring shows
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return directory

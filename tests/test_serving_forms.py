@@ -1,0 +1,181 @@
+"""Schedules and the forms of layers, which the vLLM plugin reads, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rewriter.serving.schedule import Sum, Unsupported, schedule_of
+from rewriter.serving.vllm.layer_form import form_of
+
+FP32 = torch.float32
+
+
+def sums(delays, cuts=(), mergeable=True, **others):
+    config = SimpleNamespace(rewriter_delays=delays, **others)
+    return [[step.sum.value for step in layer] for layer in schedule_of(config, cuts, mergeable).layers]
+
+
+def test_a_standard_model_keeps_its_sums_inside():
+    assert sums([[0, 0], [0, 0]]) == [["inside", "inside"]] * 2
+
+
+def test_a_ladder_begins_steps_and_drains():
+    assert sums([[0, 1], [1, 1]]) == [["begin", "step"], ["step", "drain"]]
+    assert sums([[0, 0], [1, 1], [0, 0]]) == [["inside", "begin"], ["step", "drain"], ["inside", "inside"]]
+
+
+def test_a_parallel_layer_sums_once_where_numbers_alone_stand_behind():
+    assert sums([[0, 1], [0, 1]]) == [["hold", "both"]] * 2
+    assert sums([[0, 1], [0, 1]], mergeable=False) == [["begin", "drain"]] * 2
+
+
+def test_a_parallel_layer_inside_a_ladder_does_not_hold_its_sum():
+    assert sums([[0, 1], [1, 1]])[0] == ["begin", "step"]
+
+
+def test_what_is_under_way_ends_with_a_pipeline_stage():
+    assert sums([[0, 1], [1, 1], [1, 1]], cuts=[0]) == [["hold", "both"], ["begin", "step"], ["step", "drain"]]
+
+
+def test_desynced_blocks_are_as_the_pattern_says():
+    pattern = [{"self_attn": "drop", "mlp": "keep_sum"}, {"self_attn": "standard", "mlp": "standard"}]
+    config = SimpleNamespace(rewriter_delays=[[0, 0]] * 2, rewriter_pattern=pattern, rewriter_ranks=2)
+    found = schedule_of(config)
+    assert [step.sum for step in found.layers[0]] == [Sum.DROP, Sum.RESYNC_SUM]
+    assert (found.ranks, found.overlapped, found.summed) == (2, 0, 3)
+
+
+def test_own_partials_are_read_where_the_sum_is_late():
+    pattern = [{"self_attn": "own_partial", "mlp": "own_partial"}]
+    found = schedule_of(SimpleNamespace(rewriter_delays=[[0, 1]], rewriter_pattern=pattern, rewriter_ranks=2))
+    assert [(step.late, step.own) for step in found.layers[0]] == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (SimpleNamespace(), "has no rewriter_delays"),
+        (SimpleNamespace(rewriter_delays=[[0, 2]]), "more than one block late"),
+        (SimpleNamespace(rewriter_delays=[[0, 0]], rewriter_pattern=[{"layer": "drop"}]), "do not fit"),
+    ],
+)
+def test_what_a_schedule_cannot_say_is_refused(config, reason):
+    with pytest.raises(Unsupported, match=reason):
+        schedule_of(config)
+
+
+class Norm(nn.Module):
+    def forward(self, x, residual=None):
+        return x if residual is None else (x, x + residual)
+
+
+class Layer(nn.Module):
+    """The children of every layer here."""
+
+    factor = 0.5
+
+    def __init__(self):
+        super().__init__()
+        for name in ("attention", "mlp"):
+            setattr(self, name, nn.Linear(1, 1))
+        for name in ("norm_1", "norm_2", "after_1", "after_2"):
+            setattr(self, name, Norm())
+
+
+class Paired(Layer):
+    def forward(self, positions, hidden_states, residual, **kwargs):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.norm_1(hidden_states)
+        else:
+            hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states = self.attention(positions, hidden_states=hidden_states, **kwargs)
+        if hidden_states.dtype == torch.float16:
+            hidden_states = hidden_states * 2
+        hidden_states, residual = self.norm_2(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Normed(Layer):
+    def forward(self, positions, hidden_states, residual):
+        count = positions.shape[0]
+        assert count is not None
+        hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states = self.after_1(self.attention(hidden_states))
+        hidden_states, residual = self.norm_2(hidden_states, residual)
+        return self.after_2(self.mlp(hidden_states)), residual
+
+
+class Scaled(Layer):
+    def forward(self, positions, hidden_states):
+        residual = hidden_states
+        hidden_states = residual + self.attention(self.norm_1(hidden_states), positions) * self.factor
+        return hidden_states + self.mlp(self.norm_2(hidden_states)) * self.factor
+
+
+class SideBySide(Layer):
+    def forward(self, positions, hidden_states):
+        read = self.norm_1(hidden_states)
+        return hidden_states + self.attention(read) + self.mlp(read)
+
+
+class Nonlinear(Layer):
+    def forward(self, positions, hidden_states):
+        return hidden_states + torch.relu(self.attention(hidden_states)) + self.mlp(hidden_states)
+
+
+class Forgets(Layer):
+    def forward(self, positions, hidden_states):
+        hidden_states = hidden_states + self.attention(hidden_states)
+        return self.mlp(hidden_states)
+
+
+def form(layer_class, dtype=FP32):
+    return form_of(layer_class(), ("attention", "mlp"), dtype)
+
+
+def test_a_layer_that_hands_on_two_tensors():
+    found = form(Paired)
+    first, second = found.branches
+    assert found.inputs == ("positions", "hidden_states", "residual")
+    assert found.paired
+    assert found.mergeable
+    assert (first.path, first.before, first.fused, first.after) == ("attention", ("norm_1",), True, ())
+    assert (first.args, first.kwargs) == (("positions",), (("hidden_states", None),))
+    assert (second.path, second.before, second.fused) == ("mlp", ("norm_2",), True)
+
+
+def test_a_layer_may_ask_for_dtypes_and_shapes():
+    assert form(Paired, torch.float16).branches[0].after == (2.0,)
+    assert [branch.after for branch in form(Normed).branches] == [("after_1",), ("after_2",)]
+    assert not form(Normed).mergeable
+
+
+def test_a_layer_that_hands_on_its_stream():
+    found = form(Scaled)
+    assert not found.paired
+    assert found.mergeable
+    assert [(b.before, b.fused, b.after) for b in found.branches] == [
+        (("norm_1",), False, (0.5,)),
+        (("norm_2",), False, (0.5,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "reason"),
+    [(SideBySide, "does not read what all blocks before it"), (Nonlinear, "relu"), (Forgets, "is not the sum")],
+)
+def test_other_layers_are_refused_by_what_they_do(layer_class, reason):
+    with pytest.raises(Unsupported, match=reason):
+        form(layer_class)
+
+
+def test_blocks_may_read_through_another_norm():
+    found = form(Scaled).with_norms({"mlp": "norm_1"})
+    assert [b.before for b in found.branches] == [("norm_1",), ("norm_1",)]
+    with pytest.raises(Unsupported, match="names"):
+        form(Scaled).with_norms({"mlp": "after_1"})
