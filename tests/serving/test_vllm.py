@@ -28,6 +28,12 @@ SERVED = {  # what keeps working
     },
 }
 OPTIONS = [Case("llama", "ladder", engine=options) for options in SERVED.values()]
+STAGES = [Case("llama", "ladder", engine={"pipeline_parallel_size": 2})]
+REFUSED = {  # a case, and what is said
+    Case("llama", "desync-2x-sum", tp=2, engine={"tensor_parallel_size": 1}): "bound to 2 ranks",
+    Case("granite", "ladder", engine={"pipeline_parallel_size": 2}): "cannot be cut",
+    Case("olmo2", "ladder-own-partial", tp=2): "bound to",
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +97,17 @@ def test_compiled_on_two_ranks(case, ran, expected):
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_with_what_engines_do(case, ran, expected):
     check(case, OPTIONS, ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STAGES, ids=str)
+def test_pipeline_stages_may_cut_a_ladder(case, ran, expected):
+    check(case, STAGES, ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_what_would_be_wrong_is_refused_in_a_sentence(case, ran):
+    result = ran(tuple(REFUSED))[str(case)]
+    assert "tokens" not in result
+    assert REFUSED[case] in result["log"]

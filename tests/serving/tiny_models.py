@@ -57,9 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(family: str, directory: Path) -> Path:
-    """A checkpoint of this family in fp32, in `directory`."""
-    config = CONFIG_MAPPING[family](**_COMMON | FAMILIES[family])
+def write(family: str, directory: Path, **changes: Any) -> Path:
+    """A checkpoint of this family in fp32, in `directory`; `changes` are of its config."""
+    config = CONFIG_MAPPING[family](**_COMMON | FAMILIES[family] | changes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

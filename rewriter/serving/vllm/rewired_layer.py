@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
-from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
 from rewriter.serving.schedule import Step, Sum
-from rewriter.serving.vllm import sums
+from rewriter.serving.vllm import engine, sums
 from rewriter.serving.vllm.layer_form import HIDDEN, RESIDUAL, Branch, LayerForm
 
 
@@ -115,7 +113,7 @@ class RewiredLayer(nn.Module):
                 state.held = output
             case Sum.BOTH:
                 assert state.held is not None
-                total = tensor_model_parallel_all_reduce(state.held + output)
+                total = engine.engine.all_reduce(state.held + output)
                 state.ready, state.held = (*state.ready, self.passed(total, after)), None
             case _:
                 self.desynced(step.sum, state, self.passed(output, after))
@@ -126,13 +124,13 @@ class RewiredLayer(nn.Module):
         if kind is Sum.DROP:
             state.drift = drift
         elif kind is Sum.RESYNC_SUM:
-            state.ready, state.drift = (*state.ready, tensor_model_parallel_all_reduce(drift)), None
+            state.ready, state.drift = (*state.ready, engine.engine.all_reduce(drift)), None
         else:
             for output in state.ready:
                 state.stream = state.stream + output
-            state.ready, ranks = (), get_tensor_model_parallel_world_size()
+            state.ready, ranks = (), engine.engine.ranks()
             carried = state.stream if state.drift is None else state.stream + state.drift
-            state.stream, state.drift = tensor_model_parallel_all_reduce(part + carried / ranks), None
+            state.stream, state.drift = engine.engine.all_reduce(part + carried / ranks), None
 
     def passed(self, output: Tensor, after: tuple[str | float, ...]) -> Tensor:
         """A block's output through what stands between it and the stream."""

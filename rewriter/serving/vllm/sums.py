@@ -17,9 +17,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from rewriter.serving.vllm import engine
 
 _library = torch.library.Library("rewriter_serving", "FRAGMENT")
 
@@ -46,12 +45,12 @@ _under_way: deque[UnderWay] = deque()
 
 def _launch(x: Tensor) -> None:
     """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others behind this operator."""
-    group, copy = get_tp_group(), x.clone()
-    if group.world_size == 1:
+    copy = x.clone()
+    if engine.engine.ranks() == 1:
         _under_way.append(UnderWay(None, copy))
     elif x.device.type == "cpu":
         _under_way.append(UnderWay(_thread().submit(_all_reduce, copy)))
-    elif _inline():
+    elif engine.engine.in_pieces():
         _under_way.append(UnderWay(None, _all_reduce(copy)))
     else:
         stream, here = _stream(x.device), torch.cuda.current_stream()
@@ -65,12 +64,7 @@ def _launch(x: Tensor) -> None:
 
 def _all_reduce(x: Tensor) -> Tensor:
     with torch.inference_mode():  # which is a state of each thread
-        summed: Tensor = get_tp_group()._all_reduce_out_place(x)  # what vLLM's own operator calls; it may sum in place
-    return summed
-
-
-def _inline() -> bool:
-    return is_forward_context_available() and (get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
+        return engine.engine.all_reduce_now(x)
 
 
 @cache

@@ -1,0 +1,60 @@
+"""What the plugin asks of vLLM while a model runs. One object, so that the rest runs, and is tested, without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Engine(Protocol):
+    """A tensor-parallel group and how its server runs a model."""
+
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks, for a traced model."""
+
+    def all_reduce_now(self, x: Tensor) -> Tensor:
+        """The sum, on the current stream or in the current thread; it may overwrite `x`."""
+
+    def in_pieces(self) -> bool:
+        """Whether this forward pass runs as captured pieces of a graph, between which no stream may stay open."""
+
+
+class VllmEngine:
+    """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it."""
+
+    @property
+    def group(self) -> Any:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group()
+
+    def ranks(self) -> int:
+        return int(self.group.world_size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.group.all_reduce(x)
+        return summed
+
+    def all_reduce_now(self, x: Tensor) -> Tensor:
+        summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
+        return summed
+
+    def in_pieces(self) -> bool:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context, is_forward_context_available
+
+        mode = CUDAGraphMode.PIECEWISE
+        return is_forward_context_available() and get_forward_context().cudagraph_runtime_mode == mode
+
+
+engine: Engine = VllmEngine()
+
+
+def use(another: Engine) -> None:
+    """Run models on `another` engine, as tests do."""
+    global engine
+    engine = another

@@ -1,0 +1,264 @@
+"""Rewired layers of the vLLM plugin against the wiring that config.json describes, on an engine of equal ranks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rewriter.serving.schedule import Sum, schedule_of
+from rewriter.serving.vllm import engine, sums
+from rewriter.serving.vllm.layer_form import form_of
+from rewriter.serving.vllm.rewired_layer import RewiredLayer
+
+WIDTH, TOKENS = 8, 5
+
+
+class EqualRanks:
+    """Ranks that all hold the same parts, so that a sum is a multiple."""
+
+    def __init__(self, count=2, seconds=0.0):
+        self.count, self.seconds, self.pieces = count, seconds, False
+
+    def ranks(self):
+        return self.count
+
+    def all_reduce(self, x):
+        return x * self.count
+
+    def all_reduce_now(self, x):
+        time.sleep(self.seconds)
+        return x.mul_(self.count)
+
+    def in_pieces(self):
+        return self.pieces
+
+
+@pytest.fixture(autouse=True)
+def ranks():
+    before = engine.engine
+    engine.use(EqualRanks())
+    yield engine.engine
+    engine.use(before)
+
+
+class Norm(nn.Module):
+    """Like vLLM's: given two tensors, it overwrites both."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
+
+    def forward(self, x, residual=None):
+        if residual is None:
+            return nn.functional.rms_norm(x, (WIDTH,), self.weight)
+        residual.add_(x)
+        x.copy_(nn.functional.rms_norm(residual, (WIDTH,), self.weight))
+        return x, residual
+
+
+class Block(nn.Module):
+    """A rank's part of a sum, or the sum, of something nonlinear."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5, requires_grad=False)
+        self.reduce_results = True
+
+    def forward(self, x):
+        part = torch.tanh(x @ self.weight)
+        return engine.engine.all_reduce(part) if self.reduce_results else part
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = Block(), Block()
+        self.norm_1, self.norm_2, self.after_1, self.after_2 = Norm(), Norm(), Norm(), Norm()
+
+
+class Paired(Layer):
+    def forward(self, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.norm_1(hidden_states)
+        else:
+            hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states = self.attention(hidden_states)
+        hidden_states, residual = self.norm_2(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Normed(Layer):
+    def forward(self, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.norm_1(hidden_states)
+        else:
+            hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states = self.after_1(self.attention(hidden_states))
+        hidden_states, residual = self.norm_2(hidden_states, residual)
+        return self.after_2(self.mlp(hidden_states)), residual
+
+
+class Scaled(Layer):
+    factor = 0.5
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.attention(self.norm_1(hidden_states)) * self.factor
+        return hidden_states + self.mlp(self.norm_2(hidden_states)) * self.factor
+
+
+def after(layer, number):
+    """What a block's sum passes, of each kind of layer."""
+    if isinstance(layer, Normed):
+        return (layer.after_1, layer.after_2)[number]
+    return (lambda x: x * 0.5) if isinstance(layer, Scaled) else (lambda x: x)
+
+
+def reference(layers, config, x):
+    """The stream behind the last layer, straight from what delays and pattern mean. All ranks hold the same."""
+    delays, count = config.rewriter_delays, engine.engine.ranks()
+    pattern = getattr(config, "rewriter_pattern", None)
+    values, drift = [x], torch.zeros_like(x)
+    own = None
+    for index, layer in enumerate(layers):
+        labels = list(pattern[index].values()) if pattern else ["", ""]
+        for number, (block, norm) in enumerate(((layer.attention, layer.norm_1), (layer.mlp, layer.norm_2))):
+            late, label = delays[index][number], labels[number]
+            read = values[-1 - late] + drift + (own if late and label == "own_partial" else 0)
+            part = torch.tanh(nn.functional.rms_norm(read, (WIDTH,), norm.weight) @ block.weight)
+            own = after(layer, number)(part)
+            if label == "drop":
+                drift = drift + own
+                values.append(values[-1])
+            elif label == "keep_sum":
+                values.append(values[-1] + count * (drift + own))
+                drift = torch.zeros_like(x)
+            elif label == "keep_mean":
+                values.append(count * (own + (values[-1] + drift) / count))
+                drift = torch.zeros_like(x)
+            else:
+                values.append(values[-1] + after(layer, number)(count * part))
+    return values[-1]
+
+
+def rewired(layer_class, config, cuts=()):
+    """Layers as `rewire` makes them of vLLM's."""
+    torch.manual_seed(0)
+    layers = [layer_class() for _ in config.rewriter_delays]
+    forms = [form_of(layer, ("attention", "mlp"), torch.float32) for layer in layers]
+    schedule = schedule_of(config, cuts, all(form.mergeable for form in forms))
+    made_class = type("Rewired", (RewiredLayer, layer_class), {})
+    previous = ()
+    for layer, form, steps in zip(layers, forms, schedule.layers, strict=True):
+        if all(step.sum is Sum.INSIDE and not step.late for step in steps):
+            previous = ()
+            continue
+        for branch, step in zip(form.branches, steps, strict=True):
+            layer.get_submodule(branch.path).reduce_results = not step.unreduced
+        layer.__class__ = made_class
+        layer.form, layer.steps, layer.previous = form, steps, previous
+        previous = (layer,)
+    return layers
+
+
+def stream(layers, x):
+    hidden, residual = x.clone(), None
+    for layer in layers:
+        if isinstance(layer, Scaled):
+            hidden = layer(hidden)
+        else:
+            hidden, residual = layer(hidden, residual)
+    return hidden if residual is None else hidden + residual
+
+
+RANDOM = torch.Generator().manual_seed(0)
+TABLES = [[[0, 1], [1, 1], [1, 1]], [[0, 0], [1, 1], [0, 0]], [[0, 1]] * 3] + [
+    [[0, *torch.randint(2, (1,), generator=RANDOM).tolist()]]
+    + torch.randint(2, (4, 2), generator=RANDOM).tolist()
+    for _ in range(8)
+]
+
+
+@pytest.mark.parametrize("layer_class", [Paired, Normed, Scaled])
+@pytest.mark.parametrize("delays", TABLES, ids=str)
+def test_every_wiring_gives_its_stream(layer_class, delays):
+    config = SimpleNamespace(rewriter_delays=delays)
+    layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+BOUND = {
+    "sum": ["drop", "keep_sum"] * 3,
+    "four": ["drop", "drop", "drop", "keep_sum", "standard", "standard"],
+    "mean": ["standard", "standard", "drop", "keep_mean", "drop", "keep_mean"],
+}
+
+
+@pytest.mark.parametrize("layer_class", [Paired, Scaled])
+@pytest.mark.parametrize("labels", BOUND.values(), ids=BOUND)
+def test_desynced_layers_give_each_ranks_stream(layer_class, labels):
+    pattern = [dict(zip(("attention", "mlp"), labels[i : i + 2], strict=True)) for i in (0, 2, 4)]
+    config = SimpleNamespace(rewriter_delays=[[0, 0]] * 3, rewriter_pattern=pattern, rewriter_ranks=2)
+    layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+@pytest.mark.parametrize("layer_class", [Paired, Normed, Scaled])
+def test_own_partials(layer_class):
+    pattern = [{"attention": "own_partial", "mlp": "own_partial"}] * 3
+    config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1], [1, 1]], rewriter_pattern=pattern, rewriter_ranks=2)
+    layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+def test_stages_hand_on_what_the_next_one_reads_late():
+    config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1], [1, 1], [1, 1]])
+    layers, x = rewired(Paired, config, cuts=[1]), torch.randn(TOKENS, WIDTH)
+    layers[2].previous = ()  # of another stage
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+@pytest.mark.parametrize("layer_class", [Paired, Scaled])
+def test_compiled_layers_give_the_same(layer_class):
+    config = SimpleNamespace(rewriter_delays=[[0, 0], [1, 1], [0, 1]])
+    layers, x = rewired(layer_class, config), torch.randn(TOKENS, WIDTH)
+    compiled = torch.compile(lambda given: stream(layers, given), fullgraph=True)
+    for given in (x, x[:3], -x):
+        torch.testing.assert_close(compiled(given), reference(layers, config, given))
+
+
+def test_pieces_of_a_graph_sum_inline(ranks):
+    ranks.pieces = True
+    config = SimpleNamespace(rewriter_delays=[[0, 1], [1, 1]])
+    layers, x = rewired(Paired, config), torch.randn(TOKENS, WIDTH)
+    torch.testing.assert_close(stream(layers, x), reference(layers, config, x))
+
+
+def test_a_forgotten_sum_does_not_reach_the_next_pass():
+    x = torch.ones(TOKENS, WIDTH)
+    sums.begin(x, x)  # a pass that failed behind it
+    token, _ = sums.begin(2 * x, x)
+    torch.testing.assert_close(sums.finish(token, x), 4 * x)
+
+
+def test_a_sum_runs_while_the_next_block_does(ranks):
+    ranks.seconds = 0.2
+    x = torch.ones(TOKENS, WIDTH)
+    token, _ = sums.begin(x, x)
+    begin = time.perf_counter()
+    time.sleep(0.2)  # the next block
+    sums.finish(token, x)
+    assert time.perf_counter() - begin < 0.35
+
+
+def test_an_error_of_a_sum_is_told_where_it_ends(ranks):
+    ranks.all_reduce_now = lambda x: 1 / 0
+    x = torch.ones(TOKENS, WIDTH)
+    token, _ = sums.begin(x, x)
+    with pytest.raises(ZeroDivisionError):
+        sums.finish(token, x)
