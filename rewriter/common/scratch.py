@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Reads until the process at the other end of the pipe is gone, however it ended. Files may still be written by ranks
-# that end at the same moment, so it may take a second attempt.
-_REMOVE = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && exit; sleep 1; done'
+# A process of nobody: reads until the one at the other end of the pipe is gone, however it ended. Files may still be
+# written by ranks that end at the same moment, so it may take a second attempt.
+_REMOVE = 'exec 3<&0; { read -r _ <&3; for _ in 1 2 3 4 5; do rm -rf -- "$0" && exit; sleep 1; done; } &'
 
 
 @contextmanager
@@ -37,18 +37,10 @@ def scratch_folder(what: str) -> Iterator[Path]:
 def _removed_after_a_kill(folder: str) -> Iterator[None]:
     reading, writing = os.pipe()  # neither is inherited by what this process starts
     try:
-        remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE, folder],
-            stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-    except OSError:  # a system without a shell: the block itself removes it
-        remover = None
-    finally:
+        streams = {"stdin": reading, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with contextlib.suppress(OSError):  # a system without a shell: the block itself removes it
+            subprocess.run(["/bin/sh", "-c", _REMOVE, folder], **streams, start_new_session=True, check=False)
         os.close(reading)
-    try:
         yield
     finally:
         os.close(writing)
-        if remover is not None:
-            with contextlib.suppress(KeyboardInterrupt):
-                remover.wait()
