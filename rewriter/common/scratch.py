@@ -37,9 +37,9 @@ def scratch_folder(what: str) -> Iterator[Path]:
 def _removed_after_a_kill(folder: str) -> Iterator[None]:
     reading, writing = os.pipe()  # neither is inherited by what this process starts
     try:
-        streams = {"stdin": reading, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with contextlib.suppress(OSError):  # a system without a shell: the block itself removes it
-            subprocess.run(["/bin/sh", "-c", _REMOVE, folder], **streams, start_new_session=True, check=False)
+            words, null = ["/bin/sh", "-c", _REMOVE, folder], subprocess.DEVNULL
+            subprocess.run(words, stdin=reading, stdout=null, stderr=null, start_new_session=True, check=False)
         os.close(reading)
         yield
     finally:
