@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -221,12 +220,13 @@ def validate(
     )  # fmt: skip
 
 
-def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
+def load(directory: str | os.PathLike[str], *, check: bool = False, **options: Any) -> nn.Module:
     """The model in an output directory: this rank's module under torchrun, else the single-device Hugging Face model.
 
     `options` go to `rewriter.runtime.load` (dp, device, dtype, compile) or to `from_pretrained`; device, dtype and
-    compile mean the same for both. Which of the two it is, is logged to "rewriter". The generated file runs only if it
-    has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
+    compile mean the same for both. `check` compares the sha256 of every file that is read with the manifest; without
+    it, ranks check sizes and headers. Which of the two it is, is logged to "rewriter". The generated file runs only if
+    it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
     VerificationError for a generated file that was changed.
     """
     root = Path(directory)
@@ -239,7 +239,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
         from rewriter.runtime import load as load_rank
 
         _LOG.info("%s: the sharded runtime module", root)
-        return load_rank(root, **options)
+        return load_rank(root, check=check, **options)
     if options.pop("dp", 1) != 1:
         raise RewriterError(f"{root}: dp is for several ranks. Start this program with torchrun.")
     modeling = manifest.adapted.modeling
@@ -247,7 +247,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> nn.Module:
     stray = sorted(p.name for p in root.glob("*.py") if p.name not in generated)
     if stray:
         raise RewriterError(f"{root / stray[0]}: not written by `rewrite`, and it could be run. Move it away.")
-    check_files(root, manifest, [*generated, "config.json"])
+    check_files(root, manifest, None if check else [*generated, "config.json"])
     from transformers import AutoModelForCausalLM
 
     _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)
@@ -267,6 +267,7 @@ def generate(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     compile: bool = False,
+    check: bool = False,
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
     **sampling: Any,
 ) -> list[Generation]:
@@ -276,12 +277,14 @@ def generate(
     It ends with the model's end of sequence, after `max_new_tokens`, or at the first of the strings `stop`. `sampling`:
     temperature (0, the default, takes the likeliest token), top_k, top_p and seed, which every prompt starts from.
     `compile` compiles the decode step first, which takes a minute or more and pays for long or many texts.
+    `check` compares the sha256 of every file with the manifest first, which reads all weights once more.
     `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
     last piece.
 
     Raises RewriterError for a directory without manifest, runtime module (for `tp`), tokenizer or, for messages, chat
     template, for a prompt that gives no tokens, and when a rank fails.
     """
+    from rewriter.emit.end_tokens import end_tokens
     from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
     from rewriter.runtime.text_stream import TextStream
@@ -295,12 +298,12 @@ def generate(
     if mesh_name(mesh) not in manifest.runtime:
         made = ", ".join(manifest.runtime)
         raise RewriterError(f"{root}: no runtime module for {mesh_name(mesh)}, only {made}. {_other_degree(manifest)}")
-    check_files(root, manifest, [entry.module for entry in manifest.runtime.values()])
+    check_files(root, manifest, None if check else [entry.module for entry in manifest.runtime.values()])
+    ends, filling = end_tokens(root, config_of(root))
     tokenizer = _tokenizer(root)
     ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
-    defaults = _generation_defaults(root, config_of(root))
     # A special token is no part of the text, and so ends it by its id.
-    ends = [*defaults["eos_token_ids"], *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
+    ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
     streams = [TextStream(tokenizer, prompt, limit=max_new_tokens, ends=ends, stop=stop) for prompt in ids]
 
     def on_token(index: int, token: int, seconds: float) -> bool:
@@ -310,8 +313,8 @@ def generate(
             on_text(index, piece, stream.result() if stream.done else None)
         return stream.done
 
-    request = {"prompts": ids, "max_new_tokens": max_new_tokens, **defaults, "eos_token_ids": ends, **sampling}
-    request["compile"] = compile
+    request = {"prompts": ids, "max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": filling}
+    request |= {**sampling, "compile": compile}
     launch(root, ranks_of(mesh), request, on_token=on_token)
     return [stream.result() for stream in streams]
 
@@ -330,12 +333,14 @@ def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str])
 
 
 def _tokenizer(root: Path) -> Any:
-    from rewriter.verify.drift import load_tokenizer
+    from rewriter.verify.drift import load_tokenizer, tokenizer_files
 
     tokenizer = load_tokenizer(str(root))
     if tokenizer is None:
+        broken = tokenizer_files(root)
+        what = f"transformers cannot load its tokenizer ({', '.join(broken)})" if broken else "it has no tokenizer"
         raise RewriterError(
-            f"{root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into it, or "
+            f"{root}: {what}, so text cannot become tokens. Copy the source's tokenizer files into it, or "
             "call rewriter.runtime.generate with token ids"
         )
     return tokenizer
@@ -363,13 +368,3 @@ def _prompt_ids(root: Path, tokenizer: Any, prompt: str | Sequence[Mapping[str, 
 def _special(tokenizer: Any) -> set[str]:
     """The tokens that `skip_special_tokens` leaves out."""
     return {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-
-
-def _generation_defaults(root: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """End and padding tokens, as transformers would use them: generation_config.json before config.json."""
-    path = root / "generation_config.json"
-    settings = {**config, **(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})}
-    ends = settings.get("eos_token_id")
-    ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    padding = settings.get("pad_token_id")
-    return {"eos_token_ids": ids, "pad_token_id": padding if isinstance(padding, int) else (ids or [0])[0]}

@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from refusals import Capture, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import rewriter as rw
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.emit.output_directory import OutputDirectory
@@ -40,26 +42,6 @@ def model(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REWRITER_DEBUG", raising=False)
     return tmp_path / "m"
-
-
-Capture = pytest.CaptureFixture[str]
-
-
-def listing(root: Path) -> dict[str, bytes | None]:
-    return {p.relative_to(root).as_posix(): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
-
-
-def refused(capsys: Capture, *words: str, code: int = 2) -> str:
-    """The one message of a refused command that left everything as it was."""
-    before = listing(Path.cwd())
-    assert main(list(words)) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    assert "Traceback" not in err
-    assert listing(Path.cwd()) == before
-    return err.removeprefix("error: ").strip()
 
 
 def convert(capsys: Capture, model: Path | str = "m", *more: str) -> str:
@@ -169,6 +151,8 @@ def test_a_truncated_file(model: Path, capsys: Capture) -> None:
         {"data_offsets": [8, 0]},
         {"dtype": "F1"},
         {"dtype": "BF16"},
+        {"shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]},
+        {"shape": [1 << 62, 0], "data_offsets": [0, 0]},
     ],
     ids=str,
 )
@@ -346,7 +330,112 @@ def test_a_place_that_cannot_be_written(model: Path, capsys: Capture) -> None:
     assert "file" in refused(capsys, "m", "--recipe", "ladder", "--out", "file/out", "--verify", "none")
 
 
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/dev/full/x", "/dev/full/x: /dev/full is not a directory"),
+        ("m/config.json/x", "m/config.json is not a directory"),
+        ("loop/x", "loop is not a directory"),
+        ("m/sub", "m/sub: it lies within the model that is read, m, which stays as it is"),
+        ("m/a/b", "m/a/b: it lies within the model that is read"),
+        ("link/sub", "link/sub: it lies within the model that is read"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_place_in_which_nothing_can_be_made(
+    model: Path, capsys: Capture, out: str, said: str, dry: list[str]
+) -> None:
+    Path("loop").symlink_to("loop")
+    Path("link").symlink_to("m")
+    assert said in refused(capsys, "m", "--recipe", "ladder", "--out", out, "--verify", "none", *dry)
+
+
+def test_a_program_is_not_saved_within_its_model_either(model: Path) -> None:
+    program = rw.rewrite(rw.trace(model), "ladder")
+    with pytest.raises(RewriterError, match="lies within the model that is read"):
+        rw.save(program, model / "sub", verify="none")
+
+
+# Words that name nothing
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [LONG, "--recipe", "ladder"],
+        ["./" + LONG, "--recipe", "ladder"],
+        ["m", "--recipe", LONG + ".yaml"],
+        ["m", "--recipe", "ladder", "--out", LONG],
+        ["m", "--recipe", "ladder", "--out", LONG, "--dry-run"],
+        ["m", "--recipe", "ladder", "--out", "o", "--calibration", LONG],
+        ["generate", LONG, "--prompt", "x"],
+        ["generate", "m", "--prompts", LONG],
+        ["verify", LONG],
+        ["reshard", LONG, "--tp", "2"],
+        ["inspect", LONG],
+        ["predict", "m", "--recipe", "ladder", "--fabric", LONG + ".yaml"],
+        ["predict", "m", "--recipe", "ladder", "--html", LONG],
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long(model: Path, capsys: Capture, words: list[str]) -> None:
+    message = refused(capsys, *words)
+    assert "File name too long" in message
+    assert "fault of rewriter" not in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m", "--recipe", "ladder", "--set", "ladder.layers=\udcff"],
+        ["m", "--recipe", "ladder", "--out", "\udcff"],
+        ["\udcff", "--recipe", "ladder"],
+        ["inspect", "\udcff"],
+    ],
+)
+def test_bytes_that_are_no_text(model: Path, capsys: Capture, words: list[str]) -> None:
+    assert "\\udcff: it is not UTF-8 text" in refused(capsys, *words)
+
+
+@pytest.mark.parametrize("option", ["--batch", "--prompt", "--generate", "--tp", "--nodes"])
+def test_a_number_of_24_digits(model: Path, capsys: Capture, option: str) -> None:
+    message = refused(capsys, "predict", "m", "--recipe", "tensor-parallel", option, "9" * 24)
+    assert "fault of rewriter" not in message
+    assert "fault of rewriter" not in refused(capsys, "m", "--recipe", "ladder", "--tp", "9" * 5000)
+
+
+@pytest.mark.parametrize("layers", [str(list(range(3000))), str([1.5] * 3000), "x" * 20_000])
+def test_a_long_list_is_not_repeated_in_its_error(model: Path, capsys: Capture, layers: str) -> None:
+    message = refused(capsys, "m", "--recipe", "ladder", "--set", f"ladder.layers={layers}", "--out", "out")
+    assert "layers" in message
+    assert len(message) < 600
+
+
+def test_a_symlink_loop_or_a_directory_in_place_of_a_file(model: Path, capsys: Capture) -> None:
+    Path("loop").symlink_to("loop")
+    assert "no such model: loop" in refused(capsys, "inspect", "loop")
+    assert "no such model: loop" in convert(capsys, "loop")
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").symlink_to("generation_config.json")
+    assert "generation_config.json: cannot be read: Too many levels" in convert(capsys)
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").mkdir()
+    assert "generation_config.json: not a regular file" in convert(capsys)
+
+
 # Outputs as input
+
+
+@pytest.mark.parametrize("text", ["[[[[", "[]", "[" * 100_000, '{"schema": 1}', "\x00\xff"])
+def test_a_manifest_that_is_none(model: Path, capsys: Capture, text: str) -> None:
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    Path("out/rewrite.json").write_text(text)
+    for words in (["verify", "out"], ["generate", "out", "--prompt", "x"], ["reshard", "out", "--tp", "2"]):
+        assert "out/rewrite.json: " in refused(capsys, *words)
 
 
 @pytest.mark.parametrize("words", [["verify", "m"], ["generate", "m", "--prompt", "x"], ["verify", "absent"]])
@@ -363,8 +452,6 @@ def test_an_output_without_tokenizer_cannot_read_text(model: Path, capsys: Captu
 
 
 def test_a_config_cannot_be_saved(model: Path) -> None:
-    import rewriter as rw
-
     program = rw.rewrite(rw.trace(model / "config.json"), "ladder")
     with pytest.raises(RewriterError, match="has no weights"):
         rw.save(program, "out")

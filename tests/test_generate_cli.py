@@ -17,7 +17,7 @@ from rewriter.runtime.text_stream import Generation
 SAID = [{"role": "user", "content": "hi"}]
 GENERATE = {
     "tp": None, "max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": [],
-    "compile": False,
+    "compile": False, "check": False,
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
         ("generate d --prompt hi --chat", ("generate", (Path("d"), [SAID]), GENERATE)),
         (
             "generate d --prompt hi --max-new-tokens 3 --temperature .5 --top-p .9 --top-k 40 --seed 7 "
-            "--stop x --stop yy --tp 4 --compile --json",
+            "--stop x --stop yy --tp 4 --compile --check --json",
             (
                 "generate",
                 (Path("d"), ["hi"]),
@@ -62,6 +62,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
                     "seed": 7,
                     "stop": ["x", "yy"],
                     "compile": True,
+                    "check": True,
                 },
             ),
         ),

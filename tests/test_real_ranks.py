@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -66,6 +67,9 @@ def test_a_fault_in_one_weight_is_found(
     table = json.loads((broken / WEIGHTS).read_text())
     fault(table)
     (broken / WEIGHTS).write_text(json.dumps(table))
+    manifest = json.loads((broken / "rewrite.json").read_text())  # what is wrong from the start has the right hash
+    manifest["files"][WEIGHTS] = hashlib.sha256((broken / WEIGHTS).read_bytes()).hexdigest()
+    (broken / "rewrite.json").write_text(json.dumps(manifest))
     with pytest.raises(VerificationError, match="real weights: sharded module on 2 ranks = its reference"):
         compare_ranks(program, MESH, broken, Verification())
 

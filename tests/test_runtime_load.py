@@ -114,12 +114,12 @@ def manifest(root, change):
 
 BREAKAGES = {
     "no manifest": (lambda root: (root / "rewrite.json").unlink(), "no rewrite.json in it"),
-    "half a manifest": (lambda root: (root / "rewrite.json").write_text('{"mesh"'), "cannot be read as JSON"),
+    "half a manifest": (lambda root: (root / "rewrite.json").write_text('{"mesh"'), "not valid JSON"),
     "a manifest without runtime": (
         lambda root: manifest(root, lambda m: m.pop("runtime")),
         "describes no runtime module",
     ),
-    "a manifest of lists": (lambda root: (root / "rewrite.json").write_text("[]"), "describes no runtime module"),
+    "a manifest of lists": (lambda root: (root / "rewrite.json").write_text("[]"), "it holds a list, not an object"),
     "too few files": (
         lambda root: manifest(root, lambda m: m["runtime"]["tp1"].update(ranks=[])),
         "lists 0 rank files for 1 ranks",

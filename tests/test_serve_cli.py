@@ -232,7 +232,7 @@ def test_an_output_that_is_not_whole_is_refused(
     code.write_text(text)
     asked(capsys, out)
     (out / MANIFEST).write_text("{")
-    assert f"{MANIFEST}: cannot be read as JSON" in refused(capsys, out)
+    assert f"{MANIFEST}: not valid JSON" in refused(capsys, out)
     (out / MANIFEST).unlink()
     (out / "config.json").write_text(json.dumps([]))
     assert "config.json: cannot be read as JSON" in refused(capsys, out)

@@ -25,7 +25,8 @@ from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
-from rewriter.convert.conversion import ProgressCall, check_free, silent
+from rewriter.convert.conversion import ProgressCall, silent
+from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from rewriter.adapt.options import Options
 from rewriter.adapt.students import base_of
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
 from rewriter.convert.rewritten_source import Opened, source_config
-from rewriter.tracing.meta_model import load_config, parameters_on_meta
+from rewriter.tracing.meta_model import build_on_meta, load_config
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
@@ -45,7 +45,7 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
     place = Path(teacher)
     config = {}
     if (place / "config.json").is_file():
-        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        config = read_json(place / "config.json", "Give the original model as --teacher.")
     expected = source_config(opened)
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
         if config.get(name) != expected.get(name):
@@ -68,8 +68,7 @@ def sharing(student: nn.Module, source: Path, device: torch.device) -> nn.Module
     is none of the student's, naming it.
     """
     config = load_config(source)
-    with parameters_on_meta():
-        teacher = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    teacher = build_on_meta(config, torch.float32)
     base = base_of(student)
     teacher.tie_weights()
     held = {name.replace(".base_layer.", "."): tensor for name, tensor in base.named_parameters()}

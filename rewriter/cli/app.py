@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +27,9 @@ from rewriter.cli import (
     serve,
     verify,
 )
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.fork_server import end_with_parent
-from rewriter.common.processes import is_child, report
+from rewriter.common.processes import end_if_orphaned, is_child, leaving_on_signals, report
 from rewriter.common.suggestions import nearest
 from rewriter.common.version import VERSION
 
@@ -49,6 +52,10 @@ _PLAIN: dict[str, Any] = dict(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# Of an OSError: what is wrong with a path that was given, and not with the machine.
+_OF_PATHS = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
 _USAGE = "MODEL --recipe NAME | COMMAND ..."
 commands = typer.Typer(
     name="rewrite", help=HELP, epilog=EPILOG, subcommand_metavar=_USAGE, options_metavar="", **_PLAIN
@@ -95,8 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if is_child():
         end_with_parent()
+    end_if_orphaned()
     try:
-        return _dispatch(words)
+        _refuse_other_bytes(words)
+        with nullcontext() if is_child() else leaving_on_signals():  # a rank ends at once
+            return _dispatch(words)
     except RewriterError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
@@ -104,12 +114,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message().rstrip('.')}. {hint}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted.", 130)
+    except SystemExit as end:
+        if end.code not in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            raise
+        return _fail(f"ended by {signal.Signals(int(end.code) - 128).name}.", int(end.code))
     except OSError as error:
+        if error.filename is not None and error.errno in _OF_PATHS:
+            return _fail(f"{shortened(os.fsdecode(error.filename))}: {error.strerror}. Check the path.", 2)
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"{place}{error.strerror or error}. REWRITER_DEBUG=1 shows the traceback.", 1)
     except Exception as error:
         hint = "This is a fault of rewriter. REWRITER_DEBUG=1 shows the traceback."
         return _fail(f"{type(error).__name__}: {' '.join(str(error).split()):.400}. {hint}", 1)
+
+
+def _refuse_other_bytes(words: Sequence[str]) -> None:
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+            name = shortened(ascii(word)[1:-1])
+            raise RewriterError(f"{name}: it is not UTF-8 text. Write it, and name files, in UTF-8.") from None
 
 
 def _dispatch(words: list[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from rewriter.cli import options
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.fork_server import start_early
 
 
@@ -66,9 +66,11 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not re.fullmatch(r"\w+\.\w+", key.strip()):
-            raise RewriterError(f"--set {assignment}: expected PASS.OPTION=VALUE, such as ladder.layers=last:20.")
+            raise RewriterError(
+                f"--set {shortened(assignment)}: expected PASS.OPTION=VALUE, such as ladder.layers=last:20."
+            )
         if key.strip() in overrides:
-            raise RewriterError(f"--set {assignment}: {key.strip()} is set twice.")
+            raise RewriterError(f"--set {shortened(assignment)}: {key.strip()} is set twice.")
         overrides[key.strip()] = value.strip()
     return overrides
 
@@ -87,9 +89,11 @@ def read_text(file: Path) -> str:
 
 def parse_degrees(text: str) -> list[int]:
     """`"2,4"` as [2, 4]. Raises RewriterError for anything but different numbers from 1 up."""
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    numbers = [int(part) if re.fullmatch(r"\s*[0-9]{1,9}\s*", part) else 0 for part in text.split(",")]
     if min(numbers) < 1 or len({*numbers}) < len(numbers):
-        raise RewriterError(f"--tp {text}: expected a number of ranks, or several different ones, such as 2,4,8.")
+        raise RewriterError(
+            f"--tp {shortened(text)}: expected a number of ranks, or several different ones, such as 2,4,8."
+        )
     return numbers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from rewriter.coverage.coverage_row import Coverage
@@ -65,11 +65,11 @@ def coverage(
 def _run(types: list[str], jobs: int, limit: float) -> list[Coverage]:
     from rewriter.cli.progress import ProgressLine
 
-    with ProgressLine() as progress, tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch:
+    with ProgressLine() as progress, scratch_folder("coverage") as scratch:
         progress("importing")
         # For the processes that check; torch and transformers read these when they are imported. Code of emitted
         # checkpoints is imported from here, not from the user's cache, and `jobs` says how many cores to use.
-        os.environ |= {"HF_MODULES_CACHE": str(Path(scratch, "modules")), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        os.environ |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         from rewriter.coverage.check import check
         from rewriter.coverage.configs import require_registered
         from rewriter.coverage.pool import run

@@ -32,6 +32,6 @@ def start_ranks(arguments: Sequence[str], ranks: int) -> None:
             job.start(f"rank {rank}", [sys.executable, "-m", "rewriter.cli", *arguments], variables(rank))
         failure = job.wait()
     if failure is not None:
-        error = RewriterError(failure.message or f"{failure.name} {failure.how} and said nothing.")
+        error = RewriterError(failure.message or f"{failure.name} {failure.how}. It gave no reason.")
         error.exit_code = failure.code if failure.code and failure.code > 0 else 1
         raise error

@@ -88,6 +88,9 @@ Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before
 Compile = Annotated[
     bool, typer.Option("--compile", help="Compile the decode step first: minutes, for long or many texts.")
 ]
+Check = Annotated[
+    bool, typer.Option("--check", help="First compare every file with its sha256: reads all weights once more.")
+]
 GenerationJson = Annotated[
     bool, typer.Option("--json", help="Print a JSON object per prompt: text, tokens, seconds. Nothing else on stdout.")
 ]

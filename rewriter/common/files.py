@@ -1,11 +1,17 @@
-"""A file that an option names, written at once."""
+"""Files that users name or give: read with every fault in words, written at once."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, VerificationError
+
+MAX_DEPTH = 64  # levels of a JSON file; code that walks through it calls itself as often
 
 
 def require_place(path: Path, option: str) -> None:
@@ -29,3 +35,56 @@ def write_text(path: Path, text: str, option: str) -> None:
         raise RewriterError(f"{option} {path}: cannot be written: {error.strerror or error}.") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path, hint: str) -> dict[str, Any]:
+    """The object that a JSON file holds. `hint` is the next step for who has a broken one.
+
+    Raises RewriterError, naming the file, where it cannot be read, is no regular file, no UTF-8, no JSON or no object,
+    or is nested deeper than 64 levels.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise RewriterError(f"{path}: not a regular file. {hint}")
+        data = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise RewriterError(f"{path}: cannot be read: {error.strerror or error}. {hint}") from error
+    except UnicodeDecodeError as error:
+        raise RewriterError(f"{path}: not UTF-8 text (byte {error.start}). {hint}") from error
+    except RecursionError as error:
+        raise RewriterError(f"{path}: nested deeper than {MAX_DEPTH} levels. {hint}") from error
+    except ValueError as error:
+        raise RewriterError(f"{path}: not valid JSON ({error}). {hint}") from error
+    if not isinstance(data, dict):
+        raise RewriterError(f"{path}: it holds a {type(data).__name__}, not an object. {hint}")
+    if _is_deeper(data, MAX_DEPTH):
+        raise RewriterError(f"{path}: nested deeper than {MAX_DEPTH} levels. {hint}")
+    return data
+
+
+def _is_deeper(data: Any, levels: int) -> bool:
+    inside = [data]
+    for _ in range(levels):
+        inside = [
+            child
+            for value in inside
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, dict | list)
+        ]
+    return bool(inside)
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """Compare the content of a file that `rewrite` wrote. Raises VerificationError where it is another, or missing."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise VerificationError(f"{path}: missing, but the manifest names it. Rewrite the model again.") from None
+    except OSError as error:
+        raise VerificationError(f"{path}: cannot be read: {error.strerror}. Rewrite the model again.") from None
+    if digest != expected:
+        raise VerificationError(
+            f"{path}: changed since it was written (sha256 {digest[:12]}…, the manifest says {expected[:12]}…). "
+            "Rewrite the model again, or keep what was fine-tuned elsewhere."
+        )

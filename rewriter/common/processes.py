@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,6 +31,7 @@ from typing import Any, Self
 from rewriter.common import fork_server
 from rewriter.common.errors import RewriterError
 from rewriter.common.fork_server import end_with_parent
+from rewriter.common.scratch import scratch_folder
 from rewriter.common.version import PACKAGE_PARENT
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL
@@ -105,7 +105,10 @@ class Failure:
     @property
     def how(self) -> str:
         code = self.code or 0
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        memory = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name} (signal {-code}){memory}"
 
     @property
     def status(self) -> int:
@@ -117,7 +120,8 @@ class Processes:
     """Processes that end together: leaving the block stops what still runs, SIGTERM first, SIGKILL after `grace` s.
 
     In the main thread, a SIGTERM or SIGHUP leaves the block with SystemExit(128 + signal). `scratch` is a directory
-    that lasts as long as the block. `logged`: outputs go to files in it; otherwise to this process's own.
+    that lasts as long as the block, or as this process if that is killed. `logged`: outputs go to files in it;
+    otherwise to this process's own.
     """
 
     def __init__(self, *, logged: bool = True, grace: float = GRACE_SECONDS) -> None:
@@ -126,14 +130,9 @@ class Processes:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        self._directory = tempfile.TemporaryDirectory(prefix="rewriter-")
-        self.scratch = Path(self._directory.name)
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-            for number, handler in self._handlers.items():
-                if handler is signal.SIG_DFL:
-                    signal.signal(number, _leave)
-            self._handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+        self._folder = scratch_folder("job")
+        self.scratch = self._folder.__enter__()
+        self._handlers = _leave_on_signals()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,10 +140,9 @@ class Processes:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not leave processes behind
         try:
             self._stop()
-            self._directory.cleanup()
+            self._folder.__exit__(None, None, None)
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            _restore(self._handlers)
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], **options: Any) -> Any:
         """Start `command` with these variables as its environment; `options` are further ones of Popen."""
@@ -257,8 +255,9 @@ def run_ranks(
             late = f"{len(ranks)} ranks gave no result in {timeout:g} s, and were stopped"
             raise RewriterError(f"{about}{late}. The last line of {failure.name}: {failure.line}")
         if failure is not None:
-            how = "failed" if (failure.code or 0) > 0 else failure.how
-            raise RewriterError(failure.message or f"{about}{failure.name} {how}:\n{failure.details}")
+            killed = (failure.code or 0) < 0
+            said = f"{failure.how}. The others were stopped" if killed else f"failed:\n{failure.details}"
+            raise RewriterError(failure.message or f"{about}{failure.name} {said}")
         return [json.loads(result.read_text(encoding="utf-8")) for result in results]
 
 
@@ -276,7 +275,7 @@ def rank_main(work: Callable[[dict[str, Any], int], Any]) -> None:
 def reported() -> Iterator[None]:
     """Within it, the process ends with its parent. An exception is reported to it and ends the process at once:
     to leave a process group in order would be to wait for ranks that may never answer."""
-    end_with_parent()
+    end_with_job()
     try:
         yield
     except BaseException as error:
@@ -288,9 +287,33 @@ def reported() -> Iterator[None]:
         os._exit(error.exit_code if isinstance(error, RewriterError) else 1)
 
 
+def end_with_job() -> None:
+    """End when the process that started this one does, even if it is killed; at once where its job is over already."""
+    end_with_parent()
+    end_if_orphaned()
+
+
+def end_if_orphaned() -> None:
+    """End at once where the `Processes` that this process belongs to was killed before that could be asked for."""
+    parent = _reports_to()[0]
+    if parent and not is_child() and _is_gone(parent):
+        os._exit(1)
+
+
 def is_child() -> bool:
     """Whether a `Processes` started this process."""
     return _reports_to()[0] == os.getppid()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's now, or a system without /proc
+        return False
+    return stat.rpartition(")")[2].split()[0] in "ZX"  # ended, and nobody has asked for its status yet
 
 
 def report(line: str, message: str | None, details: str = "") -> bool:
@@ -313,6 +336,35 @@ def write_json(path: Path, content: Any) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.replace(path)
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """In the main thread, a SIGTERM or SIGHUP within it raises SystemExit(128 + signal), so that what blocks began is
+    put in order, as after a Ctrl-C. A handler that the program has set stays."""
+    before = _leave_on_signals()
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _leave_on_signals() -> dict[int, Any]:
+    """Lets signals leave; returns the handlers before that, none where this is not the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    before: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL and number != signal.SIGINT:
+            signal.signal(number, _leave)
+    return before
+
+
+def _restore(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

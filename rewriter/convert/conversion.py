@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.convert.destination import check_free, check_place
 from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
@@ -20,6 +21,7 @@ from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit import output_files
 from rewriter.emit.card import model_card
+from rewriter.emit.end_tokens import end_tokens
 from rewriter.emit.manifest import (
     GOLDEN,
     MANIFEST,
@@ -87,7 +89,7 @@ def convert(
     mesh = f"-sp{sp}" * (sp > 1) + f"-tp{tp}" * (tp > 1 and not others)
     place = Path(out) if out is not None else Path(f"{Path(model).resolve().name}-{loaded.name}{mesh}")
     if not chosen.resume:
-        check_free(place)
+        check_free(place, model)
 
     progress("tracing")
     with collector_paused():
@@ -147,7 +149,9 @@ def save(
     chosen = SaveOptions(**options)
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
+    check_place(Path(out), program.source.path)
     layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize)
+    end_tokens(layout.checkpoint.directory, program.source.config)  # what is copied can be read
     report = ConversionReport(
         model=output_files.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),
@@ -227,17 +231,3 @@ def _real_weights(
         found.notes.append(reason)
         return None
     return RealWeights(program, options.dtype, progress, options.dequantize)
-
-
-def check_free(out: Path) -> None:
-    """Refuse a place that is taken, before any work is done. `OutputDirectory` decides; this only asks early."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if os.path.lexists(out) and not (out.is_symlink() and not out.exists()):
-        ours = (out / MANIFEST).is_file()
-        what = (
-            "already holds an output of rewriter"
-            if ours
-            else "exists, and is not an output of rewriter: it is not touched"
-        )
-        raise RewriterError(f"{out}: {what}. Choose another --out, or delete it yourself.")

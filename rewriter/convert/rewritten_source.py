@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
 from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
 from rewriter.emit.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
@@ -62,7 +63,7 @@ def open_output(directory: str | os.PathLike[str]) -> Opened:
             "cannot be told from the original's weights. Rewrite the model without untie_norms, or train it with a "
             "trainer of your own: the checkpoint loads in transformers"
         )
-    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    config = read_json(root / "config.json", "Rewrite the model again.")
     if config.get("quantization_config"):
         raise RewriterError(f"{root}: its weights are quantized, and cannot be trained. Rewrite with --dequantize")
     return Opened(root, manifest, config)

@@ -10,7 +10,6 @@ import contextlib
 import json
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers.utils import logging as hf_logging
 from rewriter import ops
 from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.scratch import scratch_folder
 from rewriter.coverage.configs import small_config
 from rewriter.coverage.coverage_row import Coverage, explain
 from rewriter.emit.huggingface import emit_huggingface
@@ -49,11 +49,11 @@ def check(model_type: str) -> Coverage:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     with (
-        tempfile.TemporaryDirectory(prefix="rewriter-coverage-") as scratch,
+        scratch_folder("coverage") as scratch,
         torch.no_grad(),
         contextlib.suppress(_Stopped),
     ):
-        _Subject(result, Path(scratch)).run()
+        _Subject(result, scratch).run()
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 

@@ -91,6 +91,8 @@ def source_config(source: Source) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(file.read_text()) if file and file.is_file() else dict(source.config)
     if config.get("model_type", source.model_type) != source.model_type:
         return dict(source.config)
+    if not config.get("quantization_config", True):  # transformers would look for a method in it
+        del config["quantization_config"]
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
     return config

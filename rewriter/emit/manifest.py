@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
 from rewriter.common.version import VERSION
 
 if TYPE_CHECKING:
@@ -54,18 +55,26 @@ class SequenceEntry(_Part):
     min_bytes: int = 0
 
 
+class FileHeader(_Part):
+    """A safetensors file as a load checks it: its size in bytes and the sha256 of its header."""
+
+    size: int
+    header: str
+
+
 class Runtime(_Part):
     """The sharded runtime module of one mesh: what `rewriter.runtime.load` reads.
 
     `weights` says which ranges of the adapted checkpoint each tensor-parallel rank holds; where ranks have files that
-    were written for them, `ranks` are those. Ranks that share tokens read the same. `sequence` is None where every rank
-    holds all tokens.
+    were written for them, `ranks` are those, and `headers` what they are known by. Ranks that share tokens read the
+    same. `sequence` is None where every rank holds all tokens.
     """
 
     module: str
     class_name: str = Field(alias="class")
     weights: str | None = None
     ranks: list[str] | None = None
+    headers: dict[str, FileHeader] | None = None
     sequence: SequenceEntry | None = None
 
 
@@ -248,13 +257,10 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not directory.is_dir():
         raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.") from None
-    except (OSError, ValueError) as error:
-        raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again.") from error
-    if isinstance(data, Mapping) and data.get("schema") != SCHEMA:
+    if not os.path.lexists(path):
+        raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.")
+    data = read_json(path, "Rewrite the model again.")
+    if data.get("schema") != SCHEMA:
         raise RewriterError(
             f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Rewrite the model again."
         )

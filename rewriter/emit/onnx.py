@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.files import read_json
 from rewriter.emit.manifest import read_manifest
 
 # A protobuf file ends at 2 GiB; above this many bytes of weights they are in FILE.data. Some room is for the graph.
@@ -77,12 +77,7 @@ def _load(directory: Path, trust_remote_code: bool) -> nn.Module:
     """The model in float32, with the attention and the experts that can be exported."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise RewriterError(
-            f"{directory}: no readable config.json, so it is no Hugging Face model ({error})."
-        ) from error
+    config = read_json(directory / "config.json", "It is no Hugging Face model.")
     if "auto_map" in config and not trust_remote_code:
         _require_own_code(directory)
     try:

@@ -17,7 +17,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference, Tensor
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.kept_tensors import kept_tensors
-from rewriter.emit.manifest import PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
+from rewriter.emit.manifest import FileHeader, PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
 from rewriter.emit.weight_references import weight_references
@@ -26,6 +26,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, SINGLE
 from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.header import read_header
 from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -124,7 +125,7 @@ def plan(
                 parameter: (expression := kept.stored(spec.on_rank(rank)), _cast(checkpoint, expression, target))
                 for parameter, spec in program.parameters.items()
             }
-            metadata[name] = {"format": "pt"}
+            metadata[name] = {"format": "pt", "rank": str(rank), "mesh": mesh}
     else:
         assert entry.weights is not None
         references[entry.weights] = weight_references(program, changed, kept.shapes)
@@ -180,6 +181,9 @@ def write(
 
     progress("weights", 0, total)
     convert_files(layout.checkpoint, copies, plans, link=link, early=early, finished=finished)
+    for entry in layout.runtime.values():
+        headers = {name: read_header(output.path(name)) for name in entry.ranks or ()}
+        entry.headers = {name: FileHeader(size=h.size, header=h.sha256) for name, h in headers.items()} or None
     if layout.references:
         adapted = Checkpoint.open(output.staging)
         for name, references in layout.references.items():

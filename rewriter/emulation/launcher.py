@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED, Processes, environment, free_port, place
+from rewriter.common.scratch import scratch_folder
 from rewriter.emulation.config import EmulationConfig
 from rewriter.emulation.heterogeneous import slowest
 
@@ -56,9 +56,9 @@ def launch_in_turn(config: EmulationConfig, script: Sequence[str], *, as_module:
     A job is from the start of its default process group to its end.
     """
     found: dict[int, float] = {}
-    with tempfile.TemporaryDirectory(prefix="emulated-") as directory:
+    with scratch_folder("emulated") as directory:
         for rank in config.real:
-            file = Path(directory, str(rank))
+            file = directory / str(rank)
             alone = config.model_copy(update={"real": (rank,), "seconds_file": str(file)})
             code = launch(alone, script, as_module=as_module)
             if code:

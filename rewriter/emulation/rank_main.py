@@ -22,14 +22,13 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.fork_server import end_with_parent
-from rewriter.common.processes import EMULATED
+from rewriter.common.processes import EMULATED, end_with_job
 from rewriter.emulation.backend import register
 from rewriter.emulation.config import EmulationConfig
 
 
 def main(arguments: Sequence[str]) -> None:
-    end_with_parent()
+    end_with_job()
     config = EmulationConfig.from_environment()
     if config is None:
         raise RewriterError(f"{EMULATED} is not set. Start the script with `python -m rewriter.emulation`")

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.suggestions import nearest
 
 Selection = str | int | Sequence[int]
@@ -42,7 +42,7 @@ def check(selection: object) -> None:
         raise RewriterError("layers: an empty list selects no layer. Leave the pass out of the recipe instead.")
     numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool)]
     if len(numbers) < len(layers):
-        raise RewriterError(f"layers: {selection!r} is no selection of layers. Write {FORMS}.")
+        raise RewriterError(f"layers: {shortened(repr(selection))} is no selection of layers. Write {FORMS}.")
     for layer in numbers:
         if layer < 0:
             raise RewriterError(
@@ -111,7 +111,7 @@ def _check_text(text: str) -> None:
         return
     guess = nearest(text.split(":")[0], (*_PARTS, "last:", "first:"))
     raise RewriterError(
-        f"layers: {text!r} is no selection of layers. "
+        f"layers: {shortened(repr(text))} is no selection of layers. "
         + (f"Did you mean {guess + '4' if guess.endswith(':') else guess}? " if guess else "")
         + f"Write {FORMS}."
     )
@@ -121,6 +121,7 @@ def _in_range(selection: Selection, layers: tuple[int, ...], num_layers: int) ->
     beyond = [layer for layer in layers if layer >= num_layers]
     if beyond:
         raise RewriterError(
-            f"layers: {selection} names layer {beyond[-1]}, the model has {num_layers} layers: 0 to {num_layers - 1}."
+            f"layers: {shortened(selection)} names layer {beyond[-1]}, the model has {num_layers} layers: 0 to "
+            f"{num_layers - 1}."
         )
     return layers

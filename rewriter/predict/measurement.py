@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
 from rewriter.common.processes import run_ranks
+from rewriter.common.scratch import scratch_folder
 from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.predict.rank_worker import Spec, Variant
@@ -148,10 +148,10 @@ def measure(
     for p in predicted.predictions:
         program = by_name[p.recipe]
         require_memory(p, where)
-        with tempfile.TemporaryDirectory(prefix="rewriter-predict-") as scratch:
+        with scratch_folder("predict") as scratch:
             ranks = classes(program)
             shards = sorted({rank % program.mesh.get("tp", 1) for rank in ranks})
-            made = variant(program, p.recipe, Path(scratch, "rank"), shards)
+            made = variant(program, p.recipe, scratch / "rank", shards)
             asked = replace(spec([made], job, where, cluster, cores(1, where)), silent=True)
             measured[p.recipe] = slowest([emulated(asked, rank)[p.recipe] for rank in ranks])
     return with_measured(predicted, measured, where)

@@ -7,7 +7,6 @@ slows both.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from rewriter.analysis.communication import collectives
 from rewriter.analysis.rank_memory import memory
 from rewriter.common.errors import RewriterError
 from rewriter.common.numbers import size
+from rewriter.common.scratch import scratch_folder
 from rewriter.ir import Program
 from rewriter.predict import measurement
 from rewriter.predict.measurement import PassSeconds, cores, spec
@@ -58,8 +58,7 @@ def validate(programs: Sequence[tuple[str, Program]], job: Workload, named: Clus
         return Validation("", named.fabric, (), str(error))
     real: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
     predicted: dict[str, list[PassSeconds]] = {recipe: [] for recipe, _ in programs}
-    with tempfile.TemporaryDirectory(prefix="rewriter-validate-") as name:
-        scratch = Path(name)
+    with scratch_folder("validate") as scratch:
         delays, busy = (named, None) if where == "cuda" else _calibrated(programs, job, scratch)
         variants = [
             measurement.variant(program, recipe, scratch / str(index), range(program.mesh.get("tp", 1)))

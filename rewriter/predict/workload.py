@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
+
+MOST_TOKENS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Workload:
 
     `graphed`: compiled, and replayed from CUDA graphs; otherwise every operator is launched by itself. `sp`: ranks
     that share tokens, in recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few
-    as hold them). Raises RewriterError for a number below 1.
+    as hold them). Raises RewriterError for a number below 1, and for more
+    tokens than 2^32.
     """
 
     batch: int = 1
@@ -32,6 +35,12 @@ class Workload:
         for name in ("batch", "prompt", "generate"):
             if getattr(self, name) < 1:
                 raise RewriterError(f"{name}: {getattr(self, name)}; expected 1 or more")
+        tokens = self.batch * (self.prompt + self.generate)
+        if tokens > MOST_TOKENS:
+            raise RewriterError(
+                f"batch × (prompt + generate) is {shortened(tokens, 30)} tokens; expected {MOST_TOKENS:,} at most. "
+                "Give smaller numbers"
+            )
 
     @property
     def past(self) -> int:

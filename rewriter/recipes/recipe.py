@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Location, Problem, read, read_file
 from rewriter.recipes import catalogue
@@ -166,7 +166,7 @@ class Recipe(Strict):
         """Where an option was written: the line of the file, or the override."""
         key = f"{self.passes[index].pass_name}.{option}"
         if key in self._overrides:
-            return Problem(0, f"--set {key}={self._overrides[key]}")
+            return Problem(0, f"--set {key}={shortened(self._overrides[key])}")
         location: Location = ("passes", index) if option is None else ("passes", index, option)
         return Problem(
             self._document.line(location) if self._document.lines else 0, key if option else key.split(".")[0]
@@ -207,5 +207,5 @@ def _override_value(key: str, value: Any) -> Any:
         return value
     document = read(value)
     if document.problems:
-        raise RewriterError(f"--set {key}={value}: {document.problems[0].message}")
+        raise RewriterError(f"--set {key}={shortened(value)}: {document.problems[0].message}")
     return document.data

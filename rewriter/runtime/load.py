@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, VerificationError
+from rewriter.common.files import check_sha256, read_json
 from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
 from rewriter.ops import SequencePlan
 from rewriter.runtime.attention.mesh import sequence_mesh
@@ -40,6 +40,7 @@ def load(
     compile: bool = False,
     stream: bool = False,
     keep_quantized: bool = True,
+    check: bool = False,
 ) -> nn.Module:
     """This rank's module of a rewritten model, in eval mode, with its weights on `device`.
 
@@ -53,9 +54,12 @@ def load(
     stay as they are stored and are dequantized where they are used, unless `keep_quantized` is False or segments are
     compiled. Runs the directory's own module.py, so load only what you trust.
 
-    Raises RewriterError if the manifest, the module or the rank's file is missing or unreadable, if the number of
-    processes is not dp times the one the files were made for, and if names or shapes in the file are not those of the
-    module.
+    Of files with weights it checks that they are those of this rank and mesh, their sizes and their headers; with
+    `check` also their contents, which reads all of them.
+
+    Raises RewriterError if the manifest, the module or the rank's file is missing, unreadable or another than `rewrite`
+    wrote, if the number of processes is not dp times the one the files were made for, and if names or shapes in the
+    file are not those of the module; VerificationError for contents that changed.
     """
     root = Path(directory)
     if dp < 1:
@@ -73,8 +77,10 @@ def load(
         raise RewriterError(
             f"{root}: its module shares tokens by {found}, but rewrite.json says {made.plan}. Rewrite the model again"
         )
-    keep = keep_quantized and not compile
-    fill(model, made.weights(root, rank), device=where, dtype=dtype, stream=stream, keep_quantized=keep)
+    keep, weights = keep_quantized and not compile, made.weights(root, rank)
+    if check:
+        made.check(root, weights)
+    fill(model, weights, device=where, dtype=dtype, stream=stream, keep_quantized=keep)
     model.eval()
     if compile:
         compile_segments(model)
@@ -86,18 +92,35 @@ def load(
 class _Made:
     """The manifest's part on the runtime module. `plan`: how `sequence` ranks share tokens, None if they do not.
 
-    `bound`: the function of the checkpoint is bound to the number of tensor-parallel ranks.
+    `bound`: the function of the checkpoint is bound to the number of tensor-parallel ranks. `name`: of the mesh.
+    `files`: the sha256 of every file of the directory.
     """
 
     tensor: int
     plan: SequencePlan | None
     entry: dict[str, Any]
     bound: bool
+    name: str
+    files: dict[str, str]
 
     def weights(self, root: Path, rank: int) -> RankWeights:
         if (references := self.entry.get("weights")) is not None:
-            return RankWeights.open(root, _inside(root, references), rank)
-        return RankWeights.of_file(_inside(root, self.entry["ranks"][rank]))
+            found = RankWeights.open(root, _inside(root, references), rank)
+            if references in self.files:
+                check_sha256(root / references, self.files[references])
+            return found
+        name = self.entry["ranks"][rank]
+        said = (self.entry.get("headers") or {}).get(name)
+        known = None if said is None else (int(said["size"]), str(said["header"]))
+        return RankWeights.of_file(_inside(root, name), known, rank=str(rank), mesh=self.name)
+
+    def check(self, root: Path, weights: RankWeights) -> None:
+        """Compare the contents of the files that a rank reads with the manifest."""
+        for path in weights.checkpoint.files:
+            name = path.relative_to(root).as_posix()
+            if name not in self.files:
+                raise VerificationError(f"{root}: its manifest does not list {name}, so its content cannot be checked")
+            check_sha256(path, self.files[name])
 
     @property
     def sequence(self) -> int:
@@ -111,18 +134,16 @@ class _Made:
 def _made_for(root: Path, processes: int) -> _Made:
     """The module for so many processes; where there is none, that of the mesh that the manifest names."""
     path = root / "rewrite.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RewriterError(f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote") from None
-    except (OSError, ValueError) as error:
-        raise RewriterError(f"{path}: cannot be read as JSON ({error}). Rewrite the model again") from error
+    if not os.path.lexists(path):
+        raise RewriterError(f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote")
+    manifest = read_json(path, "Rewrite the model again")
     try:
         mesh = {axis: int(size) for axis, size in manifest["mesh"].items()}
         others = [dict(tp=1) | {part[:2]: int(part[2:]) for part in name.split("-")} for name in manifest["runtime"]]
         mesh = next((m for m in (mesh, *others) if m["tp"] * m.get("sp", 1) == processes), mesh)
         ranks, sequence = mesh["tp"], mesh.get("sp", 1)
-        entry = manifest["runtime"]["-".join(f"{a}{mesh[a]}" for a in ("sp", "tp") if mesh.get(a, 1) > 1) or "tp1"]
+        name = "-".join(f"{a}{mesh[a]}" for a in ("sp", "tp") if mesh.get(a, 1) > 1) or "tp1"
+        entry = manifest["runtime"][name]
         references, files = entry.get("weights"), entry.get("ranks")
         names = [entry["module"], entry["class"], *([references] if files is None else files)]
         plan = None
@@ -148,7 +169,7 @@ def _made_for(root: Path, processes: int) -> _Made:
         raise RewriterError(
             f"{path}: its mesh has sp={sequence}, but its tokens are sharded by {plan}. It is not as `rewrite` wrote it"
         )
-    return _Made(ranks, plan, entry, bound is not None)
+    return _Made(ranks, plan, entry, bound is not None, name, dict(manifest.get("files") or {}))
 
 
 def _wrong_world(made: _Made, dp: int, world: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_json
+from rewriter.tracing.config_numbers import check_numbers, check_sizes
+from rewriter.tracing.model_errors import refused
 
 # The dtype of every trace. It differs from float32, so that casts to "the model's dtype" can be told from casts to
 # fp32.
 TRACE_DTYPE = torch.bfloat16
+LARGE = 1 << 24  # elements
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_EAGER = {"attn_implementation": "eager"}
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,17 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
         refuse_per_rank(source.model_type, source.to_dict())
         return source
     path = Path(source)
-    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
+    looks_local = os.path.lexists(path) or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
     if looks_local and not path.exists():
         raise RewriterError(f"no such model: {source}. Give a Hugging Face directory, a config.json or a hub id.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
     try:
         if path.exists():
-            data = _json_object(path if path.is_file() else path / "config.json", source)
+            file = path if path.is_file() else path / "config.json"
+            data = read_json(file, "It is no Hugging Face config: download it again, or name another model.")
             refuse_per_rank(source, data)
+            check_numbers(file, data)
             if "auto_map" in data and not trust_remote_code:
                 raise RewriterError(
                     f"{source} brings its own Python code (auto_map). Read it, then pass --trust-remote-code to run it."
@@ -67,21 +75,15 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
                 return AutoConfig.for_model(**data)
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
         refuse_per_rank(source, config.to_dict())
+        if not path.exists():
+            check_numbers(str(source), config.to_dict())
         return config
     except RewriterError:
         raise
-    except json.JSONDecodeError as error:
-        raise RewriterError(f"{source}: config.json is not valid JSON ({error}).") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # a config class's own code raises what it likes
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
-        raise RewriterError(f"{what}. {' '.join(str(error).split()):.300}") from error
-
-
-def _json_object(path: Path, source: Any) -> dict[str, Any]:
-    data = json.loads(path.read_text())
-    if not isinstance(data, dict):
-        raise RewriterError(f"{source}: config.json holds a {type(data).__name__}, not an object: it is no config.")
-    return data
+        said = f"{type(error).__name__}: " if isinstance(error, ArithmeticError | LookupError) else ""
+        raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}") from error
 
 
 def refuse_per_rank(source: Any, config: Any) -> None:
@@ -96,18 +98,13 @@ def refuse_per_rank(source: Any, config: Any) -> None:
 def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) -> Skeleton:
     """Instantiate the causal LM of `config` without allocating its parameters.
 
-    Raises RewriterError when no causal LM is registered for the config or its decoder layers cannot be found.
+    Raises RewriterError when no causal LM is registered for the config, when it has sizes that no model can have, and
+    when its decoder layers cannot be found.
     """
     declared = getattr(config, "dtype", None)  # the build sets its own
-    try:
-        with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
-            )
-    except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-        raise RewriterError(
-            f"model type {config.model_type!r} cannot be built as a causal LM: {str(error).splitlines()[0]}"
-        ) from error
+    with refused(f"model type {config.model_type!r} cannot be built as a causal LM"):
+        check_sizes(config)
+        model = build_on_meta(config, torch.float32, trust_remote_code=trust_remote_code, **_EAGER)
     model.eval()
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -154,16 +151,39 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
 def _buffers_in_model_dtype(config: PreTrainedConfig, trust_remote_code: bool) -> frozenset[str]:
     """The buffers that have the dtype of the model (position tables), in contrast to those that are always float32."""
     declared = getattr(config, "dtype", None)
-    with parameters_on_meta():
-        other = AutoModelForCausalLM.from_config(
-            config, dtype=TRACE_DTYPE, attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
+    other = build_on_meta(config, TRACE_DTYPE, trust_remote_code=trust_remote_code, **_EAGER)
     config.dtype = declared
     return frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
 
 
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """The causal LM of `config`: parameters on the meta device, never in memory; buffers with their values.
+
+    `options` are those of `from_config`. Raises what the model's own code raises.
+    """
+    model: PreTrainedModel
+    with contextlib.suppress(Exception), _parameters_on_meta(), _LargeOnMeta():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        if not any(buffer.is_meta for buffer in model.buffers()):
+            return model
+    with _parameters_on_meta():  # a buffer is large, or was filled after torch.empty made it
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    return model
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What torch.empty makes, and whatever is large, is made on the meta device: it will be a parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in _FACTORIES or kwargs.get("device") is not None or "out" in kwargs:
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "meta"})
+        return made if func is torch.empty or made.numel() >= LARGE else func(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> Iterator[None]:
     """Every parameter that a module registers in the block goes to the meta device; buffers keep their values."""
     register = nn.Module.register_parameter
 

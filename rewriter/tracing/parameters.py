@@ -18,6 +18,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Stack, Transpose
 from rewriter.weights import Checkpoint
 
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 COMPARED = 1 << 24  # elements that are compared at a time
 
 
@@ -38,11 +39,13 @@ def checkpoint_expressions(
     A pair that the config ties, and of which the checkpoint holds both with different values, is not tied:
     transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain.
 
-    Raises RewriterError naming tensors that are missing, surplus or of another shape, before any weight is read.
+    Raises RewriterError naming tensors that are missing, surplus, of another shape or no floating-point numbers, before
+    any weight is read.
     Tensors that transformers itself ignores on load are no error.
     """
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     ties = tied_parameters(model)
     renamings, converters = _transforms(model)
     known = dict.fromkeys(wanted, True)
@@ -86,6 +89,12 @@ def checkpoint_expressions(
             raise RewriterError(
                 f"{name}: the checkpoint holds {_sizes(found)}, its config says {_sizes(wanted[name])}. "
                 "Config and weights do not belong together."
+            )
+        if state[name].is_floating_point() and (others := expression.dtypes(checkpoint.dtypes) - FLOATS):
+            raise RewriterError(
+                f"{name}: the checkpoint in {checkpoint.directory} stores it as {min(others)}, and a model computes "
+                "with floating-point numbers. Where it is quantized, config.json has to say how (quantization_config); "
+                "else save it in bf16."
             )
     return expressions, ties
 

@@ -139,10 +139,15 @@ def calibration_tokens(program: Program, text: str | None = None) -> tuple[torch
     return torch.randint(vocabulary, (min(most, 512),), generator=generator), f"random tokens, since {why}"
 
 
+def tokenizer_files(directory: Path) -> list[str]:
+    """The files of a tokenizer that lie in a directory."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    return [name for name in names if (directory / name).is_file()]
+
+
 def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | None:
     """The checkpoint's tokenizer, or None where it has none that loads."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if path is None or not any((Path(path) / name).is_file() for name in names):
+    if path is None or not tokenizer_files(Path(path)):
         return None
     from transformers import AutoTokenizer
 

@@ -14,7 +14,7 @@ from rewriter.emit.manifest import ranks_of
 from rewriter.ir import Program
 from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import least_quantized
-from rewriter.tracing.meta_model import parameters_on_meta
+from rewriter.tracing.meta_model import build_on_meta
 from rewriter.tracing.parameters import checkpoint_expressions
 from rewriter.verify import subprocess_logits
 from rewriter.verify.comparison import REAL_WEIGHTS, Verification
@@ -94,10 +94,7 @@ def streamed_model(directory: Path, remote_code: bool, target: torch.dtype | Non
     quantized = _quantized(checkpoint)
     tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
-    with parameters_on_meta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=remote_code
-        ).eval()
+    model = build_on_meta(config, torch.float32, attn_implementation="eager", trust_remote_code=remote_code).eval()
     expressions, ties = checkpoint_expressions(model, checkpoint, tensors)
 
     def read(name: str) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +10,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.expressions import Expression, Tensor
+from rewriter.common.files import check_sha256, read_json
 from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
 
 
@@ -81,21 +80,9 @@ def check_files(
             raise RewriterError(
                 f"{root}: its manifest names {name!r}, outside the directory. `rewrite` did not write it so."
             )
-        try:
-            with open(root / name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError:
-            raise VerificationError(
-                f"{root / name}: missing, but the manifest names it. Rewrite the model again."
-            ) from None
-        if digest != manifest.files[name]:
-            raise VerificationError(
-                f"{root / name}: changed since it was written (sha256 {digest[:12]}…, the manifest says "
-                f"{manifest.files[name][:12]}…). Rewrite the model again, or keep what was fine-tuned elsewhere."
-            )
+        check_sha256(root / name, manifest.files[name])
 
 
 def config_of(root: Path) -> dict[str, Any]:
     """config.json of an output directory."""
-    data: dict[str, Any] = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    return data
+    return read_json(root / "config.json", "Rewrite the model again.")

@@ -7,7 +7,6 @@ everywhere (see `shrink`). Its weights are random and large, so that a block tha
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import VerificationError
+from rewriter.common.scratch import scratch_folder
 from rewriter.emit.manifest import mesh_name, ranks_of
 from rewriter.ir import Program
 from rewriter.ops import SequencePlan
@@ -74,8 +74,8 @@ def check_shrunken(
     mesh = {"tp": ranks, **({} if plan is None else {"sp": plan.ranks})}
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
-    with tempfile.TemporaryDirectory(prefix="rewriter-shrunken-") as scratch:
-        model, traced, program = _telling(small, mapped, mesh, Path(scratch, "model"), trust_remote_code, progress)
+    with scratch_folder("shrunken") as scratch:
+        model, traced, program = _telling(small, mapped, mesh, scratch / "model", trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
         for ids in batches:
             wanted = original_logits(model, ids)
@@ -100,7 +100,7 @@ def check_shrunken(
                 quantized = [simulate(program, ids, host=model) for ids in batches]
         if write is not None:
             progress("shrunken check: emitting")
-            out = Path(scratch, "out")
+            out = scratch / "out"
             write(program, out)
             compare_emitted(result, out, mesh, batches, expected, quantized, limit=limit, progress=progress)
     return result

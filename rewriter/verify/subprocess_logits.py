@@ -81,6 +81,8 @@ def _run(
         if failure is not None:
             if os.environ.get("REWRITER_DEBUG", "0") not in ("", "0"):
                 sys.stderr.write(failure.details)
+            if failure.code is not None and failure.code < 0:
+                raise VerificationError(f"{what}: {failure.name} {failure.how}. Run again.")
             ended = f"failed (status {failure.code})" if failure.code else f"gave no result in {TIMEOUT:.0f} s"
             raise VerificationError(f"{what} {ended}: {failure.line}")
         found = load_file(result)

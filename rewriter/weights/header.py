@@ -160,6 +160,8 @@ def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> TensorI
     available = size - start
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1] or offsets[1] > available:
         raise _broken(path, f"{name!r} has the data_offsets {_short(offsets)}; the file has {available} bytes of data")
+    if prod(size for size in shape if size) * BITS[dtype] >= 1 << 63:  # strides of an empty tensor count too
+        raise _broken(path, f"{name!r} has the shape {_short(shape)}, more than any tensor can have")
     bits, nbytes = prod(shape) * BITS[dtype], offsets[1] - offsets[0]
     if bits != 8 * nbytes:
         needed = f"{dtype} of shape {_short(shape)} takes {-(-bits // 8)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpose
 from rewriter.weights.checkpoint import Checkpoint
 
@@ -44,13 +44,19 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     said = config.get("quantization_config") or config.get("compression_config")
     if not said:
         return None
+    if not isinstance(said, Mapping):
+        raise RewriterError(f"{checkpoint.directory}: its quantization_config is {shortened(said)}, not an object.")
     method = str(said.get("quant_method", "unknown")).replace("_", "-")
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = {"float32": "F32", "float16": "F16"}.get(named, "BF16")
     find = _METHODS.get(method)
     if find is None:
         raise _refused(checkpoint, f"{method}{_bits(said)}", f"{', '.join(sorted(_METHODS))} are known")
-    kind, found, dropped = find(checkpoint, said, dtype)
+    try:
+        kind, found, dropped = find(checkpoint, said, dtype)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {shortened(error)}"
+        raise _refused(checkpoint, method, f"its quantization_config is not as known ({what})") from error
     if not found:
         raise RewriterError(
             f"{checkpoint.directory}: config.json says that weights are quantized ({kind}), but none of the tensors is."

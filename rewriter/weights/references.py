@@ -27,7 +27,7 @@ from rewriter.common.expressions import (
     Transpose,
 )
 from rewriter.weights.checkpoint import Checkpoint, mixed_dtypes, torch_dtype
-from rewriter.weights.header import parse_json, read_header
+from rewriter.weights.header import SafetensorsHeader, parse_json, read_header
 from rewriter.weights.narrowing import is_dequantized
 
 if TYPE_CHECKING:
@@ -85,9 +85,22 @@ class RankWeights:
         return cls(path, checkpoint, parameters)
 
     @classmethod
-    def of_file(cls, path: Path) -> RankWeights:
-        """The weights of a rank that has a file with nothing but them. Raises RewriterError for a broken header."""
-        checkpoint = Checkpoint(path.parent, {path: read_header(path)})
+    def of_file(cls, path: Path, known: tuple[int, str] | None = None, **expected: str) -> RankWeights:
+        """The weights of a rank that has a file with nothing but them.
+
+        `known` are its size in bytes and the sha256 of its header, `expected` what its metadata say ("rank", "mesh").
+        Raises RewriterError for a broken header, and for one that is another.
+        """
+        header = read_header(path)
+        for name, value in expected.items():
+            if (found := header.metadata.get(name, value)) != value:
+                raise RewriterError(
+                    f"{path}: it holds the weights of {name} {found}, not of {name} {value}. Put the files back as "
+                    "`rewrite` named them, or rewrite the model again"
+                )
+        if known is not None and (changed := _change(header, *known)):
+            raise RewriterError(f"{path}: changed since `rewrite` wrote it: {changed}. Rewrite the model again")
+        checkpoint = Checkpoint(path.parent, {path: header})
         return cls(path, checkpoint, {name: Tensor(name) for name in checkpoint.tensors})
 
     def dtype(self, name: str) -> torch.dtype:
@@ -168,13 +181,19 @@ def _unchanged(root: Path, name: str, size: int, digest: str) -> Any:
     if not path.is_file():
         raise RewriterError(f"{path}: no such file, but weights of the ranks are ranges of it. Rewrite the model again")
     header = read_header(path)
-    if (header.size, header.sha256) != (size, digest):
-        what = f"it has {header.size} bytes, not {size}" if header.size != size else "its header is another"
+    if changed := _change(header, size, digest):
         raise RewriterError(
-            f"{path}: changed since `rewrite` wrote the weights of the ranks as ranges of it: {what}. Rewrite the "
+            f"{path}: changed since `rewrite` wrote the weights of the ranks as ranges of it: {changed}. Rewrite the "
             "model again"
         )
     return header
+
+
+def _change(header: SafetensorsHeader, size: int, digest: str) -> str:
+    """What differs from the file that had this size and header, in words; "": nothing."""
+    if header.size != size:
+        return f"it has {header.size} bytes, not {size}"
+    return "" if header.sha256 == digest else "its header is another"
 
 
 def _read(path: Path) -> Any:

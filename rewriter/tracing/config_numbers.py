@@ -1,0 +1,60 @@
+"""Numbers of a config that no model can have: refused by name, before anything is built with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rewriter.common.errors import RewriterError, shortened
+
+MOST_LAYERS = 10_000
+LARGEST = 1 << 24  # of a layer, a vocabulary, a number of heads or experts: a hundred times those of any model known
+
+# As transformers calls them in every config; a list has a number per layer.
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+_BASES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
+_Place = tuple[str, ...]
+
+
+def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
+    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0 and a rotary base that is not above 0."""
+    for place, value in _floats(config):
+        name = place[-1]
+        if math.isnan(value):
+            wrong = "expected a number"
+        elif name.endswith(_BASES) and not 0 < value < math.inf:
+            wrong = "expected a base above 0"
+        elif name.endswith(("_eps", "epsilon")) and not 0 <= value < math.inf:
+            wrong = "expected a small number, 0 or more"
+        else:
+            continue
+        raise RewriterError(f"{file}: {'.'.join(place)} is {value}, {wrong}. Correct it, or download the file again.")
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Raise RewriterError, naming the key, for sizes below 1, and for those that no machine could hold."""
+    text = config.get_text_config(decoder=True)
+    values = text.to_dict()  # the attributes of some types cannot be asked for
+    for name in ("num_hidden_layers", *_SIZES):
+        written = text.attribute_map.get(name, name)
+        given = values.get(written)
+        most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= most:
+                raise RewriterError(
+                    f"config of model type {config.model_type!r}: {written} is {shortened(value, 30)}, "
+                    f"expected 1 to {most:,}. Correct it, or download the config again."
+                )
+
+
+def _floats(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float]]:
+    """Every number of a config with its place, but for those in lists."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _floats(value, (*place, name))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (*place, name), min(value, 1 << 1000) if isinstance(value, int) else value
