@@ -178,7 +178,7 @@ def stream(layers, x):
 
 RANDOM = torch.Generator().manual_seed(0)
 TABLES = [[[0, 1], [1, 1], [1, 1]], [[0, 0], [1, 1], [0, 0]], [[0, 1]] * 3] + [
-    [[0, *torch.randint(2, (1,), generator=RANDOM).tolist()]] + torch.randint(2, (4, 2), generator=RANDOM).tolist()
+    [[0, *torch.randint(2, (1,), generator=RANDOM).tolist()], *torch.randint(2, (4, 2), generator=RANDOM).tolist()]
     for _ in range(8)
 ]
 
