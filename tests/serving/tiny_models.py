@@ -37,11 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 256, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
     "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
     "deepseek_v3": {
-        "head_dim": 16,
+        "head_dim": 64,
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
+        "kv_lora_rank": 512,  # with the channels of the rope 576, all that vLLM attends to on a CPU
+        "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 16,
         "v_head_dim": 32,
         "n_routed_experts": 4,

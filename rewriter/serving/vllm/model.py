@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -104,7 +105,8 @@ def with_generated_config(vllm_config: VllmConfig) -> None:
         raise ValueError("rewriter: the Transformers backend runs the checkpoint's own code: give --trust-remote-code")
     name = model.hf_config.auto_map["AutoConfig"]
     generated = get_class_from_dynamic_module(name, model.model, revision=model.revision)
-    model.hf_config = generated.from_dict(model.hf_config.to_dict())
+    given = {key: value for key, value in model.hf_config.to_dict().items() if key != "model_type"}
+    model.hf_config = generated.from_dict(given)
     model.hf_text_config = model.hf_config.get_text_config()
 
 
@@ -115,7 +117,9 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
     blocks = {index: blocks_of(layer) for index, layer in layers.items()}
     forms = {index: form_of(layer, blocks[index], dtype) for index, layer in layers.items()}
     mergeable = all(form.mergeable for form in forms.values())
-    schedule = schedule_of(config, [min(layers) - 1, max(layers)], mergeable)
+    cuts = stage_ends(vllm_config.parallel_config.pipeline_parallel_size, config.num_hidden_layers)
+    schedule = schedule_of(config, cuts, mergeable)
+    refuse_cuts(schedule, cuts, all(form.paired for form in forms.values()))
     previous: Any = None
     for index, layer in layers.items():
         form, steps = forms[index], schedule.layers[index]
@@ -160,6 +164,25 @@ def decoder_layers(model: nn.Module, count: int) -> dict[int, nn.Module]:
     if len(found) != 1:
         raise Unsupported(f"{type(model).__name__} has {len(found)} lists of {count} decoder layers")
     return found[0]
+
+
+def stage_ends(stages: int, layers: int) -> list[int]:
+    """The last layer of every pipeline stage but the last one."""
+    return [get_pp_indices(layers, stage, stages)[1] - 1 for stage in range(stages - 1)]
+
+
+def refuse_cuts(schedule: Schedule, cuts: Sequence[int], paired: bool) -> None:
+    """Raises ValueError on every stage where one of them could not be told what it reads late, or has added alone."""
+    drifting = False
+    for index, steps in enumerate(schedule.layers):
+        if index - 1 in cuts and (drifting or (steps[0].late and (steps[0].own or not paired))):
+            free = [i for i in range(1, len(schedule.layers)) if not schedule.layers[i][0].late]
+            raise ValueError(
+                f"rewriter: a pipeline stage would begin at layer {index}, which reads more than the residual stream. "
+                f"Use tensor parallelism, or stages that begin at one of the layers {free} (VLLM_PP_LAYER_PARTITION)"
+            )
+        for step in steps:
+            drifting = step.sum is Sum.DROP or (drifting and step.sum not in (Sum.RESYNC_SUM, Sum.RESYNC_MEAN))
 
 
 def own_norms(

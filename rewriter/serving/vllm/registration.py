@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -29,9 +28,7 @@ def _on_backend(known: object) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """The model or config class of this name: `RewriterLlamaForCausalLM`, or `rewriter_llama`."""
-    if name.startswith(TYPE_PREFIX):
-        return _config_class(name)
+    """The class of a model, as `RewriterLlamaForCausalLM`."""
     if name.startswith(PREFIX):
         from rewriter.serving.vllm.model import rewritten_class
 
@@ -42,17 +39,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _forwarding(model_type: str) -> type[PretrainedConfig]:
-    """A class under which transformers finds `model_type`; only when it is used, it imports the source's class."""
+    """What transformers finds under `model_type`: it makes a config of the source's class and type, by which vLLM knows
+    the model's attention. That class is imported only when it is used."""
 
     def from_dict(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return getattr(sys.modules[__name__], model_type).from_dict(config_dict, **kwargs)
+        source = model_type.removeprefix(TYPE_PREFIX)
+        return CONFIG_MAPPING[source].from_dict(config_dict | {"model_type": source}, **kwargs)
 
     return type(model_type, (PretrainedConfig,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
-
-
-def _config_class(model_type: str) -> type[PretrainedConfig]:
-    """The source's class of configs under another model type; a name of this module, so that it can be pickled."""
-    source = CONFIG_MAPPING[model_type.removeprefix(TYPE_PREFIX)]
-    made = type(model_type, (source,), {"model_type": model_type, "__module__": __name__})
-    setattr(sys.modules[__name__], model_type, made)
-    return made
