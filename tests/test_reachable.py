@@ -1,4 +1,5 @@
-"""Every module of the package is reached from what a user holds: the command, the public API, recipes or pages.
+"""Every module of the package is reached from what a user holds: the command, the public API, entry points, recipes or
+pages.
 
 Imports are read from the source. A name that a package's `__init__` passes on leads to the module that defines it, not
 to everything else that the package exports.
@@ -6,6 +7,7 @@ to everything else that the package exports.
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator, Set
 from functools import cache
 from pathlib import Path
@@ -85,8 +87,15 @@ def passes(names: list[str]) -> set[str]:
     return {available()[name].__module__ for name in names}
 
 
+def entries() -> set[str]:
+    """The modules behind entry points, which other programs load."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = [value.split(":") for group in groups.values() for value in group.values()]
+    return {module for base, name in points for module in home(base, name)}
+
+
 def roots() -> set[str]:
-    found = set(COMMANDS).union(*map(exported, EXPORTS), *(shown(page.read_text()) for page in PAGES))
+    found = entries().union(COMMANDS, *map(exported, EXPORTS), *(shown(page.read_text()) for page in PAGES))
     for recipe in sorted((ROOT / "rewriter/recipes/library").glob("*.yaml")):
         found |= passes([step["pass"] for step in yaml.safe_load(recipe.read_text())["passes"]])
     return found

@@ -99,13 +99,16 @@ def _loading(manifest: Manifest) -> str:
     return "\n".join(lines) + "\n"
 
 
+_BY_PLUGIN = "in vLLM with rewriter's plugin, and not without it."
+
+
 def _serving(manifest: Manifest) -> str:
-    """The command that serves it, and what overlaps there."""
+    """The command that serves it, and whether anything overlaps there."""
     tp = manifest.mesh.get("tp", 1)
     command = "rewrite serve THIS_DIRECTORY" + f" --tp {tp}" * (tp > 1)
     text = (
-        "serves it by vLLM, or in one process by transformers. With rewriter's plugin for vLLM, and not without it: "
-        f"{manifest.overlap()}"
+        "serves it by vLLM, or in one process by transformers, and says how many all-reduces run behind computation: "
+        + ("none, for the recipe keeps the model's own wiring." if manifest.adapted.modeling is None else _BY_PLUGIN)
     )
     return f"```\n{command}\n```\n\n{textwrap.fill(text, 120, break_on_hyphens=False)}\n"
 

@@ -213,15 +213,6 @@ class Manifest(_Part):
         """Plain JSON data, without the job, which the output directory adds itself."""
         return self.model_dump(by_alias=True, exclude={"job"}, mode="json")
 
-    def overlap(self) -> str:
-        """How many all-reduces run behind the computation of another block, as a sentence."""
-        if self.adapted.modeling is None:
-            return "None of its all-reduces runs behind computation: the recipe keeps the model's own wiring."
-        counted = next((entry.summary for entry in self.passes if entry.name == "overlap"), None)
-        if counted is None or self.mesh.get("tp", 1) == 1:
-            return "How many all-reduces run behind computation is counted where --tp converts for several ranks."
-        return f"{counted}."
-
 
 def mesh_of(program: Program) -> dict[str, int]:
     """The mesh of a program as a manifest has it."""
