@@ -38,6 +38,9 @@ class EmulatedRanks:
             time.sleep(self.seconds)
         return x.mul_(RANKS)
 
+    def begin(self, x: Tensor) -> None:
+        return None
+
     def in_pieces(self) -> bool:
         return False
 

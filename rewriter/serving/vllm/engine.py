@@ -19,12 +19,19 @@ class Engine(Protocol):
     def all_reduce_now(self, x: Tensor) -> Tensor:
         """The sum, on the current stream or in the current thread; it may overwrite `x`."""
 
+    def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
+        """Begin the sum of a CPU tensor without a thread: (what holds it after the wait, what has that `wait`); None
+        where there is no such way."""
+
     def in_pieces(self) -> bool:
         """Whether this forward pass runs as captured pieces of a graph, between which no stream may stay open."""
 
 
 class VllmEngine:
-    """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it."""
+    """vLLM's group of tensor-parallel ranks, with the all-reduce that vLLM has chosen for it. On CPUs small sums go
+    through memory that ranks share, or sockets: begun without a thread, which would take the core that computes."""
+
+    chosen: Any = None
 
     @property
     def group(self) -> Any:
@@ -42,6 +49,15 @@ class VllmEngine:
     def all_reduce_now(self, x: Tensor) -> Tensor:
         summed: Tensor = self.group._all_reduce_out_place(x)  # what vLLM's own operator calls
         return summed
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Any] | None:
+        from rewriter.runtime.small_sums import choose_small_sums, small_sum_start
+
+        group = self.group.device_group
+        if group is not self.chosen:  # all ranks begin their first sum together
+            choose_small_sums(group, x.device)
+            self.chosen = group
+        return small_sum_start(x, group)
 
     def in_pieces(self) -> bool:
         from vllm.config import CUDAGraphMode

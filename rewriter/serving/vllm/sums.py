@@ -4,8 +4,8 @@ graph and inside a captured one.
 The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
 under way is in a queue of this process: an operator may not return what it was given, and a compiler must not see a
 tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM captures
-a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU it runs in a
-thread.
+a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU small sums need no
+thread, others run in one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +28,17 @@ _library = torch.library.Library("rewriter_serving", "FRAGMENT")
 class UnderWay:
     """An all-reduce between its begin and its end: what it waits for, and its result."""
 
-    waits_for: Future[Tensor] | torch.cuda.Event | None
+    waits_for: Any
     result: Tensor | None = None
 
     def end(self) -> Tensor:
         """The sum, once it is there (on CUDA: for what this stream runs next)."""
         if isinstance(self.waits_for, Future):
             return self.waits_for.result()
-        if self.waits_for is not None:
+        if isinstance(self.waits_for, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(self.waits_for)
+        elif self.waits_for is not None:
+            self.waits_for.wait()
         assert self.result is not None
         return self.result
 
@@ -49,7 +52,10 @@ def _launch(x: Tensor) -> None:
     if engine.engine.ranks() == 1:
         _under_way.append(UnderWay(None, copy))
     elif x.device.type == "cpu":
-        _under_way.append(UnderWay(_thread().submit(_all_reduce, copy)))
+        if (begun := engine.engine.begin(copy)) is not None:
+            _under_way.append(UnderWay(begun[1], begun[0]))
+        else:
+            _under_way.append(UnderWay(_thread().submit(_all_reduce, copy)))
     elif engine.engine.in_pieces():
         _under_way.append(UnderWay(None, _all_reduce(copy)))
     else:
