@@ -3,9 +3,9 @@ graph and inside a captured one.
 
 The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
 under way is in a queue of this process: an operator may not return what it was given, and a compiler must not see a
-tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM captures
-a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU small sums need no
-thread, others run in one.
+tensor that changes later. On CUDA the engine's own all-reduce runs on a stream of higher priority. Where vLLM
+captures a graph piece by piece (PIECEWISE), whose pieces cannot share an open stream, it runs inline. On a CPU small
+sums need no thread, others run in one.
 """
 
 from __future__ import annotations
