@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before transformers is imported: it reads these once. Subprocesses (real ranks, the CLI) inherit them.
@@ -77,3 +78,22 @@ def pytest_collection_finish() -> None:
     """Imported modules stay to the end: the collector need not walk them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that nothing is wrong with."""
+    import zoo
+
+    root = tmp_path_factory.mktemp("good") / "m"
+    zoo.save("llama", root)
+    return root
+
+
+@pytest.fixture
+def model(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a good model to be spoilt; the working directory is beside it."""
+    shutil.copytree(good, tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
+    return tmp_path / "m"

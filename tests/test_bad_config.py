@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,22 +25,6 @@ from rewriter.common.processes import environment
 from rewriter.coverage.configs import registered_types, small_config
 from rewriter.tracing.config_numbers import check_numbers, check_sizes
 from rewriter.tracing.meta_model import _parameters_on_meta, build_on_meta, build_skeleton
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("good") / "m"
-    zoo.save("llama", root)
-    return root
-
-
-@pytest.fixture
-def model(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a good model to be spoilt; the working directory is beside it."""
-    shutil.copytree(good, tmp_path / "m")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
-    return tmp_path / "m"
 
 
 def spoil(model: Path, **values: Any) -> None:

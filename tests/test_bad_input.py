@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zoo
 from refusals import Capture, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,22 +25,6 @@ from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.weights import space
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("good") / "m"
-    zoo.save("llama", root)
-    return root
-
-
-@pytest.fixture
-def model(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of a good model to be spoilt; the working directory is beside it."""
-    shutil.copytree(good, tmp_path / "m")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("REWRITER_DEBUG", raising=False)
-    return tmp_path / "m"
 
 
 def convert(capsys: Capture, model: Path | str = "m", *more: str) -> str:

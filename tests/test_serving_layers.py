@@ -82,14 +82,14 @@ class Layer(nn.Module):
         self.attention, self.mlp = Block(), Block()
         self.norm_1, self.norm_2, self.after_1, self.after_2 = Norm(), Norm(), Norm(), Norm()
 
+    def begun(self, hidden_states, residual):
+        """What the first block reads, and the stream."""
+        return (self.norm_1(hidden_states), hidden_states) if residual is None else self.norm_1(hidden_states, residual)
+
 
 class Paired(Layer):
     def forward(self, hidden_states, residual):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.norm_1(hidden_states)
-        else:
-            hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states, residual = self.begun(hidden_states, residual)
         hidden_states = self.attention(hidden_states)
         hidden_states, residual = self.norm_2(hidden_states, residual)
         return self.mlp(hidden_states), residual
@@ -97,11 +97,7 @@ class Paired(Layer):
 
 class Normed(Layer):
     def forward(self, hidden_states, residual):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.norm_1(hidden_states)
-        else:
-            hidden_states, residual = self.norm_1(hidden_states, residual)
+        hidden_states, residual = self.begun(hidden_states, residual)
         hidden_states = self.after_1(self.attention(hidden_states))
         hidden_states, residual = self.norm_2(hidden_states, residual)
         return self.after_2(self.mlp(hidden_states)), residual

@@ -31,8 +31,8 @@ class RewrittenModel:
         """A model of this class, or of vLLM's Transformers backend where the layers cannot be rewired. Raises
         ValueError for a model that is bound to its ranks and cannot be served."""
         model: Any = object.__new__(cls)
+        check_engine(vllm_config)
         try:
-            check_engine(vllm_config)
             native_init: Any = super(RewrittenModel, model).__init__
             native_init(vllm_config=vllm_config, prefix=prefix, **other)
             model.rewriter_ranks = rewire(model, vllm_config).ranks
@@ -64,7 +64,7 @@ def rewritten_class(native: Any) -> type[nn.Module]:
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for what would give wrong tokens, and Unsupported for what takes vLLM's own layers."""
+    """Raises ValueError for how the engine runs a model, where that would give wrong tokens."""
     config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
     ranks = getattr(config, "rewriter_ranks", None)
     if ranks is not None and parallel.tensor_parallel_size != ranks:

@@ -66,13 +66,11 @@ class RewiredLayer(nn.Module):
         extra = state.own if step.own else state.drift
         modules = [self.get_submodule(path) for path in branch.before]
         if branch.fused and state.ready and extra is None:
-            for output in state.ready[:-1]:
-                state.stream = state.stream + output
+            state.stream = plus(state.stream, state.ready[:-1])
             value, state.stream = modules[0](state.ready[-1], state.stream)
             modules = modules[1:]
         else:
-            for output in state.ready:
-                state.stream = state.stream + output
+            state.stream = plus(state.stream, state.ready)
             value = state.stream if extra is None else state.stream + extra
         for module in modules:
             value = module(value)
@@ -126,8 +124,7 @@ class RewiredLayer(nn.Module):
         elif kind is Sum.RESYNC_SUM:
             state.ready, state.drift = (*state.ready, engine.engine.all_reduce(drift)), None
         else:
-            for output in state.ready:
-                state.stream = state.stream + output
+            state.stream = plus(state.stream, state.ready)
             state.ready, ranks = (), engine.engine.ranks()
             carried = state.stream if state.drift is None else state.stream + state.drift
             state.stream, state.drift = engine.engine.all_reduce(part + carried / ranks), None
@@ -154,11 +151,13 @@ def closed(state: State, paired: bool) -> Any:
     if not state.settled():
         return (state.stream, whole) if paired else whole  # models look at the shape of the first
     if not paired or not state.ready:
-        stream = state.stream
-        for output in state.ready:
-            stream = stream + output
+        stream = plus(state.stream, state.ready)
         return (torch.zeros_like(stream), stream) if paired else stream
-    stream = state.stream
-    for output in state.ready[:-1]:
+    return state.ready[-1], plus(state.stream, state.ready[:-1])
+
+
+def plus(stream: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
+    """`stream` and what is to be added to it, in order."""
+    for output in outputs:
         stream = stream + output
-    return state.ready[-1], stream
+    return stream

@@ -11,9 +11,9 @@ sums need no thread, others run in one.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,40 +24,21 @@ from rewriter.serving.vllm import engine
 _library = torch.library.Library("rewriter_serving", "FRAGMENT")
 
 
-@dataclass(eq=False)
-class UnderWay:
-    """An all-reduce between its begin and its end: what it waits for, and its result."""
-
-    waits_for: Any
-    result: Tensor | None = None
-
-    def end(self) -> Tensor:
-        """The sum, once it is there (on CUDA: for what this stream runs next)."""
-        if isinstance(self.waits_for, Future):
-            return self.waits_for.result()
-        if isinstance(self.waits_for, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(self.waits_for)
-        elif self.waits_for is not None:
-            self.waits_for.wait()
-        assert self.result is not None
-        return self.result
-
-
-_under_way: deque[UnderWay] = deque()
+# Of every all-reduce between its begin and its end, what gives the sum (on CUDA: to what this stream runs next).
+_under_way: deque[Callable[[], Tensor]] = deque()
 
 
 def _launch(x: Tensor) -> None:
     """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others behind this operator."""
     copy = x.clone()
     if engine.engine.ranks() == 1:
-        _under_way.append(UnderWay(None, copy))
+        _under_way.append(lambda: copy)
     elif x.device.type == "cpu":
-        if (begun := engine.engine.begin(copy)) is not None:
-            _under_way.append(UnderWay(begun[1], begun[0]))
-        else:
-            _under_way.append(UnderWay(_thread().submit(_all_reduce, copy)))
+        begun = engine.engine.begin(copy)
+        _under_way.append(_thread().submit(_all_reduce, copy).result if begun is None else partial(_awaited, *begun))
     elif engine.engine.in_pieces():
-        _under_way.append(UnderWay(None, _all_reduce(copy)))
+        result = _all_reduce(copy)
+        _under_way.append(lambda: result)
     else:
         stream, here = _stream(x.device), torch.cuda.current_stream()
         # Whatever was freed before this is read before it: memory of this stream may be used again without a record.
@@ -65,7 +46,17 @@ def _launch(x: Tensor) -> None:
         with torch.cuda.stream(stream):
             result = _all_reduce(copy)
             ended = stream.record_event()
-        _under_way.append(UnderWay(ended, result))
+        _under_way.append(partial(_behind, result, ended))
+
+
+def _awaited(result: Tensor, work: Any) -> Tensor:
+    work.wait()
+    return result
+
+
+def _behind(result: Tensor, ended: torch.cuda.Event) -> Tensor:
+    torch.cuda.current_stream().wait_event(ended)
+    return result
 
 
 def _all_reduce(x: Tensor) -> Tensor:
@@ -88,18 +79,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     while _under_way:  # of a forward pass that has failed
-        _under_way.popleft().end()
+        _under_way.popleft()()
     _launch(new)
     return new.new_empty(1), stream.clone()
 
 
 def _step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     _launch(new)
-    return _under_way.popleft().end(), new.new_empty(1)
+    return _under_way.popleft()(), new.new_empty(1)
 
 
 def _finish(token: Tensor, like: Tensor) -> Tensor:
-    return _under_way.popleft().end()
+    return _under_way.popleft()()
 
 
 def _begin_fake(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
