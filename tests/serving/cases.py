@@ -13,7 +13,8 @@ from typing import Any
 import tiny_models
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from engine_run import MARK
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
 
@@ -31,6 +32,16 @@ MIX = {  # a standard layer, a ladder that begins and ends, and a parallel layer
 }
 
 
+# What servers do by default: prompts come in pieces, and blocks of a prompt that was seen before are not computed again.
+SERVING: dict[str, Any] = {
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": True,
+    "block_size": 32,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     family: str
@@ -44,16 +55,36 @@ class Case:
         return f"{self.family}-{self.recipe}-tp{self.tp}-{'eager' if self.eager else 'compiled'}{extra and '-' + extra}"
 
 
-def prompts() -> list[list[int]]:
+REAL = {"smollm2": "REWRITER_SMOLLM2"}  # real models by the variable that names their directory
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what the letter says.",
+    "Name three prime numbers.",
+    "Why is the sky blue?",
+    "def read_lines(path):",
+    "Once upon a time",
+    "Translate to Spanish: good morning",
+)
+
+
+def prompts(family: str = "llama") -> list[list[int]]:
+    """Eight, the last of which begins as the second does."""
+    if family in REAL:
+        tokenizer = AutoTokenizer.from_pretrained(os.environ[REAL[family]])
+        made = [tokenizer(question)["input_ids"] for question in QUESTIONS]
+        return [*made, made[1] * 2 + made[3]]
     generator = torch.Generator().manual_seed(1)
-    lengths = (5, 17, 3, 40, 9, 1, 12, 23)
-    return [torch.randint(3, tiny_models.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    lengths = (5, 40, 17, 3, 9, 1, 12, 23)
+    made = [torch.randint(3, tiny_models.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    return [*made[:-1], made[1] + made[-1]]
 
 
 def rewritten(case: Case, root: Path) -> Path:
     """The directory of a case; made once."""
     source, out = root / case.family, root / f"{case.family}-{case.recipe}-tp{case.tp}"
-    if not source.exists():
+    if case.family in REAL:
+        source = Path(os.environ[REAL[case.family]])
+    elif not source.exists():
         tiny_models.write(case.family, source)
     if not out.exists():
         recipe: Any = case.recipe
@@ -65,19 +96,19 @@ def rewritten(case: Case, root: Path) -> Path:
 
 
 @torch.no_grad()
-def of_transformers(directory: Path) -> list[list[int]]:
+def of_transformers(directory: Path, asked: list[list[int]]) -> list[list[int]]:
     """Greedy tokens after each prompt, of the adapted checkpoint in fp32."""
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     found = []
-    for ids in prompts():
+    for ids in asked:
         made = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         found.append(made[0, len(ids) :].tolist())
     return found
 
 
 def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
-    """What vLLM makes of each: {"tokens": …} or {"error": …}, and the log of all in "log".
+    """What vLLM makes of each: {"tokens": …} or {"error": …}, and its log in "log".
 
     The engine runs in the process that asks, where it can: pipeline stages have one of their own.
     """
@@ -85,9 +116,10 @@ def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
     asked = [
         {
             "model": str(rewritten(case, root)),
-            "prompts": prompts(),
+            "prompts": prompts(case.family),
             "tokens": TOKENS,
             "engine": {"tensor_parallel_size": case.tp, "enforce_eager": case.eager, "trust_remote_code": True}
+            | SERVING
             | case.engine,
         }
         for case in cases
@@ -102,4 +134,4 @@ def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
     text = log.read_text()
     results = json.loads(found.read_text()) if found.exists() else []
     assert len(results) == len(cases), text[-3000:]
-    return [{**result, "log": text} for result in results]
+    return [{**result, "log": part} for result, part in zip(results, text.split(MARK)[1:], strict=True)]

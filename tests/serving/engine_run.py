@@ -1,7 +1,7 @@
 """Runs vLLM on some cases and writes the tokens: `python engine_run.py CASES.json RESULTS.json`.
 
 A case is {"model": DIR, "prompts": [[token, …], …], "tokens": N, "engine": {arguments of LLM}}. Its result is
-{"tokens": [[…], …]}, or {"error": text}.
+{"tokens": [[…], …], "cached": number of prompt tokens that were in the cache}, or {"error": text}.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+MARK = "--- the next case"  # a line of the log
 
 for name, value in {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -30,18 +32,22 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         engine = LLM(case["model"], **arguments)
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in case["prompts"]]
         sampling = SamplingParams(temperature=0, max_tokens=case["tokens"], ignore_eos=True, detokenize=False)
-        results = [list(o.outputs[0].token_ids) for o in engine.generate(prompts, sampling, use_tqdm=False)]
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         engine = None
         cleanup_dist_env_and_memory()
-    return {"tokens": results}
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": sum(output.num_cached_tokens or 0 for output in outputs),
+    }
 
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
     found = []
     for case in cases:
+        print(MARK, flush=True)
         found.append(run(case))
         Path(sys.argv[2]).write_text(json.dumps(found))

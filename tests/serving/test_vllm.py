@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import pytest
@@ -9,28 +10,31 @@ import pytest
 pytest.importorskip("vllm")
 
 import tiny_models
-from cases import Case, of_transformers, of_vllm, rewritten
+from cases import REAL, Case, of_transformers, of_vllm, prompts, rewritten
 
 FALLS_BACK = {"olmo2"}
 # vLLM 0.32 gives other tokens than transformers for the original tiny DeepSeek on a CPU, so that equality says nothing.
 INCOMPARABLE = {"deepseek_v3"}
+UNBOUND = ("ladder", "ladder-upper-half", "parallel", "mix")
+BOUND = ("ladder-own-partial", "desync-2x-sum")
 ONE_RANK = [Case(family, "mix") for family in tiny_models.FAMILIES]
 COMPILED = [Case(family, "ladder", eager=False) for family in ("llama", "gemma3_text")]
-RECIPES = ("ladder", "ladder-upper-half", "parallel", "mix", "ladder-own-partial", "desync-2x-sum", "desync-4x")
-TWO_RANKS = [Case("llama", recipe, tp=2) for recipe in RECIPES]
-TWO_COMPILED = [
-    *(Case("llama", recipe, tp=2, eager=False) for recipe in ("ladder", "mix", "ladder-own-partial", "desync-2x-sum")),
-    *(Case(family, "mix", tp=2, eager=False) for family in tiny_models.FAMILIES if family not in ("llama", "olmo2")),
-]
-SERVED = {  # what keeps working
-    "chunked": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4},
-    "prefixes": {"enable_prefix_caching": True},
-    "ngram": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
-    },
+TWO_RANKS = [Case("llama", recipe, tp=2) for recipe in (*UNBOUND, *BOUND, "desync-4x")]
+MATRIX = {  # each recipe of each family compiled and not, on one rank or two
+    (family, eager): [
+        *(Case(family, recipe, 1 + (i + j + eager) % 2, eager) for j, recipe in enumerate(UNBOUND)),
+        *(Case(family, recipe, 2, eager) for recipe in BOUND),
+    ]
+    for eager in (True, False)
+    for i, family in enumerate(tiny_models.FAMILIES)
 }
+SMOLLM2 = [
+    *(Case("smollm2", recipe, tp, eager) for recipe in UNBOUND for tp, eager in ((3, True), (3, False), (1, False))),
+    *(Case("smollm2", recipe, 3, eager) for recipe in BOUND for eager in (True, False)),
+]
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 STAGED = {"pipeline_parallel_size": 2}
-OPTIONS = [Case("llama", "ladder", engine=options) for options in SERVED.values()]
+OPTIONS = [Case("llama", "ladder", tp, engine=NGRAM) for tp in (1, 2)]
 STAGES = [Case("llama", "ladder", eager=False, engine=STAGED)]  # eager stages fail in vLLM 0.32 on CPUs, of any model
 REFUSED = {  # a case, and what is said
     Case("llama", "desync-2x-sum", tp=2, engine={"tensor_parallel_size": 1}): "bound to 2 ranks",
@@ -59,14 +63,17 @@ def ran(root):
 def expected(root):
     @cache
     def tokens(family, recipe, tp):
-        return of_transformers(rewritten(Case(family, recipe, tp), root))
+        return of_transformers(rewritten(Case(family, recipe, tp), root), prompts(family))
 
     return tokens
 
 
 def check(case, group, ran, expected):
     result = ran(tuple(group))[str(case)]
+    if "error" in result and case.recipe in BOUND and "vLLM cannot serve this checkpoint" in result["log"]:
+        pytest.skip("bound, and vLLM's layers cannot compute it: it says so")
     assert "error" not in result, result["error"]
+    assert result["cached"] > 0
     if case.family in INCOMPARABLE:
         pytest.skip("vLLM's original gives other tokens than transformers' here")
     assert result["tokens"] == expected(case.family, case.recipe, case.tp)
@@ -78,9 +85,10 @@ def test_every_family_on_one_rank(case, ran, expected):
 
 
 def test_what_falls_back_says_so(ran):
-    log = ran(tuple(ONE_RANK))[str(ONE_RANK[0])]["log"]
-    assert log.count("all-reduces of Rewriter") == len(set(tiny_models.FAMILIES) - FALLS_BACK)
-    assert "nothing of" not in log
+    for case in ONE_RANK:
+        log = ran(tuple(ONE_RANK))[str(case)]["log"]
+        assert ("all-reduces of Rewriter" in log) == (case.family not in FALLS_BACK)
+        assert "nothing of" not in log
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=str)
@@ -94,9 +102,16 @@ def test_every_recipe_on_two_ranks(case, ran, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TWO_COMPILED, ids=str)
-def test_compiled_on_two_ranks(case, ran, expected):
-    check(case, TWO_COMPILED, ran, expected)
+@pytest.mark.parametrize("case", [case for group in MATRIX.values() for case in group], ids=str)
+def test_every_recipe_of_every_family(case, ran, expected):
+    check(case, MATRIX[case.family, case.eager], ran, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REAL["smollm2"] not in os.environ, reason="no directory of SmolLM2-135M-Instruct is named")
+@pytest.mark.parametrize("case", SMOLLM2, ids=str)
+def test_a_real_model(case, ran, expected):
+    check(case, SMOLLM2, ran, expected)
 
 
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
