@@ -1,13 +1,15 @@
-"""What Ladder Residual wins in vLLM on CPUs: time per output token where all-reduces take longer.
+"""What Ladder Residual wins on CPUs where all-reduces take longer: in vLLM, and in this project's own runtime.
 
     make serving-venv
-    .venv-serving/bin/python benchmarks/serving.py [--ranks 2] [--compiled] [--json FILE]
+    .venv-serving/bin/python benchmarks/serving.py [--ranks 2] [--compiled] [--rounds 7] [--json FILE]
 
-Every variant is an output of `rewrite` of one random Llama model, served by an engine of its own. Each all-reduce of
-its ranks is delayed by so many milliseconds, at one place for all: GroupCoordinator's. A round decodes a batch of
-sequences at every delay. Reported are medians over rounds, in milliseconds per step, and per variant the share of the
-added time that it hides: 1 − (its time − its time without delay) / (the standard model's, likewise). Tokens of every
-variant are the same at every delay, or the benchmark ends with an error.
+Every variant is an output of `rewrite` of one random Llama model. Each all-reduce of its ranks is delayed by so many
+milliseconds, at one place for all variants (`serving_vllm.py`, `serving_runtime.py`). In a round every variant decodes
+a batch of sequences at every delay; they take turns, and all but one are stopped (SIGSTOP) meanwhile. Reported are
+medians over rounds, in milliseconds per step; the share of the added time that a variant hides, 1 − (its time − its
+time without delay) / (the standard model's, likewise); and the median over rounds of its time without delay to the
+standard model's. Tokens of a variant are the same at every delay and in both engines, or the benchmark ends with an
+error.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import signal
+import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 VARIANTS = {
@@ -28,33 +33,26 @@ VARIANTS = {
     "ladder": "ladder",
     "parallel": "parallel",
 }
-DELAYS = (0.0, 1e-3, 3e-3, 10e-3)
-HIDDEN, LAYERS, VOCABULARY = 1024, 12, 4096
-SEQUENCES, PROMPT, STEPS = 16, 16, 16
-for name, value in {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "PYTHONPATH": str(Path(__file__).parent),  # of workers, which import serving_delay
-}.items():
-    os.environ.setdefault(name, value)
+ENGINES = {"vllm": "serving_vllm.py", "runtime": "serving_runtime.py"}
+DELAYS = (0.0, 1e-3, 3e-3, 10e-3)  # seconds
+HEAD, LAYERS, VOCABULARY = 64, 12, 4096
+HEADS = {2: 16, 3: 12}  # by ranks
+Times = dict[str, dict[float, list[float]]]  # by variant and delay, seconds per step of each round
 
 
 def write_models(directory: Path, ranks: int) -> None:
-    """The source, and an output for every variant."""
+    """An output for every variant of one source."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from rewriter.api import convert
 
     config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        hidden_size=HEADS[ranks] * HEAD,
+        intermediate_size=2 * HEADS[ranks] * HEAD,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 64,
-        num_key_value_heads=HIDDEN // 128,
+        num_attention_heads=HEADS[ranks],
+        num_key_value_heads=HEADS[ranks] // 2,
         vocab_size=VOCABULARY,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -65,79 +63,104 @@ def write_models(directory: Path, ranks: int) -> None:
         convert(directory / "source", recipe, out=directory / name, tp=ranks, verify="none")
 
 
-def measure(directory: Path, ranks: int, compiled: bool, rounds: int) -> dict[float, list[float]]:
-    """Seconds per step at every delay, one per round, of one variant."""
-    from vllm import LLM, SamplingParams, TokensPrompt
+class Contestant:
+    """One variant in one engine, in a session of processes that is stopped but while it is asked something."""
 
-    engine = LLM(
-        str(directory),
-        tensor_parallel_size=ranks,
-        dtype="float32",
-        max_model_len=PROMPT + STEPS + 1,
-        max_num_seqs=SEQUENCES,
-        enforce_eager=not compiled,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        trust_remote_code=True,
-        worker_extension_cls="serving_delay.Delay",
-    )
-    prompts = [TokensPrompt(prompt_token_ids=[3 + 7 * i + j for j in range(PROMPT)]) for i in range(SEQUENCES)]
+    def __init__(self, program: str, directory: Path, asked: argparse.Namespace) -> None:
+        reads, self.writes = os.pipe()
+        answers, writes = os.pipe()
+        command = [sys.executable, str(Path(__file__).with_name(program)), str(directory), str(asked.ranks)]
+        command += ["compiled" if asked.compiled else "eager", str(reads), str(writes)]
+        self.process = subprocess.Popen(command, pass_fds=(reads, writes), start_new_session=True)
+        os.close(reads)
+        os.close(writes)
+        self.answers = os.fdopen(answers)
+        self.tokens = self.read()  # once it is ready
+        self.signal(signal.SIGSTOP)
 
-    def run(steps: int) -> tuple[float, Any]:
-        sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - begin, [tuple(o.outputs[0].token_ids) for o in outputs]
+    def read(self) -> Any:
+        line = self.answers.readline()
+        if not line:
+            raise SystemExit(f"serving: {self.process.args} ended without an answer")
+        return json.loads(line)
 
-    found: dict[float, list[float]] = {delay: [] for delay in DELAYS}
-    expected = run(STEPS + 1)[1]
-    for _ in range(rounds):
+    def ask(self, delay: float) -> float:
+        """Seconds per step where all-reduces take `delay` longer."""
+        self.signal(signal.SIGCONT)
+        os.write(self.writes, f"{delay}\n".encode())
+        answer = self.read()
+        self.signal(signal.SIGSTOP)
+        if answer["tokens"] != self.tokens:
+            raise SystemExit(f"serving: {self.process.args}: other tokens where all-reduces take {delay * 1e3:g} ms")
+        return float(answer["seconds"])
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the session."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                session = int(stat.read_text().rpartition(")")[2].split()[3])
+                if session == self.process.pid:
+                    os.kill(int(stat.parent.name), number)
+            except (OSError, ValueError):
+                continue  # it has ended
+
+
+@contextmanager
+def contestant(program: str, directory: Path, asked: argparse.Namespace) -> Iterator[Contestant]:
+    made = Contestant(program, directory, asked)
+    try:
+        yield made
+    finally:
+        made.signal(signal.SIGKILL)
+        made.process.wait()
+
+
+def measure(engine: str, root: Path, asked: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """The times and the tokens of every variant in one engine."""
+    times: Times = {name: {delay: [] for delay in DELAYS} for name in VARIANTS}
+    with ExitStack() as stack:
+        running = {n: stack.enter_context(contestant(ENGINES[engine], root / n, asked)) for n in VARIANTS}
+        for _ in range(asked.rounds):
+            for delay in DELAYS:
+                for name, one in running.items():
+                    times[name][delay].append(one.ask(delay))
+        return times, {name: one.tokens for name, one in running.items()}
+
+
+def report(engine: str, times: Times) -> None:
+    """A table: milliseconds per step, the share of the added time that is hidden, the time without delay."""
+    print(f"\n{engine:18}" + "".join(f"{d * 1e3:>8g} ms {'':>6}" for d in DELAYS) + "  without delay")
+    added = {d: median(times["standard"][d]) - median(times["standard"][0.0]) for d in DELAYS}
+    for name, found in times.items():
+        cells = ""
         for delay in DELAYS:
-            engine.collective_rpc("delay_all_reduces", args=(delay,))
-            first, (whole, tokens) = run(1)[0], run(STEPS + 1)
-            if tokens != expected:
-                raise SystemExit(f"serving: {directory.name}: other tokens where all-reduces take {delay * 1e3:g} ms")
-            found[delay].append((whole - first) / STEPS)
-    return found
+            hidden = 1 - (median(found[delay]) - median(found[0.0])) / added[delay] if delay else 0.0
+            share = f"({hidden:4.0%})" if delay and name != "standard" else ""
+            cells += f"{median(found[delay]) * 1e3:11.1f} {share:>6}"
+        ratio = median(a / b for a, b in zip(found[0.0], times["standard"][0.0], strict=True))
+        print(f"{name:18}{cells}  × {ratio:.3f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compiled", action="store_true", help="by torch.compile, as vLLM does by default")
+    parser.add_argument("--ranks", type=int, default=2, choices=HEADS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile")
+    parser.add_argument("--engines", default="vllm,runtime")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", type=Path, help=argparse.SUPPRESS)  # one variant, in a process of its own
     asked = parser.parse_args()
-    if asked.only is not None:
-        asked.json.write_text(json.dumps(measure(asked.only, asked.ranks, asked.compiled, asked.rounds)))
-        return 0
-    results = {}
+    results, tokens = {}, {}
     with tempfile.TemporaryDirectory(prefix="serving-") as name:
         write_models(Path(name), asked.ranks)
-        for variant in VARIANTS:
-            out = Path(name) / f"{variant}.json"
-            again = [__file__, *sys.argv[1:], "--only", str(Path(name) / variant), "--json", str(out)]
-            if os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *again]):
-                return 2
-            results[variant] = {float(d): statistics.median(s) for d, s in json.loads(out.read_text()).items()}
-    report(results)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(results, indent=2))
+        for engine in asked.engines.split(","):
+            results[engine], tokens[engine] = measure(engine, Path(name), asked)
+            report(engine, results[engine])
+            if asked.json is not None:
+                asked.json.write_text(json.dumps(results, indent=2))
+    if any(found != tokens[next(iter(tokens))] for found in tokens.values()):
+        print("serving: the engines give other tokens", file=sys.stderr)
+        return 1
     return 0
-
-
-def report(results: dict[str, dict[float, float]]) -> None:
-    """A table: milliseconds per step, and the share of the added time that is hidden."""
-    print("ms per step   " + "".join(f"{d * 1e3:>12g} ms" for d in DELAYS))
-    standard = results["standard"]
-    for variant, times in results.items():
-        cells = ""
-        for delay in DELAYS:
-            added = standard[delay] - standard[0.0]
-            share = f"({1 - (times[delay] - times[0.0]) / added:4.0%})" if delay and variant != "standard" else ""
-            cells += f"{times[delay] * 1e3:8.1f} {share:>6}"
-        print(f"{variant:18}{cells}")
 
 
 if __name__ == "__main__":

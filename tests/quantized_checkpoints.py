@@ -30,6 +30,11 @@ def write(directory: Path, family: str, pack: Pack, said: Mapping[str, Any], dty
     model = AutoModelForCausalLM.from_config(source, dtype=torch.float32)
     zoo.randomize(model, seed=0)
     model.save_pretrained(directory)
+    return quantize(directory, pack, said, dtype)
+
+
+def quantize(directory: Path, pack: Pack, said: Mapping[str, Any], dtype: str = "float32") -> Tensors:
+    """The same of a checkpoint of one file that is there, in its place."""
     file = directory / "model.safetensors"
     stored: Tensors = {}
     meant: Tensors = {}

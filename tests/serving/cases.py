@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import quantized_checkpoints
 import tiny_models
 import torch
 import yaml
 from engine_run import MARK
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.api import convert
 
 TOKENS = 64
+LORA_RANK = 8
+AWQ, MEANT = "llama-awq", "llama-meant"  # weights of 4 bits, and what they stand for
 MIX = {  # a standard layer, a ladder that begins and ends, and a parallel layer behind it
     "name": "mix",
     "summary": "Layers of several kinds, for tests.",
@@ -32,7 +37,7 @@ MIX = {  # a standard layer, a ladder that begins and ends, and a parallel layer
 }
 
 
-# What servers do by default: prompts come in pieces, and blocks of a prompt that was seen before are not computed again.
+# What servers do by default: prompts come in pieces, and blocks of a prompt seen before are not computed again.
 SERVING: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "max_num_batched_tokens": 16,
@@ -49,9 +54,10 @@ class Case:
     tp: int = 1
     eager: bool = True
     engine: dict[str, Any] = field(default_factory=dict, hash=False)
+    adapted: bool = False  # by a LoRA
 
     def __str__(self) -> str:
-        extra = "-".join(self.engine)
+        extra = "-".join([*self.engine, *["lora"] * self.adapted])
         return f"{self.family}-{self.recipe}-tp{self.tp}-{'eager' if self.eager else 'compiled'}{extra and '-' + extra}"
 
 
@@ -85,7 +91,11 @@ def rewritten(case: Case, root: Path) -> Path:
     if case.family in REAL:
         source = Path(os.environ[REAL[case.family]])
     elif not source.exists():
-        tiny_models.write(case.family, source)
+        tiny_models.write("llama" if case.family == AWQ else case.family, source)
+        if case.family == AWQ:
+            shutil.copytree(source, root / MEANT)
+            meant = quantized_checkpoints.quantize(source, *quantized_checkpoints.awq(32))
+            save_file(meant, root / MEANT / "model.safetensors", {"format": "pt"})
     if not out.exists():
         recipe: Any = case.recipe
         if recipe == "mix":
@@ -95,16 +105,61 @@ def rewritten(case: Case, root: Path) -> Path:
     return out
 
 
+def lora_of(directory: Path) -> Path:
+    """A LoRA for a rewritten Llama, in PEFT's format; made once. It changes what stands before sums and behind."""
+    out, scale = directory.with_name(f"{directory.name}-lora"), 2.0
+    if out.exists():
+        return out
+    generator = torch.Generator().manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    targets, tensors = ("q_proj", "o_proj", "up_proj", "down_proj"), {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets:
+            for part, shape in (("A", (LORA_RANK, module.in_features)), ("B", (module.out_features, LORA_RANK))):
+                values = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+                tensors[f"base_model.model.{name}.lora_{part}.weight"] = values
+    out.mkdir()
+    save_file(tensors, out / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": scale * LORA_RANK, "target_modules": targets}
+    (out / "adapter_config.json").write_text(json.dumps(described | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    return out
+
+
+def merge(model: torch.nn.Module, adapter: Path) -> None:
+    """Add what a LoRA adds to the weights of `model`."""
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace("lora_A", "lora_B")]
+            weight = model.get_parameter(name.removeprefix("base_model.model.").replace("lora_A.weight", "weight"))
+            weight += described["lora_alpha"] / described["r"] * b @ a
+
+
 @torch.no_grad()
-def of_transformers(directory: Path, asked: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens after each prompt, of the adapted checkpoint in fp32."""
+def of_transformers(directory: Path, asked: list[list[int]], adapter: Path | None = None) -> list[list[int]]:
+    """Greedy tokens after each prompt, of the adapted checkpoint in fp32, with a LoRA merged into it."""
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
+    if adapter is not None:
+        merge(model, adapter)
     model.generation_config.eos_token_id = None
     found = []
     for ids in asked:
         made = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         found.append(made[0, len(ids) :].tolist())
     return found
+
+
+@torch.no_grad()
+def shortfall(directory: Path, asked: list[list[int]], made: list[list[int]]) -> float:
+    """The most by which a token of `made` is below the best one's logit, for the model in `directory` in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
+    worst = 0.0
+    for prompt, tokens in zip(asked, made, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, (logits.amax(1) - chosen).amax().item())
+    return worst
 
 
 def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
@@ -118,6 +173,7 @@ def of_vllm(cases: list[Case], root: Path) -> list[dict[str, Any]]:
             "model": str(rewritten(case, root)),
             "prompts": prompts(case.family),
             "tokens": TOKENS,
+            "adapter": str(lora_of(rewritten(case, root))) if case.adapted else None,
             "engine": {"tensor_parallel_size": case.tp, "enforce_eager": case.eager, "trust_remote_code": True}
             | SERVING
             | case.engine,

@@ -1,7 +1,8 @@
 """Runs vLLM on some cases and writes the tokens: `python engine_run.py CASES.json RESULTS.json`.
 
-A case is {"model": DIR, "prompts": [[token, …], …], "tokens": N, "engine": {arguments of LLM}}. Its result is
-{"tokens": [[…], …], "cached": number of prompt tokens that were in the cache}, or {"error": text}.
+A case is {"model": DIR, "prompts": [[token, …], …], "tokens": N, "engine": {arguments of LLM}, "adapter": DIR of a LoRA
+or None}. Its result is {"tokens": [[…], …], "cached": number of prompt tokens that were in the cache}, or
+{"error": text}.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ for name, value in {
 def run(case: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.lora.request import LoRARequest
 
     arguments = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True, "seed": 0} | case["engine"]
     try:
         engine = LLM(case["model"], **arguments)
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in case["prompts"]]
         sampling = SamplingParams(temperature=0, max_tokens=case["tokens"], ignore_eos=True, detokenize=False)
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        adapter = LoRARequest("adapter", 1, case["adapter"]) if case["adapter"] else None
+        outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import tiny_models
-from cases import REAL, Case, of_transformers, of_vllm, prompts, rewritten
+from cases import AWQ, LORA_RANK, MEANT, REAL, Case, lora_of, of_transformers, of_vllm, prompts, rewritten, shortfall
 
 FALLS_BACK = {"olmo2"}
 # vLLM 0.32 gives other tokens than transformers for the original tiny DeepSeek on a CPU, so that equality says nothing.
@@ -35,6 +35,9 @@ SMOLLM2 = [
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 STAGED = {"pipeline_parallel_size": 2}
 OPTIONS = [Case("llama", "ladder", tp, engine=NGRAM) for tp in (1, 2)]
+LORA = {"enable_lora": True, "max_lora_rank": LORA_RANK, "max_loras": 1}
+ADAPTED = [Case("llama", "ladder", 2, engine=LORA, adapted=True), Case("llama", "mix", engine=LORA, adapted=True)]
+FOUR_BITS = [Case(AWQ, "ladder", tp, engine={"dtype": "bfloat16"}) for tp in (1, 2)]
 STAGES = [Case("llama", "ladder", eager=False, engine=STAGED)]  # eager stages fail in vLLM 0.32 on CPUs, of any model
 REFUSED = {  # a case, and what is said
     Case("llama", "desync-2x-sum", tp=2, engine={"tensor_parallel_size": 1}): "bound to 2 ranks",
@@ -117,6 +120,25 @@ def test_a_real_model(case, ran, expected):
 @pytest.mark.parametrize("case", OPTIONS, ids=str)
 def test_with_what_engines_do(case, ran, expected):
     check(case, OPTIONS, ran, expected)
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=str)
+def test_a_lora_changes_what_its_merged_weights_change(case, ran, expected, root):
+    result = ran(tuple(ADAPTED))[str(case)]
+    assert "error" not in result, result["log"][-3000:]
+    directory = rewritten(case, root)
+    assert result["tokens"] == of_transformers(directory, prompts(), lora_of(directory))
+    assert result["tokens"] != expected(case.family, case.recipe, case.tp)
+
+
+@pytest.mark.parametrize("case", FOUR_BITS, ids=str)
+def test_quantized_weights(case, ran, root):
+    result = ran(tuple(FOUR_BITS))[str(case)]
+    assert "error" not in result, result["log"][-3000:]
+    assert "all-reduces of Rewriter" in result["log"]
+    gap = shortfall(rewritten(Case(MEANT, case.recipe), root), prompts(), result["tokens"])
+    assert gap < 0.1  # vLLM computes in bf16
+    assert shortfall(root / MEANT, prompts(), result["tokens"]) > 10 * gap  # the standard model's
 
 
 @pytest.mark.slow
