@@ -34,7 +34,6 @@ VARIANTS = {
     "parallel": "parallel",
 }
 ENGINES = {"vllm": "serving_vllm.py", "runtime": "serving_runtime.py"}
-DELAYS = (0.0, 1e-3, 3e-3, 10e-3)  # seconds
 HEAD, LAYERS, VOCABULARY = 64, 12, 4096
 HEADS = {2: 16, 3: 12}  # by ranks
 Times = dict[str, dict[float, list[float]]]  # by variant and delay, seconds per step of each round
@@ -117,11 +116,12 @@ def contestant(program: str, directory: Path, asked: argparse.Namespace) -> Iter
 
 def measure(engine: str, root: Path, asked: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     """The times and the tokens of every variant in one engine."""
-    times: Times = {name: {delay: [] for delay in DELAYS} for name in VARIANTS}
+    times: Times = {name: {delay: [] for delay in asked.delays} for name in VARIANTS}
     with ExitStack() as stack:
         running = {n: stack.enter_context(contestant(ENGINES[engine], root / n, asked)) for n in VARIANTS}
+        print(f"{engine}: {asked.rounds} rounds", flush=True)
         for _ in range(asked.rounds):
-            for delay in DELAYS:
+            for delay in asked.delays:
                 for name, one in running.items():
                     times[name][delay].append(one.ask(delay))
         return times, {name: one.tokens for name, one in running.items()}
@@ -129,16 +129,22 @@ def measure(engine: str, root: Path, asked: argparse.Namespace) -> tuple[Times, 
 
 def report(engine: str, times: Times) -> None:
     """A table: milliseconds per step, the share of the added time that is hidden, the time without delay."""
-    print(f"\n{engine:18}" + "".join(f"{d * 1e3:>8g} ms {'':>6}" for d in DELAYS) + "  without delay")
-    added = {d: median(times["standard"][d]) - median(times["standard"][0.0]) for d in DELAYS}
+    delays = list(times["standard"])
+    print(f"\n{engine:18}" + "".join(f"{d * 1e3:>8g} ms {'':>6}" for d in delays) + "  without delay")
+    added = {d: median(times["standard"][d]) - median(times["standard"][0.0]) for d in delays}
     for name, found in times.items():
         cells = ""
-        for delay in DELAYS:
+        for delay in delays:
             hidden = 1 - (median(found[delay]) - median(found[0.0])) / added[delay] if delay else 0.0
             share = f"({hidden:4.0%})" if delay and name != "standard" else ""
             cells += f"{median(found[delay]) * 1e3:11.1f} {share:>6}"
         ratio = median(a / b for a, b in zip(found[0.0], times["standard"][0.0], strict=True))
         print(f"{name:18}{cells}  × {ratio:.3f}")
+
+
+def milliseconds(text: str) -> list[float]:
+    """Seconds."""
+    return [float(part) / 1e3 for part in text.split(",")]
 
 
 def main() -> int:
@@ -147,6 +153,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compiled", action="store_true", help="by torch.compile")
     parser.add_argument("--engines", default="vllm,runtime")
+    parser.add_argument("--delays", type=milliseconds, default="0,1,3,10", help="milliseconds, the first of them 0")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     results, tokens = {}, {}

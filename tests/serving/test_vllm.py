@@ -76,10 +76,10 @@ def check(case, group, ran, expected):
     if "error" in result and case.recipe in BOUND and "vLLM cannot serve this checkpoint" in result["log"]:
         pytest.skip("bound, and vLLM's layers cannot compute it: it says so")
     assert "error" not in result, result["error"]
-    assert result["cached"] > 0
     if case.family in INCOMPARABLE:
         pytest.skip("vLLM's original gives other tokens than transformers' here")
     assert result["tokens"] == expected(case.family, case.recipe, case.tp)
+    assert result["cached"] > 0
 
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=str)
