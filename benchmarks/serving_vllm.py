@@ -62,6 +62,7 @@ def main(given: Asked) -> None:
         dtype="float32",
         max_model_len=PROMPT + STEPS + 1,
         max_num_seqs=SEQUENCES,
+        num_gpu_blocks_override=2 * SEQUENCES,  # little memory, as all variants are there at once
         enforce_eager=not given.compiled,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

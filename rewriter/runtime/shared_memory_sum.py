@@ -28,6 +28,7 @@ LARGEST = 256 * 1024  # bytes of a tensor that goes this way
 _SLOTS = 8  # sums that may be under way
 _LINE = 8  # int64 of a cache line, of which each flag has one for itself
 _PATIENCE = 600.0  # seconds for a peer
+_VIEWS = 256  # that are kept
 _SPINS = 1000  # before other processes may have the core
 
 
@@ -52,6 +53,7 @@ class SharedMemorySums:
         self.written, self.read = numbers[..., 0].numpy()
         self.room = memory[8 * flags :].view(self.ranks, _SLOTS, LARGEST)
         self.spins = _SPINS if self.ranks <= len(os.sched_getaffinity(0)) else 0
+        self.views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}  # of a slot, for every rank
 
     def takes(self, x: Tensor) -> bool:
         return x.nbytes <= LARGEST and x.device.type == "cpu"
@@ -71,7 +73,7 @@ class SharedMemorySums:
         self.number += 1
         slot = self.number % _SLOTS
         self.until(self.read, slot, self.number - _SLOTS)
-        self._of_rank(self.rank, slot, x).copy_(x)
+        self._views(slot, x)[self.rank].copy_(x)
         self.written[self.rank, slot] = self.number
         return self.number
 
@@ -79,13 +81,22 @@ class SharedMemorySums:
         """What every rank has written, like `x`, in their order: memory that `done` gives back."""
         slot = number % _SLOTS
         self.until(self.written, slot, number)
-        return [self._of_rank(rank, slot, x) for rank in range(self.ranks)]
+        return self._views(slot, x)
 
     def done(self, number: int) -> None:
         self.read[self.rank, number % _SLOTS] = number
 
-    def _of_rank(self, rank: int, slot: int, x: Tensor) -> Tensor:
-        return self.room[rank, slot, : x.nbytes].view(x.dtype).view(x.shape)
+    def _views(self, slot: int, x: Tensor) -> list[Tensor]:
+        """The room of every rank in a slot, like `x`. Steps of a generation have few shapes, and making views takes as
+        long as the sum."""
+        key = slot, x.dtype, x.shape
+        views = self.views.get(key)
+        if views is None:
+            if len(self.views) == _VIEWS:
+                self.views.clear()
+            views = [rows.view(x.dtype).view(x.shape) for rows in self.room[:, slot, : x.nbytes]]
+            self.views[key] = views
+        return views
 
     def until(self, flags: Any, slot: int, number: int) -> None:
         """Wait until every rank's flag has come to `number`. Raises TimeoutError."""

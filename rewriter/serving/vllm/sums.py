@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from rewriter.serving.vllm import engine
 
@@ -117,17 +118,17 @@ for _name, _schema, _run, _fake in (
 
 def begin(new: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D]: (a token, `stream`). Whoever reads the stream that is returned, reads it after."""
-    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.begin(new, stream)
+    found: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.begin if is_compiling() else _begin)(new, stream)
     return found
 
 
 def step(new: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """Begin the sum of `new` [T, D] and end the one that `token` stands for: (that sum, a token)."""
-    found: tuple[Tensor, Tensor] = torch.ops.rewriter_serving.step(new, token)
+    found: tuple[Tensor, Tensor] = (torch.ops.rewriter_serving.step if is_compiling() else _step)(new, token)
     return found
 
 
 def finish(token: Tensor, like: Tensor) -> Tensor:
     """The sum that `token` stands for, of the shape of `like`."""
-    found: Tensor = torch.ops.rewriter_serving.finish(token, like)
+    found: Tensor = (torch.ops.rewriter_serving.finish if is_compiling() else _finish)(token, like)
     return found
