@@ -27,7 +27,7 @@ from rewriter.adapt.job import AdaptJob, place_of
 from rewriter.adapt.options import Options, parse_settings, schedule
 from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.run_ranks import RunRanks
-from rewriter.adapt.students import HuggingFaceModel
+from rewriter.adapt.students import Computed, HuggingFaceModel
 from rewriter.adapt.token_rows import load_rows
 from rewriter.adapt.trainer import AdaptTrainer, on_device
 from rewriter.adapt.unshard import write_model
@@ -149,10 +149,10 @@ def test_a_killed_run_goes_on_with_the_same_losses(where: str, plain: Path, tmp_
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, calls = loss_functions.cross_entropy, []
 
-    def broken(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        calls.append(logits.requires_grad)
+    def broken(computed: Computed, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(computed.states.requires_grad)
         bad = sum(calls) == 2 * 4 + 1  # the first pass of step 5
-        return exact(logits, targets) * (math.nan if bad else 1.0)
+        return exact(computed, targets) * (math.nan if bad else 1.0)
 
     monkeypatch.setattr(loss_functions, "cross_entropy", broken)
     out = tmp_path / "out"

@@ -32,8 +32,8 @@ def evaluate(
             inputs = {name: value.to(device) for name, value in inputs.items()}
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 computed = model(inputs)
-            targets = losses.own_targets(inputs["labels"], computed.indices)
-            totals[0] += losses.cross_entropy(computed.logits, targets).double()
+                targets = losses.own_targets(inputs["labels"], computed.indices)
+                totals[0] += losses.cross_entropy(computed, targets).double()
             totals[1] += (targets != IGNORED).sum()
     if model.group is not None:
         ranks.sum(totals, model.group)

@@ -18,7 +18,7 @@ def loss_of(run: Run, theirs: Model | None) -> Loss:
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         computed = student(batch, module=module)
         targets = losses.own_targets(batch["labels"], computed.indices)
-        return {"loss": losses.cross_entropy(computed.logits, targets)}
+        return {"loss": losses.cross_entropy(computed, targets)}
 
     def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         assert theirs is not None
@@ -27,10 +27,10 @@ def loss_of(run: Run, theirs: Model | None) -> Loss:
             taught = theirs(batch, hidden)
         computed = student(batch, hidden, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
-        kl = losses.divergence(computed.logits, taught.logits, targets, options.temperature)
+        kl = losses.divergence(computed, taught, targets, options.temperature)
         sums = {"loss": kl, "divergence": kl}
         if options.cross_entropy:
-            ce = losses.cross_entropy(computed.logits, targets)
+            ce = losses.cross_entropy(computed, targets)
             sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
         if hidden:
             distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)
