@@ -16,6 +16,7 @@ from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.fabric import Fabric, TableChoice
 from rewriter.fabric.links import Device, Link
+from rewriter.fabric.shipped_kernels import kernel_systems
 from rewriter.fabric.shipped_tables import Table, TableKey
 
 MAX_BYTES = 1 << 20
@@ -48,6 +49,7 @@ Time = Figure[Seconds]
 Rate = Figure[Positive]
 Fraction = Figure[Share]
 Number = Figure[Count]
+Named = Figure[Word]
 
 
 class DeviceFile(_Strict):
@@ -64,6 +66,7 @@ class DeviceFile(_Strict):
     launch_seconds: Time
     graphed_launch_seconds: Time
     multiprocessors: Number
+    kernels: Named | None = None
 
     def device(self) -> Device:
         return Device(
@@ -71,6 +74,7 @@ class DeviceFile(_Strict):
             {dtype: rate.value for dtype, rate in self.flops.items()}, self.efficiency.value,
             self.memory_bandwidth.value, self.memory_efficiency.value,
             self.launch_seconds.value, self.graphed_launch_seconds.value, self.multiprocessors.value,
+            self.kernels.value if self.kernels else "",
         )  # fmt: skip
 
 
@@ -138,6 +142,8 @@ class FabricFile(_Strict):
             found.append(("node", "no link `inside`, which nodes of several ranks have."))
         if self.model == "measured" and not self.tables and self.measurements is None:
             found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
+        if self.device.kernels and (name := self.device.kernels.value) not in kernel_systems():
+            found.append(("device", f"kernels of {name!r}: {did_you_mean(name, kernel_systems(), what='shipped')}"))
         return found
 
     def fabric(self, sources: dict[str, str]) -> Fabric:

@@ -48,7 +48,8 @@ class Phase:
     outside of the layers). `host_seconds`: it stands idle because the host has not launched the next kernel.
     `spans`: of all streams, by start; idle stretches of compute for communication are there as exposed compute spans.
     `flops`: of a rank. `weight_bytes`: weights that it reads; `kernels`: kernels that it launches, collectives too.
-    `collectives`: how many run.
+    `collectives`: how many run. `measured_seconds`: of `compute_seconds`, those of kernels whose time alone was measured;
+    the others' are a roofline's.
     """
 
     seconds: float
@@ -62,6 +63,7 @@ class Phase:
     weight_bytes: int = 0
     kernels: int = 0
     collectives: int = 0
+    measured_seconds: float = 0.0
 
 
 def generation_seconds(prefill: Phase, decode: Phase, generate: int) -> float:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
 from rewriter.predict.kernel_cost import Kernel
+from rewriter.predict.kernel_time import measured_seconds, seconds
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.roofline import ALONE, Contention, Rates, seconds
+from rewriter.predict.roofline import ALONE, Contention, Rates
 from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]
@@ -34,6 +35,7 @@ class KernelDurations:
     rates: Rates
     known: dict[tuple[int, Contention], tuple[float, float]] = field(default_factory=dict)
     held: list[tuple[Kernel, ...]] = field(default_factory=list)  # keeps keys' ids from being used again
+    shares: dict[int, float] = field(default_factory=dict)
 
     def of(self, kernels: tuple[Kernel, ...], beside: Contention = ALONE) -> tuple[float, float]:
         """(D, C): the kernels' time on the device, and how long after the host begins to launch them the last one ends
@@ -47,6 +49,14 @@ class KernelDurations:
                 constant = max(constant, (i + 1) * self.rates.launch + alone)
             self.known[key] = (alone, constant)
         return self.known[key]
+
+
+    def measured(self, kernels: tuple[Kernel, ...]) -> float:
+        """Of the kernels' time on the device, the part that was measured."""
+        if id(kernels) not in self.shares:
+            self.held.append(kernels)
+            self.shares[id(kernels)] = sum(measured_seconds(kernel, self.rates) for kernel in kernels)
+        return self.shares[id(kernels)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class Timeline:
         self.compute = self.communication = self.exposed = 0.0
         self.by_layer: dict[int, float] = {}
         self.kernels = self.collectives = 0
-        self.flops, self.weight_bytes = 0.0, 0
+        self.flops, self.weight_bytes, self.measured = 0.0, 0, 0.0
         self.spans: list[Span] = []
 
     def run(self, steps: Sequence[Step]) -> float:
@@ -102,6 +112,7 @@ class Timeline:
             weight_bytes=self.weight_bytes,
             kernels=self.kernels,
             collectives=self.collectives,
+            measured_seconds=self.measured,
         )
 
     def _marked(self) -> list[Span]:
@@ -134,6 +145,7 @@ class Timeline:
             self.spans.append(Span("compute", self.now - max(working, 0.0), self.now, step.name, step.layer))
             self.flops += sum(kernel.flops for kernel in step.kernels)
             self.weight_bytes += sum(kernel.weight_bytes for kernel in step.kernels)
+            self.measured += self.durations.measured(step.kernels)
 
     def _beside(self, kernels: tuple[Kernel, ...], start: float, alone: float) -> float:
         """When kernels end that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
