@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric import shipped_tables as measured
 from rewriter.fabric.measured_delays import table_errors
+from rewriter.fabric.overlap import SHARES
 
 
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
@@ -54,7 +56,9 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
         for row in content["kernels"]["errors"]:
             shown = (_percent(row[f"{name}_error"]) for name in ("median", "most", "worst"))
             kernels.add_row(row["what"], f"{row['points']:,}", *shown)
-        console.print(f"\nKernels as measured on {escape(content['kernels']['table'])}; sizes between are interpolated.")
+        console.print(
+            f"\nKernels as measured on {escape(content['kernels']['table'])}; sizes between are interpolated."
+        )
         console.print(kernels)
         console.print("error: of each size between two others, predicted by these two.")
     else:
@@ -156,6 +160,8 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
             shown[f"{name}.latency"] = (link.latency, _time(link.latency))
             shared = ", shared" if link.shared else ""
             shown[f"{name}.bandwidth"] = (link.bandwidth, _rate(link.bandwidth, "B/s") + shared)
+    for name, value in asdict(fabric.overlap).items():
+        shown[f"overlap.{name}"] = (value, _percent(value) if name in SHARES else _time(value))
     shown |= {f"blocks.{library}": (blocks, f"at most {blocks}") for library, blocks in fabric.blocks.items()}
     rows = [
         {"figure": name, "value": value, "text": text, "source": fabric.sources[name]}

@@ -105,7 +105,7 @@ class KernelTable:
         grid, on = self.products.get(known), on or self.own
         if grid is None or known not in on.flops:
             return None
-        return grid.ratio(columns, depth, rows) * self._product_reference(known, on)(columns, depth, rows)
+        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on)(columns, depth, rows))
 
     def attention(
         self,
@@ -220,9 +220,7 @@ class KernelTable:
         rate = np.where(nbytes > 4 * self.file["l2_bytes"], nbytes / seconds, np.nan)
         best = float(np.nanquantile(rate, 0.9)) if not np.isnan(rate).all() else self.own.bandwidth
         shortest = np.fmin.reduce(seconds, axis=3, keepdims=True)
-        found: Array = np.where(
-            nbytes < self.file["l2_bytes"], np.maximum(seconds, shortest + nbytes / best), seconds
-        )
+        found: Array = np.where(nbytes < self.file["l2_bytes"], np.maximum(seconds, shortest + nbytes / best), seconds)
         return found
 
     def _attention_reference(self, phase: str, dtype: str, on: Promised) -> Reference:
@@ -285,7 +283,9 @@ class KernelTable:
         found = [
             (float(np.sqrt(low * high)), float(np.nanquantile(ratio, 0.25)))
             for low, high in zip(edges[:-1], edges[1:], strict=True)
-            if not np.isnan(ratio := np.where((sizes >= low) & (sizes < high), self._over(seconds, sizes), np.nan)).all()
+            if not np.isnan(
+                ratio := np.where((sizes >= low) & (sizes < high), self._over(seconds, sizes), np.nan)
+            ).all()
         ]
         axis = [nbytes for nbytes, _ in found]
         return Grid((axis,), np.array([ratio for _, ratio in found]), lambda nbytes: np.ones_like(nbytes))

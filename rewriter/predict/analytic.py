@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
+from rewriter.fabric import Call, Delay, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
 from rewriter.predict.break_even import BreakEven
@@ -69,9 +69,8 @@ class Predictor:
     known: dict[Call, Delay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model: DelayModel = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
-        if self.what_if:
-            self.model = WhatIf.parse(self.model, self.what_if)
+        model = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
+        self.model = WhatIf.parse(model, self.what_if)
 
     def compare(
         self,
@@ -112,7 +111,7 @@ class Predictor:
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
         load, place = self.workload, self._place(program)
-        fuse, batch = load.graphed, batch or load.batch
+        fuse, batch = load.fused, batch or load.batch
         prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
         decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
         made = (steps(prefill, place, fuse), steps(decode, place, fuse))
@@ -198,7 +197,10 @@ class Predictor:
     def _durations(self, program: Program) -> KernelDurations:
         dtype = str(model_dtype(program)).removeprefix("torch.")
         if dtype not in self.durations:
-            self.durations[dtype] = KernelDurations(rates_of(self.fabric.device, dtype, self.workload.graphed))
+            overlap = self.model.overlap(self.fabric.overlap)
+            rates = rates_of(self.fabric.device, dtype, self.workload.graphed, overlap)
+            table = rates.table if self.model.measured_kernels else None
+            self.durations[dtype] = KernelDurations(replace(rates, table=table, factor=self.model.kernels))
         return self.durations[dtype]
 
     def _delay(self, begin: Begin, call: Call) -> Delay:

@@ -16,14 +16,25 @@ def seconds(kernel: Kernel, rates: Rates, beside: Contention = ALONE) -> float:
     if known is None:
         if kernel.parts:
             return sum(seconds(part, rates, beside) for part in kernel.parts)
-        return roofline.seconds(kernel, rates, beside)
+        return roofline.seconds(kernel, rates, beside) * rates.factor
     if beside == ALONE:
         return known
     return known * _roofline(kernel, rates, beside) / _roofline(kernel, rates, ALONE)
 
 
 def measured(kernel: Kernel, rates: Rates) -> float | None:
-    """Its time alone by the device's table of measured kernels, or None."""
+    """Its time alone by the device's table of measured kernels, at the clocks of a device that is busy, or None.
+
+    Measurements are of moments; arithmetic that goes on draws as much power as a device may.
+    """
+    known, on = _of_table(kernel, rates), rates.promised
+    if known is None:
+        return None
+    bound = on is not None and kernel.flops / on.flops[rates.dtype] > kernel.nbytes / on.bandwidth
+    return known * rates.factor * (1.0 + (rates.overlap.clocks if bound else 0.0))
+
+
+def _of_table(kernel: Kernel, rates: Rates) -> float | None:
     table, dtype, on = rates.table, rates.dtype, rates.promised
     if table is None:
         return None

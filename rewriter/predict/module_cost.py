@@ -17,7 +17,16 @@ from rewriter import ops
 from rewriter.analysis.op_semantics import operator_of
 from rewriter.ir import Body, Leaf, Module, Opaque, args_of
 from rewriter.predict.attention_cost import attention_items
-from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, axis_group, fused, measured_as
+from rewriter.predict.kernel_cost import (
+    CostedOperation,
+    Exchange,
+    Item,
+    Kernel,
+    as_launched,
+    axis_group,
+    fused,
+    measured_as,
+)
 from rewriter.predict.workload import ForwardPass
 
 EXPERTS = "experts"  # the name of their products
