@@ -190,15 +190,54 @@ def replays(source: Path, name: str) -> dict[int, float]:
     return {c: statistics.median(differences[c]) / (1 / c - 1 / 6) for c in sorted(differences)}
 
 
+def libraries(source: Path, name: str) -> dict[str, tuple[float, ...]]:
+    """By how much other libraries' kernels differ from the table's, at 16, 50 and 84 %: products of up to 128 rows whose
+    weights are above 4 MB, and attention of a decode step over more than 200 tokens; gaps between replays taken off."""
+    system, found = SYSTEMS[name], {}
+    for library, version in (("trtllm", "1.3.0rc20"), ("sglang", "0.5.14")):
+        each: list[dict[tuple[int, ...], float]] = []
+        for one, number in ((library, version), ("vllm", system.version)):
+            made = rows(
+                source, f"{name}/gemm/{one}/{number}/gemm_perf.parquet", ("gemm_dtype", "m", "n", "k", "latency")
+            )
+            cells: dict[tuple[int, ...], float] = {}
+            for r in made:
+                weights = r["n"] * r["k"] * 2
+                turns = max(1, min(5, -(-system.l2 // weights))) if one == "trtllm" else 6
+                if r["gemm_dtype"] == "bfloat16" and weights > 4e6 and r["m"] <= 128:
+                    cells[r["m"], r["n"], r["k"]] = r["latency"] * US - system.replay * 1e6 / turns
+            each.append(cells)
+        found[f"products, {library}"] = spread(each[0], each[1])
+        each = []
+        for one, number in ((library, version), ("vllm", system.version)):
+            columns = ("batch_size", "num_heads", "num_key_value_heads", "head_dim", "step", "window_size", "latency")
+            path = f"{name}/attention/{one}/{number}/generation_attention_perf.parquet"
+            made = rows(source, path, (*columns, "kv_cache_dtype"))
+            kept = [r for r in made if r["kv_cache_dtype"] == "bfloat16" and not r["window_size"] and r["step"] > 200]
+            each.append({tuple(r[c] for c in columns[:5]): r["latency"] * US for r in kept if r["head_dim"] == 128})
+        found[f"attention, {library}"] = spread(each[0], each[1])
+    return {what: parts for what, parts in found.items() if parts}
+
+
+def spread(ours: dict[tuple[int, ...], float], others: dict[tuple[int, ...], float]) -> tuple[float, ...]:
+    ratios = sorted(ours[place] / others[place] - 1 for place in ours.keys() & others.keys())
+    return tuple(ratios[int(share * (len(ratios) - 1))] for share in (0.16, 0.5, 0.84)) if ratios else ()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a clone of the repository")
     parser.add_argument("systems", nargs="*", default=list(SYSTEMS), help="which; all where none is named")
     parser.add_argument("--replays", action="store_true", help="print the gaps between replays instead")
+    parser.add_argument("--libraries", action="store_true", help="print how other libraries' kernels differ instead")
     options = parser.parse_args()
     for name in options.systems:
         if options.replays:
             print(name, ", ".join(f"{c} to a graph {gap:.2f} µs" for c, gap in replays(options.source, name).items()))
+            continue
+        if options.libraries:
+            for what, parts in libraries(options.source, name).items():
+                print(f"{name:20} {what:20}", ", ".join(f"{100 * part:+.1f} %" for part in parts))
             continue
         text = json.dumps(table(options.source, name), separators=(",", ":")).encode()
         path = TARGET / f"kernels-{name}.json.gz"

@@ -64,7 +64,7 @@ def predict(
     if measure:
         found = api.measure(model, recipe, **place, **job)
     else:
-        found = api.predict(model, recipe, **place, compiled=compiled, pareto=pareto, **job)
+        found = api.predict(model, recipe, **place, compiled=compiled, pareto=pareto, baselines=True, **job)
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)

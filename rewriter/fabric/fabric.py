@@ -110,8 +110,8 @@ class Fabric:
         if name == BEST and self.backends[:1] == (BEST,):
             return Best({one: self.delay_model(one, graphed) for one in self.backends[1:] if self._has(one, graphed)})
         if name == FUSED and self.fused is not None:
-            model = self.delay_model(self.fused.library, graphed)
-            return Fused(self.fused, model, model)
+            plain = self.delay_model(self.fused.library, graphed)
+            return Fused(self.fused, plain, plain)
         if self.model == "measured":
             model: DelayModel = Measured(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":

@@ -47,7 +47,7 @@ class Promised:
 class Grid:
     """Durations in seconds on a grid of sizes; NaN where nothing was measured. `reference` takes one value per axis."""
 
-    def __init__(self, axes: Sequence[Sequence[float]], seconds: Array, reference: Reference) -> None:
+    def __init__(self, axes: Sequence[Sequence[float] | Array], seconds: Array, reference: Reference) -> None:
         self.axes = [np.log(np.asarray(axis, dtype=float)) for axis in axes]
         places = np.meshgrid(*(np.asarray(axis, dtype=float) for axis in axes), indexing="ij")
         self.ratios = np.log(seconds / reference(*places))

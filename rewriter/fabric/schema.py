@@ -179,7 +179,9 @@ class FabricFile(_Strict):
             found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
         known = [table.library for table in self.tables]
         if self.fused and self.fused.library.value not in known:
-            found.append(("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}."))
+            found.append(
+                ("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}.")
+            )
         if self.device.kernels and (name := self.device.kernels.value) not in kernel_systems():
             found.append(("device", f"kernels of {name!r}: {did_you_mean(name, kernel_systems(), what='shipped')}"))
         return found

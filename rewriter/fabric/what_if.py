@@ -37,8 +37,8 @@ class Change:
 
     Of a kind of collective: its seconds; what is added is latency, which other groups on the link need not wait for.
     Of "latency": the part of every collective that is no transfer. Of "bandwidth": `scale` only; transfers take
-    1 / scale times as long. Of "kernels": `scale` times as long; None, written kernels=roofline: none are measured. Of a
-    term of `Overlap`: `scale` times as much, `value` seconds, or the `share` given.
+    1 / scale times as long. Of "kernels": `scale` times as long; None, written kernels=roofline: none are measured. Of
+    a term of `Overlap`: `scale` times as much, `value` seconds, or the `share` given.
     """
 
     target: Target

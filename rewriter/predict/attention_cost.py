@@ -47,8 +47,8 @@ def attention_items(
 
 
 def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
-    """A fused attention kernel with what stores keys and values before it and, over a cache, says what is seen: measured
-    as one, where the module is compiled."""
+    """A fused attention kernel with what stores keys and values before it and, over a cache, says what is seen, where
+    the module is compiled: measured as one."""
     last = kernels[-1]
     if not fused or last.work != "attention":
         return list(kernels)

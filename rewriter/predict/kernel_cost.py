@@ -19,12 +19,12 @@ class Kernel:
 
     The sizes say how many SMs it can fill, and what measurement stands for it:
 
-    | work      | batches                | rows        | columns           | depth          | groups             |
-    |-----------|------------------------|-------------|-------------------|----------------|--------------------|
-    | product   | alike products         | rows        | columns           | summed over    |                    |
-    | attention | sequences · heads      | new tokens  | keys              | size of a head | sequences · heads of keys |
-    | experts   | experts                | tokens      | width of one      | model's width  | chosen by a token  |
-    | glue      |                        | rows        | reduced values    |                |                    |
+    | work      | batches           | rows       | columns        | depth          | groups                    |
+    |-----------|-------------------|------------|----------------|----------------|---------------------------|
+    | product   | alike products    | rows       | columns        | summed over    |                           |
+    | attention | sequences · heads | new tokens | keys           | size of a head | sequences · heads of keys |
+    | experts   | experts           | tokens     | width of one   | model's width  | chosen by a token         |
+    | glue      |                   | rows       | reduced values |                |                           |
 
     `groups` is 0 where no measurement may stand for it. `parts`: what it is without a measurement of the whole, one
     kernel after another.

@@ -31,9 +31,9 @@ class Begin:
     """A collective starts on the stream of its axis, behind what the compute stream was given before.
 
     `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
-    call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`: whether
-    it runs on a stream of its own, as what is to overlap does; a sum that is waited for at once runs on the stream of
-    the kernels.
+    call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`:
+    whether it runs on a stream of its own, as what is to overlap does; a sum that is waited for at once runs on the
+    stream of the kernels.
     """
 
     name: str

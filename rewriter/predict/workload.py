@@ -14,8 +14,8 @@ MOST_TOKENS = 1 << 32
 class Workload:
     """`batch` sequences of `prompt` tokens get `generate` more on `tp` ranks in all.
 
-    `graphed`: replayed from CUDA graphs; otherwise the host launches every kernel. `compiled`: glue that stands together
-    is one kernel, otherwise every operator is one (None: as `graphed`). `sp`: ranks
+    `graphed`: replayed from CUDA graphs; otherwise the host launches every kernel. `compiled`: glue that stands
+    together is one kernel, otherwise every operator is one (None: as `graphed`). `sp`: ranks
     that share tokens, in recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few
     as hold them). Raises RewriterError for a number below 1, and for more
     tokens than 2^32.
