@@ -171,8 +171,8 @@ class RecipeComparison:
 
     `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
-    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what users
-    have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.
+    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what
+    users have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.
     """
 
     model: str

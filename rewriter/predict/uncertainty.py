@@ -1,5 +1,5 @@
-"""How far off a prediction may be: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as is
-said here.
+"""How far off a prediction may be: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
+is said here.
 
 Each term is changed by one standard deviation, one at a time, and what is predicted is simulated again; the logarithms
 of the changes add up as squares. Nothing here was fitted to measurements of whole models.
@@ -20,8 +20,8 @@ COVERED = 0.8
 _DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)
 
 # By how much another library's kernel of the same sizes differs, 16 to 84 % of them (`benchmarks/kernel_tables.py
-# --libraries`): -9 to +8 % of products, -17 to +22 % of attention. Held-out errors of the tables are smaller. Experts, and
-# glue, which a compiler cuts as it likes: assumed.
+# --libraries`): -9 to +8 % of products, -17 to +22 % of attention. Held-out errors of the tables are smaller. Experts,
+# and glue, which a compiler cuts as it likes: assumed.
 _KERNELS: Mapping[Work, float] = {"product": 0.06, "attention": 0.15, "experts": 0.12, "glue": 0.2}
 _ROOFLINE = 0.25  # roofline against measured kernels of the six systems, products of at most 128 rows
 _COLLECTIVES = 0.1  # held-out errors: 90 % within 10 to 20 %; NCCL 2.27.3 and 2.29.2 differ as much
