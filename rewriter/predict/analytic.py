@@ -101,7 +101,7 @@ class Predictor:
             found.append(self._prediction(candidate, simulated, compared, found, changed))
             if not compared:
                 changed = simulated
-                durations = self._durations(candidate.program)
+                durations = self._durations(candidate.program).without_skew()
                 compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
         return RecipeComparison(
             model=model,

@@ -18,12 +18,13 @@ from rewriter.common.tables import plain_table
 from rewriter.predict.results import Phase, PredictedPoint, Prediction, RecipeComparison
 
 COLUMNS = ("prefill", "per token", "80 %", "tokens/s", "exposed", "share", "speedup", "break-even", "memory")
-DROPPED = ("memory", "prefill", "exposed", "80 %")  # first where the terminal is too narrow; the page and JSON have all
+DROPPED = ("80 %", "memory", "prefill", "exposed")  # first where the terminal is too narrow; the page and JSON have all
 MODELLED = "MODELLED: this fabric's figures are computed from other machines' or from data sheets, not measured."
 PASSES = ("pass", "time", "computing", "waiting", "launching", "communicating")
 LEGEND = (
-    "Per token: one decode step (TPOT); 80 %: how far off it may be in 4 of 5 cases. Exposed: of it, waiting for communication. Tokens/s: of a whole generation, "
-    "prefill included. Break-even: an all-reduce must take longer than this for the recipe to pay in decoding."
+    "Per token: one decode step (TPOT); 80 %: how far off it may be in 4 of 5 cases. Exposed: of it, waiting for "
+    "communication. Tokens/s: of a whole generation, prefill included. Break-even: an all-reduce must take longer than "
+    "this for the recipe to pay in decoding."
 )
 
 

@@ -55,6 +55,11 @@ class KernelDurations:
             self.known[key] = (alone, constant)
         return self.known[key]
 
+    def without_skew(self) -> KernelDurations:
+        """The same kernels, of ranks that come together."""
+        rates = replace(self.rates, overlap=self.rates.overlap.times("jitter", 0.0))
+        return KernelDurations(rates, self.known, self.held, self.shares, self.rests)
+
     def rest(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
         """All but the first, the same object each time."""
         if id(kernels) not in self.rests:
@@ -198,7 +203,6 @@ class Timeline:
             since = max(self.now, launched)
             for busy in self._running(begin.axis, since, end):
                 self._expose(begin, max(busy.start, since), min(busy.end, end))
-            self._expose(begin, max(since, self.ends[begin]), end)
             self.now = end
         self.awaited.clear()
 
@@ -230,13 +234,14 @@ class Timeline:
         stream = self.streams.setdefault(step.axis, [])
         ready = self.now + (self.crossing + self._behind_next() if step.aside else 0.0)
         now = max(ready, self.host, stream[-1].end if stream else 0.0)
-        drifted, self.since = self.compute - self.since, self.compute
+        computed, self.since = self.compute - self.since, self.compute
+        drifted = computed
         for part in step.parts:
             if isinstance(part, Kernel):
                 took = seconds(part, self.durations.rates)
                 busy, label = _Busy(now, now + took, Contention(0, part.nbytes / took), 0), part.name
             else:
-                delay, label = self._delay(step, part), part.kind.replace("_", "-")
+                delay, label = self._delay(step, part, computed), part.kind.replace("_", "-")
                 self.normed = delay.normed
                 late = self.overlap.skew(part.size, drifted)
                 drifted = 0.0
@@ -258,12 +263,13 @@ class Timeline:
                 )
         self.ends[step] = now
 
-    def _delay(self, step: Begin, call: Call) -> Delay:
-        """Of a collective, slowed down by the kernels that run beside it."""
+    def _delay(self, step: Begin, call: Call, computed: float) -> Delay:
+        """Of a collective, slowed down by the kernels that run beside it: about as long as those before it."""
         delay, slowed = self.delays(step, call), self.overlap.slowed
         if not step.aside or not slowed:
             return delay
-        return replace(delay, seconds=delay.seconds + slowed * delay.transfer, transfer=delay.transfer * (1 + slowed))
+        more = slowed * min(delay.transfer, computed)
+        return replace(delay, seconds=delay.seconds + more, transfer=delay.transfer + more)
 
     def _behind_next(self) -> float:
         """How long a collective waits for the SMs of the kernel that is launched beside it."""
