@@ -37,7 +37,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class System:
     """Which library's measurements, and what the device promises. `replay`: seconds between two replays of a CUDA graph
-    beyond the kernels in it (see `--replays`). Where no pair of measurements says it, the median of the others stands."""
+    beyond the kernels in it (see `--replays`); where no pair of measurements says it, the median of the others."""
 
     device: str
     version: str
@@ -191,8 +191,9 @@ def replays(source: Path, name: str) -> dict[int, float]:
 
 
 def libraries(source: Path, name: str) -> dict[str, tuple[float, ...]]:
-    """By how much other libraries' kernels differ from the table's, at 16, 50 and 84 %: products of up to 128 rows whose
-    weights are above 4 MB, and attention of a decode step over more than 200 tokens; gaps between replays taken off."""
+    """By how much other libraries' kernels differ from the table's, at 16, 50 and 84 %: products of up to 128 rows
+    whose weights are above 4 MB, and attention of a decode step over more than 200 tokens; gaps between replays taken
+    off."""
     system, found = SYSTEMS[name], {}
     for library, version in (("trtllm", "1.3.0rc20"), ("sglang", "0.5.14")):
         each: list[dict[tuple[int, ...], float]] = []

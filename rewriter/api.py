@@ -157,8 +157,9 @@ def predict(
     `nodes`: over how many of its nodes the ranks are spread (None: as few as hold them). `batch` sequences of `prompt`
     tokens get `generate` more. `graphed`: the module is replayed from CUDA graphs; otherwise the host launches each
     kernel. `compiled`: a compiler fuses its glue (None: where it is graphed). `what_if`: changes such as
-    "all_reduce=+5us", "bandwidth=x0.5", "jitter=x0". `library`: whose collectives ("nccl", "vllm", "fused", "best"), one
-    of the fabric's `backends` (None: its first). `baselines`: also what users have today. `pareto`: also other TP degrees and batches.
+    "all_reduce=+5us", "bandwidth=x0.5", "jitter=x0". `library`: whose collectives ("nccl", "vllm", "fused", "best"),
+    one of the fabric's `backends` (None: its first). `baselines`: also what users have today. `pareto`: also other TP
+    degrees and batches.
 
     Raises RewriterError for what a user can cause, as an unknown recipe or fabric, and where the first recipe cannot be
     applied; others that cannot are in the result's `skipped`.
@@ -169,8 +170,8 @@ def predict(
 
         workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes, compiled)
         return compare(
-            model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, baselines=baselines, set=set,
-            trust_remote_code=trust_remote_code,
+            model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, baselines=baselines,
+            set=set, trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def test_a_decode_step_is_the_sum_of_its_measured_kernels(model: Program) -> Non
     glue = given.decode.seconds - least
     assert 0 < glue < 2 * 5 * 4e-6 + 3 * 10e-6  # five kernels a layer; embedding, head, norm
     assert given.decode.measured_seconds == pytest.approx(given.decode.compute_seconds, rel=1e-6)
-    assert any("100 % of a decode step" in note for note in given.notes)
+    assert any("100% of a decode step" in note for note in given.notes)
 
 
 def test_what_was_not_measured_is_on_the_roofline_and_says_so() -> None:

@@ -43,9 +43,9 @@ class Fabric:
     `modelled`: its durations come from formulas, no measurement of it is known. `model`: "measured" (`tables`, shipped
     or its own), "alpha-beta", or a model of someone else's: an entry point in the group `rewriter.delay_models`, or
     `module:Class`. `algorithm` and `protocols` are those of the α-β model. `blocks`: CUDA blocks that a library's
-    collective holds at most, by library; empty for devices that are no GPUs. `overlap`: what overlap costs. `fused`: the
-    all-reduce that servers have for a sum that is added to a residual and normed. `sources`: where each figure is from, by
-    its place in the file.
+    collective holds at most, by library; empty for devices that are no GPUs. `overlap`: what overlap costs. `fused`:
+    the all-reduce that servers have for a sum that is added to a residual and normed. `sources`: where each figure is
+    from, by its place in the file.
     """
 
     name: str

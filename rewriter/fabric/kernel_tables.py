@@ -1,13 +1,13 @@
 """Kernels as they were measured, and those of the sizes between.
 
-A table holds durations on a grid: products by (columns, depth, rows), attention by (size of a head, query heads per head
-of keys, streams = sequences · heads of keys, tokens), experts by shape and tokens, glue by rows and columns. What is
-interpolated, linearly in the logarithms of the sizes, is the ratio to a reference
+A table holds durations on a grid: products by (columns, depth, rows), attention by (size of a head, query heads per
+head of keys, streams = sequences · heads of keys, tokens), experts by shape and tokens, glue by rows and columns. What
+is interpolated, linearly in the logarithms of the sizes, is the ratio to a reference
 
     floor + max(FLOP / (FLOP/s promised), bytes / (bytes/s promised))
 
-with the table's shortest kernel as floor. Beyond the grid the ratio stays what it is at the edge, so that a kernel is as
-efficient there; on another device than the measured one, with its own rates in the reference, it is so too.
+with the table's shortest kernel as floor. Beyond the grid the ratio stays what it is at the edge, so that a kernel is
+as efficient there; on another device than the measured one, with its own rates in the reference, it is so too.
 
 Three things about the measurements are put right (`benchmarks/kernel_tables.py` says where they are from):
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,8 @@ class Grid:
 class KernelTable:
     """The measured kernels of one system. `file` is what `benchmarks/kernel_tables.py` writes.
 
-    Its methods give seconds, or None for what was not measured. `on`: the device that is asked about; None: the measured
-    one. Dtypes by torch's names.
+    Its methods give seconds, or None for what was not measured. `on`: the device that is asked about; None: the
+    measured one. Dtypes by torch's names.
     """
 
     file: Mapping[str, Any]
@@ -118,7 +119,8 @@ class KernelTable:
         on: Promised | None = None,
         pairs: float | None = None,
     ) -> float | None:
-        """Of `queries` new tokens of each sequence, causal, over `keys`: of one over a cache, or of a prompt over itself.
+        """Of `queries` new tokens of each sequence, causal, over `keys`: of one over a cache, or of a prompt over
+        itself.
 
         `pairs`: of a query and a key that are seen, per head and sequence, where they are not queries² / 2.
         """
@@ -134,7 +136,7 @@ class KernelTable:
     def experts(
         self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
     ) -> float | None:
-        """Of a layer of gated experts: `chosen` of `count` for each token, `hidden` wide on a rank, routing included."""
+        """Of a layer of gated experts: `chosen` of `count` for each token, `hidden` wide on a rank, with routing."""
         known, on = _ALIKE.get(dtype, dtype), on or self.own
         if known not in self._experts or known not in on.flops:
             return None
@@ -282,7 +284,7 @@ class KernelTable:
         edges = 2.0 ** np.arange(np.floor(np.log2(sizes.min())), np.ceil(np.log2(sizes.max())) + 1)
         found = [
             (float(np.sqrt(low * high)), float(np.nanquantile(ratio, 0.25)))
-            for low, high in zip(edges[:-1], edges[1:], strict=True)
+            for low, high in pairwise(edges)
             if not np.isnan(
                 ratio := np.where((sizes >= low) & (sizes < high), self._over(seconds, sizes), np.nan)
             ).all()

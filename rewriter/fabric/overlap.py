@@ -12,11 +12,12 @@ from statistics import NormalDist
 _ORDINARY = NormalDist()
 
 SOURCES = {
-    "crossing": "a CUDA graph of a decode step that changes streams 69 times less is 70 µs shorter, 8 B300, sglang #32770",
+    "crossing": "a CUDA graph of a decode step that changes streams 69 times less is 70 µs shorter, 8 B300, "
+    "sglang #32770",
     "crossing_eager": "about 1 µs to record an event and 1 to wait for it, cudarc #335",
-    "order": "0: collectives run on streams of high priority, which a graph keeps; 1: each waits for the kernel beside it",
-    "contention": "computing beside collectives took 18.9 % longer on average, 40 % at most, on 4 H100, A100 and others, "
-    "arXiv 2507.03114, abstract",
+    "order": "0: collectives run on streams of high priority, which a graph keeps; 1: each waits for a kernel",
+    "contention": "computing beside collectives took 18.9 % longer on average, 40 % at most, on 4 H100, A100 and "
+    "others, arXiv 2507.03114, abstract",
     "taken": "the SMs and the memory traffic that a collective takes, as the roofline says",
     "slowed": "assumed: what a transfer loses to kernels beside it; 0 to 30 % are plausible",
     "jitter": "assumed: 2 %; GPUs of one kind differ by 8 % in products (arXiv 2208.11035) and hardly in memory",
@@ -24,8 +25,8 @@ SOURCES = {
     "Triton-distributed #57 against AIConfigurator's NCCL and vLLM): 1.42 standard deviations, as of the last of 8",
     "clocks": "1305 of 1410 MHz are held by an A100 at its power limit (HPL), glennklockwood.com/garden/peak-FLOPS; "
     "assumed of others",
-    "step": "a replay of a graph, 1.7 to 3.5 µs as measured (benchmarks/kernel_tables.py --replays), and the choice of a "
-    "token: two passes over the logits",
+    "step": "a replay of a graph, 1.7 to 3.5 µs as measured (benchmarks/kernel_tables.py --replays), and the choice "
+    "of a token: two passes over the logits",
 }  # fmt: skip
 
 
@@ -35,11 +36,11 @@ class Overlap:
 
     `crossing`, `crossing_eager`: seconds by which a kernel behind another stream's work starts later, in a CUDA graph
     and outside. `order`: of the kernel that follows a collective's start, the part that the collective waits for.
-    `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the SMs
-    and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels takes
-    longer. `jitter`: standard deviation of a rank's kernels, as a share of their time;
-    `jitter_seconds`: likewise, in seconds between two collectives, whatever runs there. `clocks`: by which share
-    kernels bound by arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.
+    `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the
+    SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels
+    takes longer. `jitter`: standard deviation of a rank's kernels, as a share of their time; `jitter_seconds`:
+    likewise, in seconds between two collectives, whatever runs there. `clocks`: by which share kernels bound by
+    arithmetic slow down at the power limit. `step`: seconds between two passes of a graph.
     """
 
     crossing: float = 1e-6

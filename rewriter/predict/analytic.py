@@ -243,7 +243,7 @@ class Predictor:
             said = "Computing: by roofline, since no kernels were measured on such a device, or none of this dtype."
         else:
             share = min(1.0, known / whole) if whole else 0.0
-            said = f"Computing: kernels as measured on {table.name}, {100 * share:.0f} % of a decode step; else by roofline."
+            said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
         calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
         found = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
         return (said, *found)
