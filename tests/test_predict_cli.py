@@ -70,7 +70,8 @@ def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[s
             ("org/model", ["tensor-parallel", "ladder"]),
             dict(
                 fabric="h100-2x8-ib", library=None, tp=16, nodes=2, sp=2, batch=4, prompt=2048, generate=128,
-                graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, trust_remote_code=False,
+                graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, compiled=None,
+                baselines=True, trust_remote_code=False,
             ),
         )
     ]  # fmt: skip
