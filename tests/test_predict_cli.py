@@ -306,7 +306,9 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
 def test_real_ranks_are_compared_with_an_emulated_one(capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict examples/tiny-llama --recipe tensor-parallel --recipe ladder --tp 2 --prompt 32 --generate 8"
     assert main([*words.split(), "--validate", "--json"]) == 0
-    for one in json.loads(capsys.readouterr().out):
+    objects = json.loads(capsys.readouterr().out)
+    assert [one["recipe"] for one in objects if not one["baseline"]] == ["tensor-parallel", "ladder"]
+    for one in objects[:2]:
         found = one["validation"]
         if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
             assert "a CPU core each" in found["reason"]

@@ -96,7 +96,10 @@ def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
 
     objects = to_json(found)
     if validation is not None:
-        objects = [{**one, "validation": validation.of(one["recipe"])} for one in objects]
+        objects = [
+            one if one["baseline"] else {**one, "validation": validation.of(one["recipe"])}  # baselines do not run
+            for one in objects
+        ]
     typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
     for entry in found.skipped:
         typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)
