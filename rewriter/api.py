@@ -141,9 +141,11 @@ def predict(
     prompt: int = 1024,
     generate: int = 512,
     graphed: bool = True,
+    compiled: bool | None = None,
     what_if: Sequence[str] = (),
     library: str | None = None,
     pareto: bool = False,
+    baselines: bool = False,
     set: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> RecipeComparison:
@@ -153,9 +155,11 @@ def predict(
     `recipes` run on `tp` ranks in all, and are compared with the first one; those that share tokens have `sp` ranks do
     that (None: all), the rest share heads. `fabric`: a name of `rewriter.fabric.fabrics()`, a YAML file or a Fabric;
     `nodes`: over how many of its nodes the ranks are spread (None: as few as hold them). `batch` sequences of `prompt`
-    tokens get `generate` more. `graphed`: the module is compiled and replayed from CUDA graphs; otherwise it runs
-    eagerly. `what_if`: changes such as "all_reduce=+5us", "bandwidth=x0.5". `library`: whose collectives ("nccl",
-    "vllm"), where the fabric has tables of several. `pareto`: also other TP degrees and batches.
+    tokens get `generate` more. `graphed`: the module is replayed from CUDA graphs; otherwise the host launches each
+    kernel. `compiled`: a compiler fuses its glue (None: where it is graphed). `what_if`: changes such as
+    "all_reduce=+5us", "bandwidth=x0.5", "jitter=x0". `library`: whose collectives ("nccl", "vllm", "fused", "best"),
+    one of the fabric's `backends` (None: its first). `baselines`: also what users have today. `pareto`: also other TP
+    degrees and batches.
 
     Raises RewriterError for what a user can cause, as an unknown recipe or fabric, and where the first recipe cannot be
     applied; others that cannot are in the result's `skipped`.
@@ -164,10 +168,10 @@ def predict(
         from rewriter.predict.entry import compare
         from rewriter.predict.workload import Cluster, Workload
 
-        workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes)
+        workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes, compiled)
         return compare(
-            model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, set=set,
-            trust_remote_code=trust_remote_code,
+            model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, baselines=baselines,
+            set=set, trust_remote_code=trust_remote_code,
         )  # fmt: skip
 
 

@@ -219,11 +219,13 @@ def test_slower_links_never_help(small: Program) -> None:
 
 @pytest.mark.parametrize("graphed", [True, False])
 def test_ladder_is_never_slower_and_gains_nothing_where_communication_is_free(small: Program, graphed: bool) -> None:
-    options: dict[str, Any] = dict(tp=8, prompt=512, generate=64, graphed=graphed)
+    options: dict[str, Any] = dict(tp=8, prompt=512, generate=64, graphed=graphed, library="nccl")
     standard, ladder = api.predict(small, ["tensor-parallel", "ladder"], **options).predictions
-    assert ladder.prefill.seconds <= standard.prefill.seconds
-    assert ladder.decode.seconds <= standard.decode.seconds * (1 + 1e-6)
-    free = api.predict(small, ["tensor-parallel", "ladder"], what_if=["all_reduce=x0"], **options).predictions
+    # where the host is what is waited for, kernels beside sums take longer for nothing
+    assert ladder.prefill.seconds <= standard.prefill.seconds * (1 + 1e-4)
+    assert ladder.decode.seconds <= standard.decode.seconds * (1 + 1e-4)
+    nothing = ["all_reduce=x0", "crossing=x0", "contention=x0", "jitter=x0"]
+    free = api.predict(small, ["tensor-parallel", "ladder"], what_if=nothing, **options).predictions
     assert free[1].decode.seconds == pytest.approx(free[0].decode.seconds, rel=0.02)
     assert free[1].prefill.seconds == pytest.approx(free[0].prefill.seconds, rel=0.02)
 
@@ -240,23 +242,22 @@ def test_what_if_delays_every_collective(small: Program) -> None:
 
 @pytest.mark.parametrize("recipe", ["desync-4x-sum", "ladder-own-partial"])
 def test_break_even_is_where_the_simulation_says(small: Program, recipe: str) -> None:
-    found = api.predict(small, ["tensor-parallel", recipe], tp=8, batch=32, prompt=512).predictions[1]
+    options: dict[str, Any] = dict(tp=8, batch=32, prompt=512, library="nccl")
+    found = api.predict(small, ["tensor-parallel", recipe], **options).predictions[1]
     at = found.break_even_seconds
     assert at is not None
     assert at > 1e-8
 
     def speedup(all_reduce: float) -> float:
-        change = [f"all_reduce={all_reduce * 1e9:.3f}ns"]
-        standard, other = api.predict(
-            small, ["tensor-parallel", recipe], tp=8, batch=32, prompt=512, what_if=change
-        ).predictions
+        change = [f"all_reduce={all_reduce * 1e9:.3f}ns", "jitter=x0"]  # waits for the last rank are part of it
+        standard, other = api.predict(small, ["tensor-parallel", recipe], what_if=change, **options).predictions
         return standard.decode.seconds / other.decode.seconds
 
     assert speedup(3 * at) > 1 > speedup(at / 3)
 
 
 def test_the_upper_bound_has_no_communication(small: Program) -> None:
-    found = by_name(api.predict(small, ["tensor-parallel", "upper-bound"], tp=8))
+    found = by_name(api.predict(small, ["tensor-parallel", "upper-bound"], tp=8, library="nccl"))
     bound = found["upper-bound"]
     assert bound.kind == "timing only"
     assert bound.decode.communication_seconds == bound.prefill.exposed_seconds == 0.0

@@ -70,7 +70,8 @@ def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[s
             ("org/model", ["tensor-parallel", "ladder"]),
             dict(
                 fabric="h100-2x8-ib", library=None, tp=16, nodes=2, sp=2, batch=4, prompt=2048, generate=128,
-                graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, trust_remote_code=False,
+                graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, compiled=None,
+                baselines=True, trust_remote_code=False,
             ),
         )
     ]  # fmt: skip
@@ -305,7 +306,9 @@ def test_a_real_rank_waits_for_the_delays_of_the_fabric(tmp_path: Path) -> None:
 def test_real_ranks_are_compared_with_an_emulated_one(capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict examples/tiny-llama --recipe tensor-parallel --recipe ladder --tp 2 --prompt 32 --generate 8"
     assert main([*words.split(), "--validate", "--json"]) == 0
-    for one in json.loads(capsys.readouterr().out):
+    objects = json.loads(capsys.readouterr().out)
+    assert [one["recipe"] for one in objects if not one["baseline"]] == ["tensor-parallel", "ladder"]
+    for one in objects[:2]:
         found = one["validation"]
         if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
             assert "a CPU core each" in found["reason"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from rewriter.common.tables import WIDE, plain_table
 from rewriter.fabric import Fabric
 from rewriter.fabric import shipped_tables as measured
 from rewriter.fabric.measured_delays import table_errors
+from rewriter.fabric.overlap import SHARES
 
 
 def print_fabrics(found: Sequence[Fabric], as_json: bool) -> None:
@@ -49,6 +51,18 @@ def print_fabric(fabric: Fabric, as_json: bool) -> None:
     for row in content["figures"]:
         figures.add_row(row["figure"], escape(row["text"]), f"[dim]{escape(row['source'])}[/]")
     console.print(figures)
+    if content["kernels"]:
+        kernels = plain_table(None, "kernels", "points", "error", "90 % of them", "worst", numbers=("points",), **WIDE)
+        for row in content["kernels"]["errors"]:
+            shown = (_percent(row[f"{name}_error"]) for name in ("median", "most", "worst"))
+            kernels.add_row(row["what"], f"{row['points']:,}", *shown)
+        console.print(
+            f"\nKernels as measured on {escape(content['kernels']['table'])}; sizes between are interpolated."
+        )
+        console.print(kernels)
+        console.print("error: of each size between two others, predicted by these two.")
+    else:
+        console.print("\nNo measured kernels: computing is by roofline.")
     if not content["curves"]:
         console.print("\nNo measurements: durations are by formula (α-β).")
         return
@@ -100,9 +114,28 @@ def _content(fabric: Fabric) -> dict[str, Any]:
         **_header(fabric),
         "model": fabric.model,
         "figures": figures_of(fabric),
+        "kernels": _kernels(fabric),
         "curves": curves,
         "median_error": _error(fabric),
     }
+
+
+def _kernels(fabric: Fabric) -> dict[str, Any] | None:
+    """Which measured kernels stand for the device's, and their held-out errors."""
+    if not fabric.device.kernels:
+        return None
+    from rewriter.fabric.kernel_tables import kernel_table  # numpy, which other commands need not load
+
+    table = kernel_table(fabric.device.kernels)
+    rows = []
+    for what, errors in table.errors().items():
+        found = sorted(errors.tolist())
+        most = found[int(0.9 * (len(found) - 1))]
+        rows.append(
+            {"what": what, "points": len(found), "median_error": statistics.median(found), "most_error": most,
+             "worst_error": found[-1]}
+        )  # fmt: skip
+    return {"table": table.name, "errors": rows}
 
 
 def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
@@ -119,6 +152,7 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
         "device.launch_seconds": (device.launch, _time(device.launch)),
         "device.graphed_launch_seconds": (device.launch_graphed, _time(device.launch_graphed)),
         "device.multiprocessors": (device.multiprocessors, str(device.multiprocessors)),
+        "device.kernels": (device.kernels, device.kernels),
         "node": (fabric.node, f"{fabric.node} ranks"),
     }
     for name, link in (("inside", fabric.inside), ("between", fabric.between)):
@@ -126,6 +160,8 @@ def figures_of(fabric: Fabric) -> list[dict[str, Any]]:
             shown[f"{name}.latency"] = (link.latency, _time(link.latency))
             shared = ", shared" if link.shared else ""
             shown[f"{name}.bandwidth"] = (link.bandwidth, _rate(link.bandwidth, "B/s") + shared)
+    for name, value in asdict(fabric.overlap).items():
+        shown[f"overlap.{name}"] = (value, _percent(value) if name in SHARES else _time(value))
     shown |= {f"blocks.{library}": (blocks, f"at most {blocks}") for library, blocks in fabric.blocks.items()}
     rows = [
         {"figure": name, "value": value, "text": text, "source": fabric.sources[name]}

@@ -44,7 +44,7 @@ Generate = Annotated[int, typer.Option(min=1, metavar="TOKENS", help="Tokens to 
 WhatIf = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="CHANGE", help="Another fabric: all_reduce=+5us, all_reduce=x1.5, bandwidth=x0.5. Repeatable."
+        metavar="CHANGE", help="Another fabric: all_reduce=+5us, bandwidth=x0.5, jitter=x0, contention=40%. Repeatable."
     ),
 ]
 Library = Annotated[
@@ -52,6 +52,12 @@ Library = Annotated[
 ]
 Graphed = Annotated[
     bool, typer.Option("--graphed/--eager", help="Launch a pass as one CUDA graph, or kernel by kernel.")
+]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compiled/--uncompiled", help="Fuse glue, or run every operator as a kernel.", show_default="if graphed"
+    ),
 ]
 Pareto = Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated.")]

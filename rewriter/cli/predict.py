@@ -31,6 +31,7 @@ def predict(
     what_if: options.WhatIf = None,
     library: options.Library = None,
     graphed: options.Graphed = True,
+    compiled: options.Compiled = None,
     pareto: options.Pareto = False,
     measure: options.Measure = False,
     validate: options.Validate = False,
@@ -43,6 +44,10 @@ def predict(
     --measure takes the computing from one rank that really runs, on this machine's GPU or CPU; only delays are the
     fabric's. --validate runs the same on a fabric that it calibrates here, and all ranks for real beside it.
     """
+    if measure and compiled is not None:
+        raise RewriterError(
+            "--compiled, --uncompiled: with --measure the module runs as it does. Leave out one of the two."
+        )
     if measure and pareto:
         raise RewriterError("--pareto: with --measure one job runs, so there are no points. Leave out one of the two.")
     if html is not None:
@@ -59,7 +64,7 @@ def predict(
     if measure:
         found = api.measure(model, recipe, **place, **job)
     else:
-        found = api.predict(model, recipe, **place, pareto=pareto, **job)
+        found = api.predict(model, recipe, **place, compiled=compiled, pareto=pareto, baselines=True, **job)
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)
@@ -91,7 +96,10 @@ def _print_json(found: RecipeComparison, validation: Validation | None) -> None:
 
     objects = to_json(found)
     if validation is not None:
-        objects = [{**one, "validation": validation.of(one["recipe"])} for one in objects]
+        objects = [
+            one if one["baseline"] else {**one, "validation": validation.of(one["recipe"])}  # baselines do not run
+            for one in objects
+        ]
     typer.echo(dumps(objects, indent=2, ensure_ascii=False, allow_nan=False))
     for entry in found.skipped:
         typer.echo(f"warning: {entry.recipe}: not predicted. {entry.reason}", err=True)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import EMULATED
+from rewriter.emulation.lateness import Late
 from rewriter.fabric import DelayModel, WhatIf, load_fabric
 
 UNPACED = "unpaced"  # in the place of a fabric, in wire mode: no delays but those of the wire
@@ -54,9 +55,16 @@ class EmulationConfig(BaseModel):
         return self
 
     def delay_model(self) -> DelayModel:
-        """How long collectives take. Raises RewriterError where the fabric or a change is not known."""
-        model = load_fabric(self.fabric).delay_model(self.library, self.graphed)
-        return WhatIf.parse(model, self.what_if) if self.what_if else model
+        """How long collectives take, with the time for which this rank waits for emulated ones.
+
+        Raises RewriterError where the fabric or a change is not known.
+        """
+        fabric = load_fabric(self.fabric)
+        model = WhatIf.parse(fabric.delay_model(self.library, self.graphed), self.what_if)
+        overlap = model.overlap(fabric.overlap)
+        if not (overlap.jitter or overlap.jitter_seconds):
+            return model
+        return Late(model, overlap, frozenset(self.real))
 
     def pace(self) -> DelayModel | None:
         """`delay_model`, or None where the wire alone sets the time."""

@@ -12,10 +12,12 @@ import ctypes
 import math
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 from rewriter.emulation.cpu_progress import CpuProgress
+from rewriter.emulation.lateness import Late
 from rewriter.emulation.operation import EmulatedOperation
 from rewriter.emulation.rendezvous import Rendezvous, write
 from rewriter.emulation.work import TIMER_SPIN, EmulatedWork, Timer
@@ -38,11 +40,16 @@ class DelayEngine:
         self._rendezvous = rendezvous
         self._progress = CpuProgress()
         self._timer = Timer()
+        self._called = time.thread_time()  # when the last operation was, on the clock of what this thread computes
 
     def submit(self, operation: EmulatedOperation) -> DelayedWork:
         self._progress.called()
         begun, now = time.thread_time(), operation.called
         delay = directed_delay(self.model, operation.call, operation.own, operation.receives)
+        if isinstance(self.model, Late):
+            late = self.model.later(operation.call, max(0.0, begun - self._called))
+            delay = replace(delay, seconds=delay.seconds + late)
+        self._called = begun
         work = DelayedWork(operation, delay, self._progress, self._timer)
         if self._rendezvous is None or not self._rendezvous.last(operation, now, partial(self._met, work)):
             self._arrived(work, now)

@@ -38,7 +38,8 @@ class Call:
     | barrier                            | nothing: 0                                     |
 
     `ranks`: global ranks of the group; a `range` where the world is large. A send has two: its ends. `graphed`: it is
-    replayed from a CUDA graph, so that no launch costs time on the host.
+    replayed from a CUDA graph, so that no launch costs time on the host. `norm`: the next kernel adds the sum to a
+    residual and norms it, and nothing else reads the sum before.
     """
 
     kind: Kind
@@ -46,6 +47,7 @@ class Call:
     ranks: tuple[int, ...] | range
     dtype: str = "float32"
     graphed: bool = False
+    norm: bool = False
 
     @property
     def size(self) -> int:
@@ -62,7 +64,9 @@ class Delay:
     time taken from the rank's own core (fabrics on CPUs; measured). `hindrance`: how many seconds longer it takes if
     that core computes all the while, so that the library's threads wait for it. `blocks`: CUDA blocks that it holds
     (fabrics of GPUs). `memory_bytes`: traffic of a rank's memory meanwhile, reads and writes together. `note`: how
-    `seconds` was found, where that is no measurement of such a call; empty where it is.
+    `seconds` was found, where that is no measurement of such a call; empty where it is. `normed`: the residual is added
+    and the sum normed, too, so that no kernel does it. `library`: whose collective it is, where several were to choose
+    from.
     """
 
     seconds: float
@@ -73,6 +77,8 @@ class Delay:
     memory_bytes: int = 0
     hindrance: float = 0.0
     note: str = ""
+    normed: bool = False
+    library: str = ""
 
     def lasting(self, seconds: float) -> Delay:
         """The same exchange, if it took `seconds`: its share on the link stays the same share, and it is hindered in

@@ -13,9 +13,11 @@ from typing import Any
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, AlphaBeta, Protocol
+from rewriter.fabric.backends import BEST, FUSED, Best, Fused, FusedSum
 from rewriter.fabric.calls import Call, Delay, DelayModel, Kind
 from rewriter.fabric.links import Channel, Device, Link
 from rewriter.fabric.measured_delays import Measured
+from rewriter.fabric.overlap import NONE, Overlap
 from rewriter.fabric.rank_groups import received_bytes
 from rewriter.fabric.shipped_tables import Table, TableKey, find
 
@@ -41,8 +43,9 @@ class Fabric:
     `modelled`: its durations come from formulas, no measurement of it is known. `model`: "measured" (`tables`, shipped
     or its own), "alpha-beta", or a model of someone else's: an entry point in the group `rewriter.delay_models`, or
     `module:Class`. `algorithm` and `protocols` are those of the α-β model. `blocks`: CUDA blocks that a library's
-    collective holds at most, by library; empty for devices that are no GPUs. `sources`: where each figure is from, by
-    its place in the file.
+    collective holds at most, by library; empty for devices that are no GPUs. `overlap`: what overlap costs. `fused`:
+    the all-reduce that servers have for a sum that is added to a residual and normed. `sources`: where each figure is
+    from, by its place in the file.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Fabric:
     protocols: tuple[Protocol, ...] = (PLAIN,)
     tables: tuple[TableChoice | Table, ...] = ()
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    overlap: Overlap = NONE
+    fused: FusedSum | None = None
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def channel(self, ranks: int, stride: int = 1, world: int | None = None) -> Channel:
@@ -80,8 +85,15 @@ class Fabric:
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """The libraries whose collectives were measured on it; the first is the default."""
+        """The libraries whose collectives were measured on it."""
         return tuple(dict.fromkeys(table.library for table in self.tables))
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What `delay_model` takes as a library; the first is the default. "best" is the fastest of them for a call,
+        and "fused" that with sums that norm, where there are such."""
+        several = (BEST,) if len(self.libraries) + (self.fused is not None) > 1 and self.model == "measured" else ()
+        return (*several, *self.libraries, *((FUSED,) if self.fused else ()))
 
     @property
     def formula(self) -> AlphaBeta:
@@ -89,12 +101,17 @@ class Fabric:
         return AlphaBeta(self.inside, self.between, self.node, self.algorithm, self.protocols)
 
     def delay_model(self, library: str | None = None, graphed: bool = False) -> DelayModel:
-        """How long collectives take, by `library` ("nccl", "vllm", …; None: the first measured), eager or replayed from
-        a CUDA graph.
+        """How long collectives take, by `library`, one of `backends` (None: the first), eager or replayed from a CUDA
+        graph.
 
         Raises RewriterError for a library that was not measured here, or a model that cannot be loaded.
         """
-        name = library or (self.libraries[0] if self.libraries else "nccl")
+        name = library or (self.backends[0] if self.backends else "nccl")
+        if name == BEST and self.backends[:1] == (BEST,):
+            return Best({one: self.delay_model(one, graphed) for one in self.backends[1:] if self._has(one, graphed)})
+        if name == FUSED and self.fused is not None:
+            plain = self.delay_model(self.fused.library, graphed)
+            return Fused(self.fused, plain, plain)
         if self.model == "measured":
             model: DelayModel = Measured(self._tables(name, graphed), self.formula)
         elif self.model == "alpha-beta":
@@ -105,6 +122,15 @@ class Fabric:
             return model
         own = {kind for table in self.chosen_tables() if table.library == name for kind, _ in table.curves}
         return _Holding(model, name, frozenset(own), self.blocks)
+
+    def _has(self, library: str, graphed: bool) -> bool:
+        """Whether a library was measured in this way; some were in graphs only."""
+        name = self.fused.library if library == FUSED and self.fused else library
+        try:
+            self._tables(name, graphed)
+        except RewriterError:
+            return False
+        return True
 
     def chosen_tables(self) -> tuple[Table, ...]:
         """All tables that it may answer from."""
@@ -125,7 +151,7 @@ class Fabric:
         """The library's tables first, then those that it falls back to: only NCCL's and gloo's have all collectives."""
         if library not in self.libraries:
             raise RewriterError(
-                f"fabric {self.name}: {library!r} was not measured on it; {', '.join(self.libraries) or 'nothing'} was."
+                f"fabric {self.name}: {library!r} was not measured on it; {', '.join(self.backends) or 'nothing'} was."
             )
         fitting = [table for table in self.tables if table.library in (library, "nccl", "gloo")]
         return tuple(_table(table, graphed) for table in sorted(fitting, key=lambda table: table.library != library))

@@ -31,6 +31,7 @@ class Device:
     "int8"); `efficiency`: the share of it that large products reach. `bandwidth`: of the memory, bytes per second
     promised; `memory_efficiency`: the share of it that kernels bound by memory reach. `launch`: seconds of the host per
     kernel, eager; `launch_graphed`: seconds between kernels of a CUDA graph. `multiprocessors`: SMs; cores on a CPU.
+    `kernels`: the system whose measured kernels stand for its own (`rewriter.fabric.kernel_tables`); empty: none do.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Device:
     launch: float = 0.0
     launch_graphed: float = 0.0
     multiprocessors: int = 1
+    kernels: str = ""
 
 
 @dataclass(frozen=True)

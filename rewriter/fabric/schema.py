@@ -4,6 +4,7 @@ bytes per second."""
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,10 +13,13 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.common.yaml_documents import Document, Problem, read
 from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
+from rewriter.fabric.backends import FusedSum
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Curve, Point
 from rewriter.fabric.fabric import Fabric, TableChoice
 from rewriter.fabric.links import Device, Link
+from rewriter.fabric.overlap import NONE, SOURCES, Overlap
+from rewriter.fabric.shipped_kernels import kernel_systems
 from rewriter.fabric.shipped_tables import Table, TableKey
 
 MAX_BYTES = 1 << 20
@@ -48,6 +52,7 @@ Time = Figure[Seconds]
 Rate = Figure[Positive]
 Fraction = Figure[Share]
 Number = Figure[Count]
+Named = Figure[Word]
 
 
 class DeviceFile(_Strict):
@@ -64,6 +69,7 @@ class DeviceFile(_Strict):
     launch_seconds: Time
     graphed_launch_seconds: Time
     multiprocessors: Number
+    kernels: Named | None = None
 
     def device(self) -> Device:
         return Device(
@@ -71,6 +77,7 @@ class DeviceFile(_Strict):
             {dtype: rate.value for dtype, rate in self.flops.items()}, self.efficiency.value,
             self.memory_bandwidth.value, self.memory_efficiency.value,
             self.launch_seconds.value, self.graphed_launch_seconds.value, self.multiprocessors.value,
+            self.kernels.value if self.kernels else "",
         )  # fmt: skip
 
 
@@ -114,8 +121,38 @@ class MeasurementsFile(_Strict):
         return Table(key, {what: Curve.of(points) for what, points in curves.items()}, self.source)
 
 
+class OverlapFile(_Strict):
+    """See `rewriter.fabric.overlap`; what is not named is as there."""
+
+    crossing: Time | None = None
+    crossing_eager: Time | None = None
+    order: Time | None = None
+    contention: Time | None = None
+    taken: Time | None = None
+    slowed: Time | None = None
+    jitter: Time | None = None
+    jitter_seconds: Time | None = None
+    clocks: Time | None = None
+    step: Time | None = None
+
+    def figures(self) -> dict[str, Figure[float]]:
+        return {name: figure for name in type(self).model_fields if (figure := getattr(self, name)) is not None}
+
+
+class FusedFile(_Strict):
+    """See `rewriter.fabric.backends.FusedSum`."""
+
+    library: Named
+    added_seconds: Time
+    most_bytes: Annotated[dict[Count, Bytes], Field(min_length=1)]
+
+    def sum(self) -> FusedSum:
+        return FusedSum(self.library.value, self.added_seconds.value, dict(self.most_bytes))
+
+
 class FabricFile(_Strict):
-    """A fabric's file. `inside` may be left out where a node is one rank."""
+    """A fabric's file. `inside` may be left out where a node is one rank. Overlap costs what is known of GPUs where the
+    file names `blocks`, which GPUs have, and nothing elsewhere, but for what it says itself under `overlap`."""
 
     name: Name
     summary: Text
@@ -128,6 +165,8 @@ class FabricFile(_Strict):
     algorithm: Algorithm = "auto"
     protocols: Wire | None = None
     blocks: dict[Word, Number] = {}
+    overlap: OverlapFile = OverlapFile()
+    fused: FusedFile | None = None
     tables: tuple[TableFile, ...] = ()
     measurements: MeasurementsFile | None = None
 
@@ -138,6 +177,13 @@ class FabricFile(_Strict):
             found.append(("node", "no link `inside`, which nodes of several ranks have."))
         if self.model == "measured" and not self.tables and self.measurements is None:
             found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
+        known = [table.library for table in self.tables]
+        if self.fused and self.fused.library.value not in known:
+            found.append(
+                ("fused", f"{self.fused.library.value!r} is none of its tables: {', '.join(known) or 'none'}.")
+            )
+        if self.device.kernels and (name := self.device.kernels.value) not in kernel_systems():
+            found.append(("device", f"kernels of {name!r}: {did_you_mean(name, kernel_systems(), what='shipped')}"))
         return found
 
     def fabric(self, sources: dict[str, str]) -> Fabric:
@@ -149,7 +195,14 @@ class FabricFile(_Strict):
         return Fabric(
             self.name, self.device.device(), self.node.value, first, between, self.summary, self.modelled, self.model,
             self.algorithm, nccl(self.protocols) if self.protocols else (PLAIN,), tuple(tables),
-            {library: number.value for library, number in self.blocks.items()}, sources,
+            {library: number.value for library, number in self.blocks.items()},
+            replace(
+                Overlap() if self.blocks else NONE,
+                **{name: figure.value for name, figure in self.overlap.figures().items()},
+            ),
+            self.fused.sum() if self.fused else None,
+            sources | ({f"overlap.{name}": said for name, said in SOURCES.items()} if self.blocks else {})
+            | {f"overlap.{name}": figure.source for name, figure in self.overlap.figures().items()},
         )  # fmt: skip
 
 

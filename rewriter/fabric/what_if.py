@@ -1,23 +1,34 @@
-"""Changes of a delay model, as text: what if all-reduces took 5 µs longer?"""
+"""Changes of a delay model and of what overlap costs, as text: what if all-reduces took 5 µs longer, and ranks were
+never late?"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
 from rewriter.fabric.calls import KINDS, Call, Delay, DelayModel, Kind
+from rewriter.fabric.overlap import SECONDS_OF, SHARES_OF, Overlap
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]{1,2})?|\.[0-9]+)"
-_CHANGE = re.compile(rf"(?:x{_NUMBER}|(?P<sign>[-+]?){_NUMBER.replace('number', 'seconds')}(?P<unit>ns|us|µs|μs|ms|s))")
+_CHANGE = re.compile(
+    rf"(?:x{_NUMBER}|{_NUMBER.replace('number', 'percent')}%"
+    rf"|(?P<sign>[-+]?){_NUMBER.replace('number', 'seconds')}(?P<unit>ns|us|µs|μs|ms|s))"
+)
 _LARGEST = 1e6  # seconds or times; more would not be finite for long
 
-Target = Kind | Literal["latency", "bandwidth"]
-_TARGETS: tuple[str, ...] = (*KINDS, "latency", "bandwidth")
+Term = Literal["crossing", "order", "contention", "jitter", "clocks", "step"]
+Target = Kind | Literal["latency", "bandwidth", "kernels"] | Term
+TERMS: tuple[Term, ...] = get_args(Term)
+_FACTORS = ("bandwidth", "kernels")  # what changes by a factor only
+_TARGETS: tuple[str, ...] = (*KINDS, "latency", *_FACTORS, *TERMS)
+ROOFLINE = "roofline"
+_EXAMPLES = {"crossing": "2us", "order": "100%", "contention": "40%", "jitter": "5us", "clocks": "10%", "step": "20us"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +37,15 @@ class Change:
 
     Of a kind of collective: its seconds; what is added is latency, which other groups on the link need not wait for.
     Of "latency": the part of every collective that is no transfer. Of "bandwidth": `scale` only; transfers take
-    1 / scale times as long.
+    1 / scale times as long. Of "kernels": `scale` times as long; None, written kernels=roofline: none are measured. Of
+    a term of `Overlap`: `scale` times as much, `value` seconds, or the `share` given.
     """
 
     target: Target
     scale: float | None = None
     add: float | None = None
     value: float | None = None
+    share: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Change:
@@ -47,6 +60,8 @@ class Change:
             raise fail("no `=`. Write e.g. all_reduce=+5us or bandwidth=x0.5.")
         if name not in _TARGETS:
             raise fail(f"unknown {name!r:.40}. {did_you_mean(name, _TARGETS)}")
+        if (name, written) == ("kernels", ROOFLINE):
+            return cls("kernels")
         found = _CHANGE.fullmatch(written)
         if found is None:
             why = "has no unit" if re.fullmatch(r"[-+]?[0-9.]+", written) else "is no change"
@@ -59,8 +74,14 @@ class Change:
             if scale > _LARGEST:
                 raise fail(f"more than {_LARGEST:.0f} times.")
             return cls(target, scale=scale)
-        if name == "bandwidth":
-            raise fail("a bandwidth changes by a factor: bandwidth=x0.5.")
+        if found["percent"] is not None:
+            if name not in TERMS or not SHARES_OF.get(name):
+                raise fail(f"{name} is no share; write it as a factor, x0.5, or as seconds, 20us.")
+            return cls(target, share=float(found["percent"]) / 100)
+        if name in TERMS and (found["sign"] or not SECONDS_OF.get(name)):
+            raise fail(f"{name} changes by a factor or to a value: {name}=x0, {name}={_EXAMPLES[name]}.")
+        if name in _FACTORS:
+            raise fail(f"{name} changes by a factor: {name}=x0.5.")
         seconds = float(found["seconds"]) * _UNITS[found["unit"]]
         if seconds > _LARGEST:
             raise fail(f"more than {_LARGEST:.0f} seconds.")
@@ -101,6 +122,25 @@ class WhatIf:
         """`texts`: changes, each also several with commas between. Raises RewriterError for one that is none."""
         parts = [part for text in texts for part in text.split(",")]
         return cls(model, tuple(Change.parse(part) for part in parts))
+
+    @property
+    def measured_kernels(self) -> bool:
+        """Whether measured kernels may stand for a roofline's."""
+        return not any(change.target == "kernels" and change.scale is None for change in self.changes)
+
+    @property
+    def kernels(self) -> float:
+        """How many times as long kernels take."""
+        return math.prod(change.scale for change in self.changes if change.target == "kernels" and change.scale)
+
+    def overlap(self, usual: Overlap) -> Overlap:
+        """What overlap costs after these changes."""
+        for change in self.changes:
+            if change.target in TERMS and change.scale is not None:
+                usual = usual.times(change.target, change.scale)
+            elif change.target in TERMS:
+                usual = usual.given(change.target, seconds=change.value, share=change.share)
+        return usual
 
     def delay(self, call: Call) -> Delay:
         delay = self.model.delay(call)

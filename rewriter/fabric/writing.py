@@ -61,7 +61,8 @@ def imported(logs: list[Log], device_of: str, out: Path) -> str:
     kinds = ", ".join(sorted({log.kind for log in logs}))
     points = [(log.kind, log.ranks, Point(*row)) for log in logs for row in log.rows]
     spans = any(log.ranks > log.per_node for log in logs)
-    data.pop("tables", None)
+    for measured in ("tables", "fused"):
+        data.pop(measured, None)
     data |= {
         "name": name_of(out),
         "summary": f"{kinds} as nccl-tests measured; devices and links of {device_of}",

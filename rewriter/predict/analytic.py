@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from rewriter.analysis.communication import model_dtype
 from rewriter.common.errors import RewriterError
-from rewriter.fabric import Call, Delay, DelayModel, Fabric, WhatIf
+from rewriter.fabric import Call, Delay, Fabric, WhatIf
 from rewriter.ir import Program
 from rewriter.passes.base import Effect
+from rewriter.predict import uncertainty
 from rewriter.predict.break_even import BreakEven
 from rewriter.predict.forward import Runner
 from rewriter.predict.generation_memory import bytes_per_rank
@@ -23,8 +24,9 @@ from rewriter.predict.results import (
     generation_seconds,
 )
 from rewriter.predict.roofline import rates_of
-from rewriter.predict.steps import Begin, Place, Step, steps
+from rewriter.predict.steps import Begin, Place, Step, TimelineRun, steps
 from rewriter.predict.timeline import KernelDurations, Timeline
+from rewriter.predict.uncertainty import interval
 from rewriter.predict.workload import ForwardPass, Workload
 
 
@@ -49,6 +51,7 @@ class _Simulated:
     decode: Phase
     steps: tuple[list[Step], list[Step]]
     notes: tuple[str, ...]
+    changed: tuple[tuple[float, float], ...] = ()  # seconds of both, with each uncertain term off
 
 
 @dataclass
@@ -67,11 +70,11 @@ class Predictor:
     runner: Runner = field(default_factory=Runner)
     durations: dict[object, KernelDurations] = field(default_factory=dict)
     known: dict[Call, Delay] = field(default_factory=dict)
+    changes: dict[int, list[tuple[uncertainty.Change, KernelDurations]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model: DelayModel = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
-        if self.what_if:
-            self.model = WhatIf.parse(self.model, self.what_if)
+        model = self.fabric.delay_model(self.library, graphed=self.workload.graphed)
+        self.model = WhatIf.parse(model, self.what_if)
 
     def compare(
         self,
@@ -86,17 +89,19 @@ class Predictor:
         found: list[Prediction] = []
         compared: list[BreakEven] = []
         lacking: list[SkippedRecipe] = []
+        changed: _Simulated | None = None
         for candidate in candidates:
             try:
-                simulated = self.simulate(candidate.program)
+                simulated = self._with_changes(candidate.program, self.simulate(candidate.program))
             except RewriterError as error:  # the fabric has no answer for what it communicates
                 if not found:
                     raise
                 lacking.append(SkippedRecipe(candidate.recipe, str(error)))
                 continue
-            found.append(self._prediction(candidate, simulated, compared, found))
+            found.append(self._prediction(candidate, simulated, compared, found, changed))
             if not compared:
-                durations = self._durations(candidate.program)
+                changed = simulated
+                durations = self._durations(candidate.program).without_skew()
                 compared = [BreakEven(made, durations, self._delay) for made in simulated.steps]
         return RecipeComparison(
             model=model,
@@ -112,12 +117,30 @@ class Predictor:
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
         load, place = self.workload, self._place(program)
-        fuse, batch = load.graphed, batch or load.batch
+        fuse, batch = load.fused, batch or load.batch
         prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
         decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
         made = (steps(prefill, place, fuse), steps(decode, place, fuse))
         first, later = (Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made)
         return _Simulated(first, later, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
+
+    def _with_changes(self, program: Program, done: _Simulated) -> _Simulated:
+        """`done`, simulated again with each term that is uncertain changed."""
+        usual = self._durations(program)
+        if id(usual) not in self.changes:
+            ran = [kernel for step in done.steps[1] if isinstance(step, TimelineRun) for kernel in step.kernels]
+            listed = uncertainty.changes(usual.rates, ran, self.fabric.modelled)
+            self.changes[id(usual)] = [(change, KernelDurations(change.rates)) for change in listed]
+        found: list[tuple[float, float]] = []
+        for change, durations in self.changes[id(usual)]:
+
+            def delays(begin: Begin, call: Call, times: float = change.collectives) -> Delay:
+                delay = self._delay(begin, call)
+                return delay if times == 1.0 else delay.lasting(delay.seconds * times)
+
+            first, later = (Timeline(durations, delays, record=False).run(listed) for listed in done.steps)
+            found.append((first, later))
+        return replace(done, changed=tuple(found))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
         """One choice of ranks (the program's) and batch."""
@@ -155,7 +178,12 @@ class Predictor:
     # --- one recipe ---
 
     def _prediction(
-        self, candidate: Candidate, done: _Simulated, first: Sequence[BreakEven], before: Sequence[Prediction]
+        self,
+        candidate: Candidate,
+        done: _Simulated,
+        first: Sequence[BreakEven],
+        before: Sequence[Prediction],
+        compared: _Simulated | None,
     ) -> Prediction:
         load, program = self.workload, candidate.program
         rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
@@ -184,21 +212,51 @@ class Predictor:
             break_even_note=even[1][1],
             memory_bytes_per_rank=held,
             fits=held <= self.fabric.device.memory,
-            notes=(*candidate.notes, *done.notes, *self._said(done)),
+            notes=(*candidate.notes, *done.notes, *self._said(program, done)),
             kind=candidate.kind,
+            seconds_per_token_interval=interval(done.decode.seconds, [decode for _, decode in done.changed]),
+            prefill_interval=interval(done.prefill.seconds, [prefill for prefill, _ in done.changed]),
+            speedup_interval=self._speedups(done, compared),
         )
 
-    def _said(self, done: _Simulated) -> tuple[str, ...]:
+    def _speedups(self, done: _Simulated, compared: _Simulated | None) -> tuple[float, float]:
+        """The interval of a recipe's speedup over `compared`: a term is off for both."""
+        if compared is None:
+            return 1.0, 1.0
+        tokens = self.workload.generate - 1
+
+        def whole(prefill: float, decode: float) -> float:
+            return prefill + tokens * decode
+
+        speedup = whole(compared.prefill.seconds, compared.decode.seconds) / whole(
+            done.prefill.seconds, done.decode.seconds
+        )
+        pairs = zip(compared.changed, done.changed, strict=True)
+        return interval(speedup, [whole(*theirs) / whole(*ours) for theirs, ours in pairs])
+
+    def _said(self, program: Program, done: _Simulated) -> tuple[str, ...]:
         """What must be known of how its collectives' times were found."""
+        durations = self._durations(program)
+        whole, known = done.decode.compute_seconds, done.decode.measured_seconds
+        table = durations.rates.table
+        if table is None:
+            said = "Computing: by roofline, since no kernels were measured on such a device, or none of this dtype."
+        else:
+            share = min(1.0, known / whole) if whole else 0.0
+            said = f"Computing: kernels as measured on {table.name}, {share:.0%} of a decode step; else by roofline."
         calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
-        return tuple(dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note)))
+        found = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
+        return (said, *found)
 
     # --- the fabric ---
 
     def _durations(self, program: Program) -> KernelDurations:
         dtype = str(model_dtype(program)).removeprefix("torch.")
         if dtype not in self.durations:
-            self.durations[dtype] = KernelDurations(rates_of(self.fabric.device, dtype, self.workload.graphed))
+            overlap = self.model.overlap(self.fabric.overlap)
+            rates = rates_of(self.fabric.device, dtype, self.workload.graphed, overlap)
+            table = rates.table if self.model.measured_kernels else None
+            self.durations[dtype] = KernelDurations(replace(rates, table=table, factor=self.model.kernels))
         return self.durations[dtype]
 
     def _delay(self, begin: Begin, call: Call) -> Delay:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rewriter.analysis.attention_shape import AttentionMessage, AttentionShape
 from rewriter.analysis.distributed_attention import ALGORITHMS, axis_ranks, messages, slowest
 from rewriter.ops import MaskSpec, SequencePlan
-from rewriter.predict.kernel_cost import Exchange, Item, Kernel
+from rewriter.predict.kernel_cost import Exchange, Item, Kernel, measured_as
 from rewriter.predict.workload import ForwardPass
 
 # of `runtime.attention.cached` where it makes a mask: where the new tokens stand, and which keys each of them sees
@@ -30,29 +30,41 @@ def attention_items(
         causal=mask.causal, window=mask.reach,
     )  # fmt: skip
     stored = 2.0 * (k.nbytes + v.nbytes)
-    items: list[Item] = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
+    cache = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
     if given.is_decode:
-        return items + _behind_prompt(shape, q.shape[2], options, given, ranks)
+        return _behind_prompt(shape, q.shape[2], options, given, ranks, cache)
     if plan is not None and plan.ranks > 1:
-        return items + _over_ranks(shape, plan, given.tokens, ranks[1])
+        return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
     if options.get("bias") is None and mask.unbounded(tokens):
-        return items + _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read)
+        found = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read)
+        return _together([*cache, *found], given.fused)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    return items + masks + _kernels(shape, every, tokens, tokens, options, read + every)
+    found = _kernels(shape, every, tokens, tokens, options, read + every)
+    return [*_together([*cache, *found], given.fused), *masks]
+
+
+def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
+    """A fused attention kernel with what stores keys and values before it and, over a cache, says what is seen, where
+    the module is compiled: measured as one."""
+    last = kernels[-1]
+    if not fused or last.work != "attention":
+        return list(kernels)
+    sizes = {name: getattr(last, name) for name in ("batches", "rows", "columns", "depth", "groups")}
+    return [measured_as("attention", "attention", kernels, **sizes)]
 
 
 def _kernels(
     shape: AttentionShape, pairs: float, queries: int, keys: int, options: Mapping[str, Any], read: float
-) -> list[Item]:
+) -> list[Kernel]:
     """Attention of `pairs` of a query and a key (per head and sequence) that reads `read` bytes."""
     size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
     out = float(rows * queries * shape.value_dim * size)
     flops = 2.0 * pairs * rows * (shape.head_dim + shape.value_dim)
     if options.get("softcap") is None and options.get("sinks") is None:
-        return [Kernel("attention", "attention", read + out, flops, rows=queries, batches=rows)]
+        return [_attention(shape, read + out, flops, queries, keys)]
     # no fused kernel: scores are written, capped, masked, exponentiated in fp32 and read again
     scores = float(rows * queries * keys)
     head, value = shape.head_dim, shape.value_dim
@@ -63,8 +75,20 @@ def _kernels(
     ]
 
 
+def _attention(shape: AttentionShape, nbytes: float, flops: float, queries: int, keys: int) -> Kernel:
+    return Kernel(
+        "attention", "attention", nbytes, flops, batches=shape.batch * shape.q_heads, rows=queries, columns=keys,
+        depth=shape.head_dim, groups=shape.batch * shape.kv_heads,
+    )  # fmt: skip
+
+
 def _behind_prompt(
-    shape: AttentionShape, queries: int, options: Mapping[str, Any], given: ForwardPass, ranks: tuple[int, int]
+    shape: AttentionShape,
+    queries: int,
+    options: Mapping[str, Any],
+    given: ForwardPass,
+    ranks: tuple[int, int],
+    cache: list[Kernel],
 ) -> list[Item]:
     """New tokens over the static cache, of which each rank of "sp" holds a part; the parts of the result are gathered
     and merged."""
@@ -75,8 +99,9 @@ def _behind_prompt(
     read = float(shape.batch * keys * shape.kv_heads * (shape.head_dim + shape.value_dim) * size)
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
     small = float(shape.batch * keys)
-    items: list[Item] = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    items += _kernels(shape, float(queries * keys), queries, keys, options, read)
+    masks = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
+    found = _kernels(shape, float(queries * keys), queries, keys, options, read)
+    items = _together([*cache, *masks, *found], given.fused)
     if across > 1:
         rows = shape.batch * shape.q_heads * queries
         nbytes = rows * (shape.value_dim * size + shape.accumulation_bytes) * across
@@ -94,10 +119,9 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
     calls = max(1, ALGORITHMS[plan.kind].kernel_calls(plan, shape))
     size, local = shape.dtype_bytes, -(-tokens // plan.ranks)
     widths = shape.head_dim + shape.value_dim
-    rows = shape.batch * shape.q_heads
     moved = 2.0 * shape.batch * local * (shape.q_heads + shape.kv_heads) * widths * size
-    flops = 2.0 * pairs * rows * widths
-    tile = Kernel("attention", "attention", moved / calls, flops / calls, rows=local, batches=rows)
+    flops = 2.0 * pairs * shape.batch * shape.q_heads * widths
+    tile = _attention(shape, moved / calls, flops / calls, local, local)
     if not ALGORITHMS[plan.kind].overlaps(plan):
         before = [_exchange(m, plan, tp) for m in sent if not m.results]
         after = [_exchange(m, plan, tp) for m in sent if m.results]

@@ -1,9 +1,9 @@
 """From which all-reduce time on a recipe pays.
 
-All all-reduces of a phase are made to take the same time d, no matter their size; everything else stays as it is on the
-fabric, also the SMs and memory traffic that they take. A quantized all-reduce keeps its ratio to the exact one: its
-messages take d · (their time on the fabric) / (the exact all-reduce's). The break-even is the d at which the recipe's
-phase takes as long as the first recipe's.
+All all-reduces of a phase are made to take the same time d, no matter their size, the wait for the last rank included;
+everything else stays as it is on the fabric, also the SMs and memory traffic that they take. A quantized all-reduce
+keeps its ratio to the exact one: its messages take d · (their time on the fabric) / (the exact all-reduce's). The
+break-even is the d at which the recipe's phase takes as long as the first recipe's.
 """
 
 from __future__ import annotations

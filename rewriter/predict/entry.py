@@ -14,6 +14,7 @@ from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Fabric, load_fabric
 from rewriter.ir import Program
+from rewriter.predict import baselines as usual
 from rewriter.predict.analytic import Predictor
 from rewriter.predict.candidates import Candidates, distinct
 from rewriter.predict.results import PredictedPoint, RecipeComparison
@@ -36,6 +37,7 @@ def compare(
     cluster: Cluster,
     *,
     pareto: bool = False,
+    baselines: bool = False,
     set: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> RecipeComparison:
@@ -49,8 +51,16 @@ def compare(
     name, program = _traced(model, trust_remote_code)
     candidates = Candidates(program, workload.sp)
     found, skipped = candidates.of(loaded, workload.tp)
-    said = about_model(program, workload.prompt + workload.generate)
+    said, asked = about_model(program, workload.prompt + workload.generate), len(found)
+    if baselines:
+        found += usual.recipes(candidates, workload.tp, {recipe.name for recipe in loaded})
     done = predictor.compare(name, [replace(c, notes=(*said, *c.notes)) for c in found], skipped)
+    if baselines:
+        names = {c.recipe for c in found[:asked]}
+        others = [p for p in done.predictions if p.recipe not in names]
+        others += [p for p in [usual.replicas(predictor, candidates, done.predictions[0])] if p is not None]
+        kept = tuple(p for p in done.predictions if p.recipe in names)
+        done = replace(done, predictions=kept, baselines=tuple(others))
     points: dict[str, tuple[PredictedPoint, ...]] = {}
     if pareto:
         by_name = {recipe.name: recipe for recipe in loaded}

@@ -6,17 +6,28 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Work = Literal["product", "attention", "glue"]
+Work = Literal["product", "attention", "experts", "glue"]
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One kernel of one rank.
 
-    `work`: "product" (a matrix product, on tensor cores), "attention" (a fused attention kernel), "glue" (everything
-    else, which memory bounds). `flops`: of products and attention; glue is not counted. `nbytes`: read and written.
-    `weight_bytes`: the part of `nbytes` that reads parameters. A product is `batches` of [rows, depth] · [depth,
-    columns]; the sizes say how many SMs it can fill.
+    `work`: "product" (a matrix product, on tensor cores), "attention" (a fused attention kernel), "experts" (a layer of
+    experts, grouped), "glue" (everything else, which memory bounds). `flops`: of products, attention and experts; glue
+    is not counted. `nbytes`: read and written. `weight_bytes`: the part of `nbytes` that reads parameters.
+
+    The sizes say how many SMs it can fill, and what measurement stands for it:
+
+    | work      | batches           | rows       | columns        | depth          | groups                    |
+    |-----------|-------------------|------------|----------------|----------------|---------------------------|
+    | product   | alike products    | rows       | columns        | summed over    |                           |
+    | attention | sequences · heads | new tokens | keys           | size of a head | sequences · heads of keys |
+    | experts   | experts           | tokens     | width of one   | model's width  | chosen by a token         |
+    | glue      |                   | rows       | reduced values |                |                           |
+
+    `groups` is 0 where no measurement may stand for it. `parts`: what it is without a measurement of the whole, one
+    kernel after another.
     """
 
     name: str
@@ -28,6 +39,8 @@ class Kernel:
     rows: int = 1
     columns: int = 1
     depth: int = 1
+    groups: int = 0
+    parts: tuple[Kernel, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class CostedOperation:
     """An operator before fusion: bytes read and written by storage, and its kernel if it is no glue.
 
     Several items where it is more than a kernel (attention with its cache, experts, attention over several ranks).
+    `reduced`: (rows, values of a row that are made one); no values where it works on each alone.
     """
 
     name: str
@@ -67,10 +81,13 @@ class CostedOperation:
     writes: Mapping[Hashable, int]
     items: Sequence[Item] = ()
     weights: frozenset[Hashable] = field(default_factory=frozenset)
+    reduced: tuple[int, int] = (1, 0)
 
     def kernel(self) -> Kernel:
-        nbytes = sum(self.reads.values()) + sum(self.writes.values())
-        return Kernel(self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights))
+        nbytes, (rows, columns) = sum(self.reads.values()) + sum(self.writes.values()), self.reduced
+        return Kernel(
+            self.name, "glue", nbytes, weight_bytes=_weight_bytes(self.reads, self.weights), rows=rows, columns=columns
+        )
 
 
 def as_launched(operations: Sequence[CostedOperation]) -> list[Item]:
@@ -136,11 +153,27 @@ def _together(
     kept = sum(size for s, size in made.items() if s in results or readers.get(s, set()) - inside)
     weights = frozenset(s for op in group for s in op.weights)
     names = list(dict.fromkeys(op.name for op in group))
+    rows, columns = max((op.reduced for op in group), key=lambda r: r[1])
     return Kernel(
         "+".join(names[:4]) + ("…" if len(names) > 4 else ""),
         "glue",
         sum(read.values()) + kept,
         weight_bytes=_weight_bytes(read, weights),
+        rows=rows,
+        columns=columns,
+    )
+
+
+def measured_as(name: str, work: Work, parts: Sequence[Kernel], **sizes: int) -> Kernel:
+    """Kernels that were measured as one; without such a measurement they are what they are."""
+    return Kernel(
+        name,
+        work,
+        sum(part.nbytes for part in parts),
+        sum(part.flops for part in parts),
+        sum(part.weight_bytes for part in parts),
+        parts=tuple(parts),
+        **sizes,
     )
 
 

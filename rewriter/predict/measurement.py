@@ -176,6 +176,7 @@ def with_measured(predicted: RecipeComparison, measured: Mapping[str, PassSecond
                 p, prefill=prefill, decode=decode, tokens_per_second=tokens,
                 speedup=tokens / found[0].tokens_per_second if found else 1.0, break_even_seconds=None,
                 break_even_note="not measured", break_even_prefill_seconds=None,
+                seconds_per_token_interval=None, prefill_interval=None, speedup_interval=None,
                 break_even_prefill_note="not measured", notes=(*p.notes, note), graphed=p.graphed and where == "cuda",
             )
         )  # fmt: skip

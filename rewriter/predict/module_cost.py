@@ -17,10 +17,20 @@ from rewriter import ops
 from rewriter.analysis.op_semantics import operator_of
 from rewriter.ir import Body, Leaf, Module, Opaque, args_of
 from rewriter.predict.attention_cost import attention_items
-from rewriter.predict.kernel_cost import CostedOperation, Exchange, Item, Kernel, as_launched, axis_group, fused
+from rewriter.predict.kernel_cost import (
+    CostedOperation,
+    Exchange,
+    Item,
+    Kernel,
+    as_launched,
+    axis_group,
+    fused,
+    measured_as,
+)
 from rewriter.predict.workload import ForwardPass
 
 EXPERTS = "experts"  # the name of their products
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "max", "softmax", "logsumexp", "norm", "var", "std", "argmax", "topk")
 
 
 class ModuleRun:
@@ -169,8 +179,17 @@ class ModuleRun:
             rows = max(1, out.numel() // max(1, columns * batches))
             nbytes, read = sum(reads.values()) + sum(writes.values()), sum(reads[s] for s in weights)
             items = [Kernel(name, "product", nbytes, 2.0 * out.numel() * depth, read, batches, rows, columns, depth)]
-        self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights))
+        self.operations.append(CostedOperation(name, reads, writes, tuple(items), weights, _reduced(name, sources)))
         return results[0]
+
+
+def _reduced(name: str, sources: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """(rows, values of a row) of an operator that makes one of a row's values, or norms them; (1, 0) of others."""
+    known = any(name == word or name.endswith(f"_{word}") or (word == "norm" and word in name) for word in _REDUCTIONS)
+    if not known or not sources or not sources[0].dim():
+        return 1, 0
+    columns = sources[0].shape[-1]
+    return sources[0].numel() // max(1, columns), columns
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -212,7 +231,7 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
     rows = tokens * chosen
     shapes = ((of_one[0], width, of_one[0] // width), (of_one[1], hidden, width))
     moved = rows * (width + 2 * hidden) * size  # gathered tokens, activations, weighted results
-    items: list[Item] = [Kernel("route", "glue", 4.0 * rows * 8)]
+    items: list[Kernel] = [Kernel("route", "glue", 4.0 * rows * 8)]
     groups = 1 if fused else active
     for _ in range(groups):
         share = active / groups
@@ -222,4 +241,12 @@ def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Ite
             batches, each = max(1, round(share)), max(1, rows // active)
             items.append(Kernel(EXPERTS, "product", nbytes, flops, weights, batches, each, columns, depth))
         items += [Kernel("glue of experts", "glue", 2.0 * moved / groups / 4) for _ in range(1 if fused else 4)]
-    return items
+    if not fused:
+        return list(items)
+    gated = of_one[0] == 2 * width * hidden  # as measured ones are
+    return [
+        measured_as(
+            EXPERTS, "experts", items, batches=count, rows=tokens, columns=hidden, depth=width,
+            groups=chosen if gated else 0,
+        )
+    ]  # fmt: skip

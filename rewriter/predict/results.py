@@ -48,7 +48,8 @@ class Phase:
     outside of the layers). `host_seconds`: it stands idle because the host has not launched the next kernel.
     `spans`: of all streams, by start; idle stretches of compute for communication are there as exposed compute spans.
     `flops`: of a rank. `weight_bytes`: weights that it reads; `kernels`: kernels that it launches, collectives too.
-    `collectives`: how many run.
+    `collectives`: how many run. `measured_seconds`: of `compute_seconds`, those of kernels whose time alone was
+    measured; the others' are a roofline's.
     """
 
     seconds: float
@@ -62,6 +63,7 @@ class Phase:
     weight_bytes: int = 0
     kernels: int = 0
     collectives: int = 0
+    measured_seconds: float = 0.0
 
 
 def generation_seconds(prefill: Phase, decode: Phase, generate: int) -> float:
@@ -88,6 +90,9 @@ class Prediction:
     program" …). `memory_bytes_per_rank`: weights, cache at full length and activations of the prefill; `fits`: whether
     that is less than the device's memory. `kind`: the recipe's ("exact", "approximating", "timing only", or None for
     an unknown). `notes`: in words, what the reader must know: what was estimated, passes that found nothing, …
+
+    `seconds_per_token_interval`, `prefill_interval`, `speedup_interval`: (low, high) that hold the truth in 80 of 100
+    cases (`predict.uncertainty`); None of what was measured.
     """
 
     recipe: str
@@ -110,6 +115,9 @@ class Prediction:
     notes: tuple[str, ...] = ()
     sp: int = 1
     kind: str | None = None
+    seconds_per_token_interval: tuple[float, float] | None = None
+    prefill_interval: tuple[float, float] | None = None
+    speedup_interval: tuple[float, float] | None = None
     break_even_prefill_seconds: float | None = None
     break_even_prefill_note: str | None = None
 
@@ -163,7 +171,8 @@ class RecipeComparison:
 
     `model`: path or model type. `fabric`, `fabric_summary`: its name and what it is in words; `device`: its GPU.
     `pareto`: points by recipe name, empty where not asked for. `what_if`: changes to the delays, as the user wrote
-    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took.
+    them. `skipped`: recipes that cannot run here. `seconds`: CPU seconds that the prediction took. `baselines`: what
+    users have today, where asked for: recipes that were not named, and replicas of the model on fewer ranks.
     """
 
     model: str
@@ -176,18 +185,20 @@ class RecipeComparison:
     what_if: tuple[str, ...] = ()
     skipped: tuple[SkippedRecipe, ...] = ()
     seconds: float = 0.0
+    baselines: tuple[Prediction, ...] = ()
 
 
 def to_json(comparison: RecipeComparison) -> list[dict[str, Any]]:
     """One object per recipe, of JSON types; seconds, bytes and tokens per second as in `Prediction`. Where points were
-    asked for, "pareto" lists the recipe's, as in `PredictedPoint`."""
+    asked for, "pareto" lists the recipe's, as in `PredictedPoint`. Baselines follow, marked by "baseline"."""
     found: list[dict[str, Any]] = []
-    for p in comparison.predictions:
+    for p in (*comparison.predictions, *comparison.baselines):
         known = {field.name: getattr(p, field.name) for field in fields(p)}
         known |= {key: getattr(p, key) for key in ("seconds_per_token", "exposed_communication_seconds_per_token")}
         asked = {"model": comparison.model, "what_if": list(comparison.what_if)}
         seconds = {"prefill_seconds": p.prefill.seconds, "decode_seconds": p.decode.seconds}
-        phases = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
+        phases: dict[str, Any] = {"prefill": _phase(p.prefill), "decode": _phase(p.decode), "notes": list(p.notes)}
+        phases["baseline"] = p in comparison.baselines
         found.append(known | asked | seconds | phases)
         if p.recipe in comparison.pareto:
             found[-1]["pareto"] = [asdict(point) for point in comparison.pareto[p.recipe]]

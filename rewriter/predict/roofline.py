@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import Device
+from rewriter.fabric.kernel_tables import KernelTable, Promised, kernel_table
+from rewriter.fabric.overlap import NONE, Overlap
 from rewriter.predict.kernel_cost import Kernel
 
 _TILE, _SMALLEST_TILE, _SPLIT_DEPTH = 128, 16, 512
@@ -25,7 +27,9 @@ class Rates:
     `product_flops`, `attention_flops`: FLOP per second of large matrix products and of fused attention.
     `bandwidth`: bytes per second of device memory, as a copy or a long product reaches it. `sms`: streaming
     multiprocessors. `gap`: seconds between the ends of two kernels besides their work. `launch`: seconds of the host
-    per kernel that it launches; 0 where a graph is replayed.
+    per kernel that it launches; 0 where a graph is replayed. `table`: kernels measured on such a device, whose kernels
+    of `dtype` stand for this one's, which promises `promised`; None: there are none. `factor`: all kernels take so many
+    times as long. `overlap`: what overlap costs.
     """
 
     product_flops: float
@@ -34,9 +38,14 @@ class Rates:
     sms: int
     gap: float
     launch: float
+    table: KernelTable | None = None
+    dtype: str = ""
+    promised: Promised | None = None
+    factor: float = 1.0
+    overlap: Overlap = NONE
 
 
-def rates_of(device: Device, dtype: str, graphed: bool) -> Rates:
+def rates_of(device: Device, dtype: str, graphed: bool, overlap: Overlap = NONE) -> Rates:
     """What `device` sustains in a dtype. Raises RewriterError where the fabric does not say what predictions need."""
     if not device.peak or device.bandwidth <= 0.0:
         raise RewriterError(
@@ -56,6 +65,10 @@ def rates_of(device: Device, dtype: str, graphed: bool) -> Rates:
         sms=device.multiprocessors,
         gap=device.launch_graphed,
         launch=0.0 if graphed else device.launch,
+        table=kernel_table(device.kernels) if device.kernels else None,
+        dtype=dtype,
+        promised=Promised(device.peak, device.bandwidth),
+        overlap=overlap,
     )
 
 

@@ -31,7 +31,9 @@ class Begin:
     """A collective starts on the stream of its axis, behind what the compute stream was given before.
 
     `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
-    call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies.
+    call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`:
+    whether it runs on a stream of its own, as what is to overlap does; a sum that is waited for at once runs on the
+    stream of the kernels.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Begin:
     parts: tuple[Call | Kernel, ...]
     exact: Call
     reduction: bool
+    aside: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +107,22 @@ def steps(forward: Forward, place: Place, fuse: bool) -> list[Step]:
             flush()
         found += _steps_of(node, items, place, work.dtype)
     flush()
-    return found
+    return _normed(found)
+
+
+def _normed(found: list[Step]) -> list[Step]:
+    """The same steps, whose calls say where a sum is waited for at once, and then added and normed."""
+    made = list(found)
+    for i, (begin, wait, run) in enumerate(zip(found, found[1:], found[2:], strict=False)):
+        if not isinstance(begin, Begin) or not isinstance(wait, Await) or not isinstance(run, TimelineRun):
+            continue
+        first = run.kernels[0]
+        norms = first.work == "glue" and first.columns > 1
+        if wait.begin is begin and norms and begin.reduction and not begin.aside and begin.exact == begin.parts[0]:
+            call = replace(begin.exact, norm=True)
+            made[i] = changed = replace(begin, parts=(call,), exact=call)
+            made[i + 1] = Await(changed)
+    return made
 
 
 def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) -> Iterator[Step]:
@@ -130,7 +148,7 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
         ranks = tuple(place.ranks[r] for r in item.ranks)
         call = place.call(item.kind, item.nbytes, ranks, dtype)
         words = f"{_words(call)} {item.name} {name}"
-        begin = Begin(words, layer, item.axis, (call,), call, item.kind == "all_reduce")
+        begin = Begin(words, layer, item.axis, (call,), call, item.kind == "all_reduce", item.behind > 0)
         yield begin
         if item.behind:
             waiting.append((item.behind, begin))
@@ -153,7 +171,8 @@ def _begin(work: NodeWork, place: Place) -> Begin:
     if options.get("format") is not None and work.nbytes >= options.get("min_bytes", 0):
         parts = _quantized(work, place, ranks, str(options["format"]))
         name = f"{options['format']} {name}"
-    return Begin(name, marks(node).layer, axis, parts, exact, kind == "all_reduce")
+    aside = node.target is ops.all_reduce_start or len(parts) > 1
+    return Begin(name, marks(node).layer, axis, parts, exact, kind == "all_reduce", aside)
 
 
 def _quantized(work: NodeWork, place: Place, ranks: tuple[int, ...], name: str) -> tuple[Call | Kernel, ...]:

@@ -8,20 +8,25 @@ steps. The rules are those of torch's streams:
   its transfer then waits for links that other groups hold (`fabric.Links`);
 - at an await the compute stream waits for the collective's end.
 
-While collectives hold SMs and memory bandwidth, kernels run slower (`roofline`). Ranks are alike: all arrive at the
-same time. Idle time of the compute stream is the host's as far as the next kernel was not launched yet; beyond that it
+While collectives hold SMs and memory bandwidth, kernels run slower (`roofline`). The rank is a typical one: the last of
+its group arrives at a collective by `Overlap.skew` later, and the collective starts then. What depends on another
+stream starts by `Overlap.crossing` later.
+
+Idle time of the compute stream is the host's as far as the next kernel was not launched yet; beyond that it
 is exposed communication, while a collective ran that the stream waited for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rewriter.fabric import Call, Delay, Links
 from rewriter.predict.kernel_cost import Kernel
+from rewriter.predict.kernel_time import measured_seconds, seconds
 from rewriter.predict.results import Phase, Span
-from rewriter.predict.roofline import ALONE, Contention, Rates, seconds
+from rewriter.predict.roofline import ALONE, Contention, Rates
 from rewriter.predict.steps import Begin, Step, TimelineRun
 
 Delays = Callable[[Begin, Call], Delay]
@@ -34,6 +39,8 @@ class KernelDurations:
     rates: Rates
     known: dict[tuple[int, Contention], tuple[float, float]] = field(default_factory=dict)
     held: list[tuple[Kernel, ...]] = field(default_factory=list)  # keeps keys' ids from being used again
+    shares: dict[int, float] = field(default_factory=dict)
+    rests: dict[int, tuple[Kernel, ...]] = field(default_factory=dict)
 
     def of(self, kernels: tuple[Kernel, ...], beside: Contention = ALONE) -> tuple[float, float]:
         """(D, C): the kernels' time on the device, and how long after the host begins to launch them the last one ends
@@ -47,6 +54,25 @@ class KernelDurations:
                 constant = max(constant, (i + 1) * self.rates.launch + alone)
             self.known[key] = (alone, constant)
         return self.known[key]
+
+    def without_skew(self) -> KernelDurations:
+        """The same kernels, of ranks that come together."""
+        rates = replace(self.rates, overlap=self.rates.overlap.times("jitter", 0.0))
+        return KernelDurations(rates, self.known, self.held, self.shares, self.rests)
+
+    def rest(self, kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+        """All but the first, the same object each time."""
+        if id(kernels) not in self.rests:
+            self.held.append(kernels)
+            self.rests[id(kernels)] = kernels[1:]
+        return self.rests[id(kernels)]
+
+    def measured(self, kernels: tuple[Kernel, ...]) -> float:
+        """Of the kernels' time on the device, the part that was measured."""
+        if id(kernels) not in self.shares:
+            self.held.append(kernels)
+            self.shares[id(kernels)] = sum(measured_seconds(kernel, self.rates) for kernel in kernels)
+        return self.shares[id(kernels)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +88,11 @@ class Timeline:
 
     def __init__(self, durations: KernelDurations, delays: Delays, record: bool = True) -> None:
         self.durations, self.delays, self.record = durations, delays, record
-        self.launch = durations.rates.launch
+        self.launch, self.overlap = durations.rates.launch, durations.rates.overlap
+        self.crossing = self.overlap.crossing_eager if self.launch else self.overlap.crossing
+        self.since = 0.0  # `compute` when the last collective began: what ranks drift apart in
+        self.next: Step | None = None
+        self.normed = False  # whether the last collective did what the next kernel is for
         self.now = 0.0  # when the compute stream has done what it was given
         self.host = 0.0  # until when the host has been launching
         self.links = Links()
@@ -73,12 +103,12 @@ class Timeline:
         self.compute = self.communication = self.exposed = 0.0
         self.by_layer: dict[int, float] = {}
         self.kernels = self.collectives = 0
-        self.flops, self.weight_bytes = 0.0, 0
+        self.flops, self.weight_bytes, self.measured = 0.0, 0, 0.0
         self.spans: list[Span] = []
 
     def run(self, steps: Sequence[Step]) -> float:
         """Seconds of the steps, to the end of every stream."""
-        for step in steps:
+        for step, self.next in zip(steps, [*steps[1:], None], strict=True):
             if isinstance(step, TimelineRun):
                 self._run(step)
             elif isinstance(step, Begin):
@@ -86,7 +116,8 @@ class Timeline:
             else:
                 self.awaited.append(step.begin)
         self._wait(self.host)
-        return max([self.now, *(stream[-1].end for stream in self.streams.values())])
+        between = 0.0 if self.launch else self.overlap.step
+        return max([self.now, *(stream[-1].end for stream in self.streams.values())]) + between
 
     def phase(self, steps: Sequence[Step]) -> Phase:
         seconds = self.run(steps)
@@ -102,6 +133,7 @@ class Timeline:
             weight_bytes=self.weight_bytes,
             kernels=self.kernels,
             collectives=self.collectives,
+            measured_seconds=self.measured,
         )
 
     def _marked(self) -> list[Span]:
@@ -120,6 +152,11 @@ class Timeline:
     # --- the compute stream ---
 
     def _run(self, step: TimelineRun) -> None:
+        if self.normed:
+            self.normed = False
+            if not (rest := self.durations.rest(step.kernels)):
+                return
+            step = TimelineRun(step.name, step.layer, rest)
         alone, constant = self.durations.of(step.kernels)
         self._wait(self.host + self.launch)
         start = self.now
@@ -134,6 +171,7 @@ class Timeline:
             self.spans.append(Span("compute", self.now - max(working, 0.0), self.now, step.name, step.layer))
             self.flops += sum(kernel.flops for kernel in step.kernels)
             self.weight_bytes += sum(kernel.weight_bytes for kernel in step.kernels)
+            self.measured += self.durations.measured(step.kernels)
 
     def _beside(self, kernels: tuple[Kernel, ...], start: float, alone: float) -> float:
         """When kernels end that take `alone` seconds alone and begin at `start`, beside the collectives under way."""
@@ -148,6 +186,8 @@ class Timeline:
                 left -= busy.start - now
                 now = busy.start
             slower = self.durations.of(kernels, busy.beside)[0] / alone
+            if busy.beside.blocks:
+                slower = max(slower, 1.0 + self.overlap.contention)
             if left * slower <= busy.end - now:
                 return now + left * slower
             left -= (busy.end - now) / slower
@@ -157,19 +197,24 @@ class Timeline:
     def _wait(self, launched: float) -> None:
         """Let the compute stream wait for what was awaited. What comes next is launched at `launched`."""
         for begin in self.awaited:
-            end = self.ends[begin]
+            end = self.ends[begin] + (self.crossing if begin.aside else 0.0)
             if end <= self.now:
                 continue
             since = max(self.now, launched)
             for busy in self._running(begin.axis, since, end):
-                start, stop = max(busy.start, since), min(busy.end, end)
-                layer = -1 if begin.layer is None else begin.layer
-                self.exposed += stop - start
-                self.by_layer[layer] = self.by_layer.get(layer, 0.0) + stop - start
-                if self.record:
-                    self.spans.append(Span("compute", start, stop, begin.name, begin.layer, exposed=True))
+                self._expose(begin, max(busy.start, since), min(busy.end, end))
             self.now = end
         self.awaited.clear()
+
+    def _expose(self, begin: Begin, start: float, stop: float) -> None:
+        """The compute stream stands idle for a collective."""
+        if stop <= start:
+            return
+        layer = -1 if begin.layer is None else begin.layer
+        self.exposed += stop - start
+        self.by_layer[layer] = self.by_layer.get(layer, 0.0) + stop - start
+        if self.record:
+            self.spans.append(Span("compute", start, stop, begin.name, begin.layer, exposed=True))
 
     def _running(self, axis: str, since: float, end: float) -> list[_Busy]:
         """What the stream of an axis does in [since, end], in order."""
@@ -187,15 +232,22 @@ class Timeline:
         self.host += self.launch * len(step.parts)
         self._wait(self.host)
         stream = self.streams.setdefault(step.axis, [])
-        now = max(self.now, self.host, stream[-1].end if stream else 0.0)
+        ready = self.now + (self.crossing + self._behind_next() if step.aside else 0.0)
+        now = max(ready, self.host, stream[-1].end if stream else 0.0)
+        computed, self.since = self.compute - self.since, self.compute
+        drifted = computed
         for part in step.parts:
             if isinstance(part, Kernel):
                 took = seconds(part, self.durations.rates)
                 busy, label = _Busy(now, now + took, Contention(0, part.nbytes / took), 0), part.name
             else:
-                delay, label = self.delays(step, part), part.kind.replace("_", "-")
-                _, end, self.links = self.links.occupy(now, delay)
-                busy = _Busy(now, end, _taken(delay), part.nbytes)  # waiting for a link is communication as well
+                delay, label = self._delay(step, part, computed), part.kind.replace("_", "-")
+                self.normed = delay.normed
+                late = self.overlap.skew(part.size, drifted)
+                drifted = 0.0
+                _, end, self.links = self.links.occupy(now + late, delay)
+                # waiting for a link or the last rank is communication as well
+                busy = _Busy(now, end, _taken(delay, self.overlap.taken), part.nbytes)
                 self.collectives += 1
             self.kernels += 1
             now = busy.end
@@ -211,8 +263,24 @@ class Timeline:
                 )
         self.ends[step] = now
 
+    def _delay(self, step: Begin, call: Call, computed: float) -> Delay:
+        """Of a collective, slowed down by the kernels that run beside it: about as long as those before it."""
+        delay, slowed = self.delays(step, call), self.overlap.slowed
+        if not step.aside or not slowed:
+            return delay
+        more = slowed * min(delay.transfer, computed)
+        return replace(delay, seconds=delay.seconds + more, transfer=delay.transfer + more)
 
-def _taken(delay: Delay) -> Contention:
+    def _behind_next(self) -> float:
+        """How long a collective waits for the SMs of the kernel that is launched beside it."""
+        if not self.overlap.order or not isinstance(self.next, TimelineRun):
+            return 0.0
+        return self.overlap.order * seconds(self.next.kernels[0], self.durations.rates)
+
+
+def _taken(delay: Delay, share: float) -> Contention:
+    """What a collective takes from kernels beside it; of GPUs `share` times that."""
     if delay.seconds <= 0.0:
         return ALONE
-    return Contention(delay.blocks, delay.memory_bytes / delay.seconds, delay.cpu_seconds / delay.seconds)
+    bandwidth, cores = delay.memory_bytes / delay.seconds, delay.cpu_seconds / delay.seconds
+    return Contention(math.ceil(delay.blocks * share), bandwidth * share, cores)

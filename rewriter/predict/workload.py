@@ -14,7 +14,8 @@ MOST_TOKENS = 1 << 32
 class Workload:
     """`batch` sequences of `prompt` tokens get `generate` more on `tp` ranks in all.
 
-    `graphed`: compiled, and replayed from CUDA graphs; otherwise every operator is launched by itself. `sp`: ranks
+    `graphed`: replayed from CUDA graphs; otherwise the host launches every kernel. `compiled`: glue that stands
+    together is one kernel, otherwise every operator is one (None: as `graphed`). `sp`: ranks
     that share tokens, in recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few
     as hold them). Raises RewriterError for a number below 1, and for more
     tokens than 2^32.
@@ -27,6 +28,7 @@ class Workload:
     tp: int = 8
     sp: int | None = None
     nodes: int | None = None
+    compiled: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "nodes", "sp"):
@@ -41,6 +43,10 @@ class Workload:
                 f"batch × (prompt + generate) is {shortened(tokens, 30)} tokens; expected {MOST_TOKENS:,} at most. "
                 "Give smaller numbers"
             )
+
+    @property
+    def fused(self) -> bool:
+        return self.graphed if self.compiled is None else self.compiled
 
     @property
     def past(self) -> int:

@@ -1,0 +1,52 @@
+"""What is predicted for the settings of the paper on Ladder Residual: docs/PREDICTION.md, Against the paper.
+
+    python benchmarks/ladder_paper.py
+
+1,024 + 512 tokens, graphed, NCCL, which the paper has. Each line: model, fabric, batch, the share of a decode
+step of the standard model that waits for communication, and speedups with their intervals.
+"""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig
+
+from rewriter import api
+
+SIZES = {
+    "8B": (4096, 14336, 32, 32),
+    "70B": (8192, 28672, 80, 64),
+    "405B": (16384, 53248, 126, 128),
+}
+CASES = [
+    ("70B", "h100-nvlink", 8, (1, 4, 16, 64), ("ladder", "parallel", "upper-bound", "desync-4x")),
+    ("70B", "h100-no-p2p", 8, (1, 4, 16, 64), ("ladder", "parallel", "upper-bound", "desync-4x")),
+    ("405B", "h100-2x8-ib", 16, (1, 4, 16), ("ladder",)),
+    ("8B", "h100-nvlink", 8, (1, 64), ("ladder-upper-half", "ladder", "desync-4x")),
+    ("8B", "h100-no-p2p", 8, (64,), ("desync-4x",)),
+]
+
+
+def main() -> None:
+    for name, fabric, tp, batches, recipes in CASES:
+        hidden, wide, layers, heads = SIZES[name]
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False,
+            dtype="bfloat16",
+        )  # fmt: skip
+        library = None if fabric == "h100-no-p2p" else "nccl"
+        for batch in batches:
+            found = api.predict(
+                config, ["tensor-parallel", *recipes], fabric=fabric, tp=tp, batch=batch, library=library
+            ).predictions
+            share = found[0].decode.exposed_seconds / found[0].decode.seconds
+            gains = []
+            for p in found[1:]:
+                assert p.speedup_interval is not None
+                low, high = p.speedup_interval
+                gains.append(f"{p.recipe} {p.speedup:.2f} ({low:.2f} to {high:.2f})")
+            print(f"{name} {fabric} batch {batch}: {share:.0%} waiting;", ", ".join(gains), flush=True)
+
+
+if __name__ == "__main__":
+    main()

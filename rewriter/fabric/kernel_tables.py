@@ -1,0 +1,341 @@
+"""Kernels as they were measured, and those of the sizes between.
+
+A table holds durations on a grid: products by (columns, depth, rows), attention by (size of a head, query heads per
+head of keys, streams = sequences · heads of keys, tokens), experts by shape and tokens, glue by rows and columns. What
+is interpolated, linearly in the logarithms of the sizes, is the ratio to a reference
+
+    floor + max(FLOP / (FLOP/s promised), bytes / (bytes/s promised))
+
+with the table's shortest kernel as floor. Beyond the grid the ratio stays what it is at the edge, so that a kernel is
+as efficient there; on another device than the measured one, with its own rates in the reference, it is so too.
+
+Three things about the measurements are put right (`benchmarks/kernel_tables.py` says where they are from):
+
+- Kernels ran in a CUDA graph of few, again and again: the gap between two replays is taken off.
+- Products took turns with six weights, a decode attention had one cache. Where these fit in the L2 cache together, a
+  kernel takes no less than the floor and its bytes at the rate of kernels whose operands do not fit.
+- Attention of a decode step wrote the new token's key and value, too: so does what is answered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rewriter.fabric.shipped_kernels import read
+
+_TURNS = {"products": 6, "glue": 5}  # kernels to a graph, where it was more than one
+_BYTES = {"bfloat16": 2, "float8": 1}
+_ALIKE = {"float16": "bfloat16", "float8_e4m3fn": "float8"}
+Array = NDArray[np.float64]
+Reference = Callable[..., Any]  # of places on the axes, seconds
+
+
+@dataclass(frozen=True)
+class Promised:
+    """What a device promises: FLOP per second by dtype, bytes per second of its memory."""
+
+    flops: Mapping[str, float]
+    bandwidth: float
+
+
+class Grid:
+    """Durations in seconds on a grid of sizes; NaN where nothing was measured. `reference` takes one value per axis."""
+
+    def __init__(self, axes: Sequence[Sequence[float] | Array], seconds: Array, reference: Reference) -> None:
+        self.axes = [np.log(np.asarray(axis, dtype=float)) for axis in axes]
+        places = np.meshgrid(*(np.asarray(axis, dtype=float) for axis in axes), indexing="ij")
+        self.ratios = np.log(seconds / reference(*places))
+        self.filled = _filled(self.ratios)
+
+    def ratio(self, *place: float) -> float:
+        """The duration over its reference at a place, by linear interpolation between logarithms."""
+        corners = self.filled
+        for axis, value in zip(self.axes, place, strict=True):  # each step takes the first axis away
+            if len(axis) == 1:
+                corners = corners[0]
+                continue
+            at = min(max(float(np.log(max(value, 1e-9))), float(axis[0])), float(axis[-1]))
+            i = min(int(np.searchsorted(axis, at, side="right")) - 1, len(axis) - 2)
+            share = (at - axis[i]) / (axis[i + 1] - axis[i])
+            corners = corners[i] * (1 - share) + corners[i + 1] * share
+        return float(np.exp(corners))
+
+    def held_out(self, axis: int) -> Array:
+        """Of each measurement between two others along an axis: |predicted by these two / measured - 1|."""
+        if len(self.axes[axis]) < 3:
+            return np.empty(0)
+        x, v = self.axes[axis], np.moveaxis(self.ratios, axis, 0)
+        share = ((x[1:-1] - x[:-2]) / (x[2:] - x[:-2])).reshape(-1, *[1] * (v.ndim - 1))
+        errors = np.abs(np.exp(v[:-2] * (1 - share) + v[2:] * share - v[1:-1]) - 1).ravel()
+        return errors[~np.isnan(errors)]
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """The measured kernels of one system. `file` is what `benchmarks/kernel_tables.py` writes.
+
+    Its methods give seconds, or None for what was not measured. `on`: the device that is asked about; None: the
+    measured one. Dtypes by torch's names.
+    """
+
+    file: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.file['device']}, {self.file['library']} {self.file['version']}"
+
+    @cached_property
+    def own(self) -> Promised:
+        return Promised(self.file["flops"], self.file["bandwidth"])
+
+    @cached_property
+    def floor(self) -> float:
+        """Seconds of the shortest product."""
+        return float(np.nanmin(self._seconds("products", self.file["products"]["bfloat16"])))
+
+    def product(self, rows: int, columns: int, depth: int, dtype: str, on: Promised | None = None) -> float | None:
+        """Of [rows, depth] · [depth, columns], its weights read from memory."""
+        known = _ALIKE.get(dtype, dtype)
+        grid, on = self.products.get(known), on or self.own
+        if grid is None or known not in on.flops:
+            return None
+        return float(grid.ratio(columns, depth, rows) * self._product_reference(known, on)(columns, depth, rows))
+
+    def attention(
+        self,
+        queries: int,
+        keys: int,
+        head_dim: int,
+        group: int,
+        streams: int,
+        dtype: str,
+        on: Promised | None = None,
+        pairs: float | None = None,
+    ) -> float | None:
+        """Of `queries` new tokens of each sequence, causal, over `keys`: of one over a cache, or of a prompt over
+        itself.
+
+        `pairs`: of a query and a key that are seen, per head and sequence, where they are not queries² / 2.
+        """
+        known, on = _ALIKE.get(dtype, dtype), on or self.own
+        phase = "decode_attention" if queries == 1 else "prefill_attention"
+        grid = self._attention.get((phase, known))
+        if grid is None or known not in on.flops:
+            return None
+        tokens = keys if queries == 1 else queries
+        reference = self._attention_reference(phase, known, on)(head_dim, group, streams, tokens, pairs)
+        return float(grid.ratio(head_dim, group, streams, tokens) * reference)
+
+    def experts(
+        self, tokens: int, width: int, hidden: int, chosen: int, count: int, dtype: str, on: Promised | None = None
+    ) -> float | None:
+        """Of a layer of gated experts: `chosen` of `count` for each token, `hidden` wide on a rank, with routing."""
+        known, on = _ALIKE.get(dtype, dtype), on or self.own
+        if known not in self._experts or known not in on.flops:
+            return None
+        shapes, grids = self._experts[known]
+        asked = np.log([width, hidden, chosen, count])
+        shape = min(shapes, key=lambda s: float(np.abs(np.log(s) - asked).sum()))
+        reference = self._experts_reference((width, hidden, chosen, count), known, on)
+        return float(grids[shape].ratio(tokens) * reference(tokens))
+
+    def glue(self, nbytes: float, rows: int, columns: int, on: Promised | None = None) -> float | None:
+        """Of a kernel that reads and writes `nbytes` once. `columns`: values of each of `rows` rows that it reduces
+        first; 0 where it works on each value alone."""
+        on = on or self.own
+        reference = self.floor + nbytes / on.bandwidth
+        if columns:
+            return self._reduction.ratio(rows, columns) * reference
+        return self._pointwise.ratio(max(nbytes, 1.0)) * reference
+
+    def errors(self) -> dict[str, Array]:
+        """Held-out errors by what was measured, along the axes that sizes vary in."""
+        found: dict[str, Array] = {}
+        for dtype, grid in self.products.items():
+            found[f"products {dtype}, up to 64 rows"] = np.concatenate(
+                [self._few_rows(dtype).held_out(axis) for axis in range(3)]
+            )
+            found[f"products {dtype}"] = np.concatenate([grid.held_out(axis) for axis in range(3)])
+        for (phase, dtype), grid in self._attention.items():
+            name = f"{phase.replace('_', ' ')} {dtype}"
+            found[name] = np.concatenate([grid.held_out(axis) for axis in (2, 3)])
+        for dtype, (_, grids) in self._experts.items():
+            found[f"experts {dtype}"] = np.concatenate([grid.held_out(0) for grid in grids.values()])
+        if self.file["glue"]:
+            found["glue"] = np.concatenate([self._pointwise.held_out(0), self._reduction.held_out(1)])
+        return found
+
+    # --- grids ---
+
+    @cached_property
+    def products(self) -> dict[str, Grid]:
+        return {dtype: self._product_grid(dtype, None) for dtype in self.file["products"]}
+
+    def _few_rows(self, dtype: str) -> Grid:
+        return self._product_grid(dtype, 64)
+
+    def _product_grid(self, dtype: str, most: int | None) -> Grid:
+        found = self.file["products"][dtype]
+        columns, depth, rows = (np.asarray(found[axis], dtype=float) for axis in ("columns", "depth", "rows"))
+        seconds = self._seconds("products", found)
+        weights = columns[:, None, None] * depth[None, :, None] * _BYTES[dtype]
+        warm = _TURNS["products"] * weights < self.file["l2_bytes"]
+        cold = (weights > 4 * self.file["l2_bytes"]) & (rows <= 16)
+        rate = float(np.nanmedian(np.where(cold, weights / seconds, np.nan)))
+        floor = float(np.nanmin(seconds))
+        seconds = np.where(warm, np.maximum(seconds, floor + weights / rate), seconds)
+        kept = rows <= (most or rows[-1])
+        return Grid((columns, depth, rows[kept]), seconds[..., kept], self._product_reference(dtype, self.own))
+
+    def _product_reference(self, dtype: str, on: Promised) -> Reference:
+        size, flops = _BYTES[dtype], on.flops[dtype]
+
+        def reference(columns: Any, depth: Any, rows: Any) -> Any:
+            nbytes = size * depth * (columns + rows) + 2.0 * rows * columns
+            return self.floor + np.maximum(2.0 * rows * columns * depth / flops, nbytes / on.bandwidth)
+
+        return reference
+
+    @cached_property
+    def _attention(self) -> dict[tuple[str, str], Grid]:
+        found = {}
+        for phase in ("prefill_attention", "decode_attention"):
+            for dtype, cells in self.file[phase].items():
+                axes = [cells[axis] for axis in ("head_dim", "group", "streams", "tokens")]
+                seconds = self._seconds(phase, cells)
+                if phase == "decode_attention":
+                    seconds = self._from_memory(seconds, *(np.asarray(axis, dtype=float) for axis in axes))
+                found[phase, dtype] = Grid(axes, seconds, self._attention_reference(phase, dtype, self.own))
+        return found
+
+    def _from_memory(self, seconds: Array, head_dim: Array, group: Array, streams: Array, tokens: Array) -> Array:
+        """Decode attention whose cache was in the L2 cache, as if it came from memory."""
+        d, _, s, t = np.meshgrid(head_dim, group, streams, tokens, indexing="ij")
+        nbytes = 4.0 * d * s * t
+        rate = np.where(nbytes > 4 * self.file["l2_bytes"], nbytes / seconds, np.nan)
+        best = float(np.nanquantile(rate, 0.9)) if not np.isnan(rate).all() else self.own.bandwidth
+        shortest = np.fmin.reduce(seconds, axis=3, keepdims=True)
+        found: Array = np.where(nbytes < self.file["l2_bytes"], np.maximum(seconds, shortest + nbytes / best), seconds)
+        return found
+
+    def _attention_reference(self, phase: str, dtype: str, on: Promised) -> Reference:
+        size, flops = _BYTES[dtype], on.flops[dtype]
+
+        def reference(head_dim: Any, group: Any, streams: Any, tokens: Any, pairs: float | None = None) -> Any:
+            cache = 2.0 * size * head_dim * streams * tokens
+            if phase == "decode_attention":
+                return self.floor + cache / on.bandwidth
+            seen = tokens * (tokens + 1) / 2 if pairs is None else pairs
+            moved = cache * (1 + group)
+            return self.floor + np.maximum(4.0 * seen * streams * group * head_dim / flops, moved / on.bandwidth)
+
+        return reference
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[list[tuple[int, ...]], dict[tuple[int, ...], Grid]]]:
+        found = {}
+        for dtype, cells in self.file["experts"].items():
+            shapes = [tuple(shape) for shape in cells["shapes"]]
+            seconds = self._seconds("experts", {**cells, "shapes": shapes})
+            grids = {}
+            for shape, row in zip(shapes, seconds, strict=True):
+                known = ~np.isnan(row)
+                if known.any():
+                    tokens = np.asarray(cells["tokens"], dtype=float)[known]
+                    grids[shape] = Grid((tokens,), row[known], self._experts_reference(shape, dtype, self.own))
+            found[dtype] = (list(grids), grids)
+        return found
+
+    def _experts_reference(self, shape: tuple[int, ...], dtype: str, on: Promised) -> Reference:
+        width, hidden, chosen, count = shape
+        size, flops = _BYTES[dtype], on.flops[dtype]
+
+        def reference(tokens: Any) -> Any:
+            active = count * (1 - (1 - min(1.0, chosen / count)) ** tokens)
+            nbytes = 3.0 * active * width * hidden * size
+            return self.floor + np.maximum(6.0 * tokens * chosen * width * hidden / flops, nbytes / on.bandwidth)
+
+        return reference
+
+    @cached_property
+    def _reduction(self) -> Grid:
+        cells = self._glue["reduction"]
+        axes = [cells["rows"], cells["columns"]]
+
+        def reference(rows: Any, columns: Any) -> Any:
+            return self._glue_floor + 3.0 * rows * columns / self._glue_bandwidth
+
+        return Grid(axes, self._seconds("glue", cells), reference)
+
+    @cached_property
+    def _pointwise(self) -> Grid:
+        """By bytes. Of shapes with as many values the fastest quarter counts: a compiler is free to
+        cut them otherwise."""
+        cells = self._glue["pointwise"]
+        rows, columns = np.meshgrid(*(np.asarray(cells[a], dtype=float) for a in ("rows", "columns")), indexing="ij")
+        seconds, sizes = self._seconds("glue", cells), 3.0 * rows * columns
+        edges = 2.0 ** np.arange(np.floor(np.log2(sizes.min())), np.ceil(np.log2(sizes.max())) + 1)
+        found = [
+            (float(np.sqrt(low * high)), float(np.nanquantile(ratio, 0.25)))
+            for low, high in pairwise(edges)
+            if not np.isnan(
+                ratio := np.where((sizes >= low) & (sizes < high), self._over(seconds, sizes), np.nan)
+            ).all()
+        ]
+        axis = [nbytes for nbytes, _ in found]
+        return Grid((axis,), np.array([ratio for _, ratio in found]), lambda nbytes: np.ones_like(nbytes))
+
+    def _over(self, seconds: Array, sizes: Array) -> Array:
+        found: Array = seconds / (self._glue_floor + sizes / self._glue_bandwidth)
+        return found
+
+    @property
+    def _glue(self) -> Mapping[str, Any]:
+        """A system without conversions to float8 has the H100's, relative to what either promises."""
+        found: Mapping[str, Any] = self.file["glue"] or kernel_table("h100_sxm").file["glue"]
+        return found
+
+    @property
+    def _glue_floor(self) -> float:
+        return self.floor if self.file["glue"] else kernel_table("h100_sxm").floor
+
+    @property
+    def _glue_bandwidth(self) -> float:
+        return self.own.bandwidth if self.file["glue"] else kernel_table("h100_sxm").own.bandwidth
+
+    def _seconds(self, what: str, cells: Mapping[str, Any]) -> Array:
+        """The durations of one grid without the gap between replays."""
+        axes = [values for name, values in cells.items() if name != "us"]
+        us = np.array([np.nan if value is None else value for value in cells["us"]], dtype=float)
+        gap = self.file["replay_us"] / _TURNS.get(what, 1)
+        least = us[~np.isnan(us)].min() / 4  # never nothing
+        found: Array = np.maximum(us - gap, least).reshape([len(axis) for axis in axes]) * 1e-6
+        return found
+
+
+@cache
+def kernel_table(system: str) -> KernelTable:
+    """A shipped table by its system's name. Raises RewriterError for an unknown one."""
+    return KernelTable(read(system))
+
+
+def _filled(values: Array) -> Array:
+    """What is missing as the nearest that is known along an axis, the last axis first."""
+    found = values.copy()
+    for axis in reversed(range(found.ndim)):
+        if not np.isnan(found).any():
+            break
+        v = np.moveaxis(found, axis, 0)
+        for order in (range(1, len(v)), range(len(v) - 2, -1, -1)):
+            step = 1 if order.step > 0 else -1
+            for i in order:
+                missing = np.isnan(v[i])
+                v[i][missing] = v[i - step][missing]
+    return np.where(np.isnan(found), 0.0, found)

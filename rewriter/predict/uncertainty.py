@@ -1,0 +1,75 @@
+"""How far off a prediction may be: intervals that hold the truth in 80 of 100 cases, if the terms are as uncertain as
+is said here.
+
+Each term is changed by one standard deviation, one at a time, and what is predicted is simulated again; the logarithms
+of the changes add up as squares. Nothing here was fitted to measurements of whole models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from rewriter.predict.kernel_cost import Kernel, Work
+from rewriter.predict.kernel_time import measured_seconds, seconds
+from rewriter.predict.roofline import Rates
+
+COVERED = 0.8
+_DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)
+
+# By how much another library's kernel of the same sizes differs, 16 to 84 % of them (`benchmarks/kernel_tables.py
+# --libraries`): -9 to +8 % of products, -17 to +22 % of attention. Held-out errors of the tables are smaller. Experts,
+# and glue, which a compiler cuts as it likes: assumed.
+_KERNELS: Mapping[Work, float] = {"product": 0.06, "attention": 0.15, "experts": 0.12, "glue": 0.2}
+_ROOFLINE = 0.25  # roofline against measured kernels of the six systems, products of at most 128 rows
+_COLLECTIVES = 0.1  # held-out errors: 90 % within 10 to 20 %; NCCL 2.27.3 and 2.29.2 differ as much
+_FORMULA = 0.3  # two nodes by formula against reports: see docs/PREDICTION.md
+_TERMS = {"crossing": 2.0, "contention": 1.6, "jitter": 1.7, "clocks": 1.8, "step": 2.0}  # times as much; assumed
+
+
+@dataclass(frozen=True)
+class Change:
+    """One term, one standard deviation off: another device, and collectives that take `collectives` times as long."""
+
+    name: str
+    rates: Rates
+    collectives: float = 1.0
+
+
+def changes(rates: Rates, kernels: Iterable[Kernel], modelled: bool) -> list[Change]:
+    """Of a device whose time goes into `kernels`; `modelled`: the fabric's collectives are by formula."""
+    found = [Change("kernels", replace(rates, factor=rates.factor * (1 + kernel_deviation(rates, kernels))))]
+    found.append(Change("collectives", rates, 1 + (_FORMULA if modelled else _COLLECTIVES)))
+    for term, factor in _TERMS.items():
+        if (overlap := rates.overlap.times(term, factor)) != rates.overlap:
+            found.append(Change(term, replace(rates, overlap=overlap)))
+    return found
+
+
+def kernel_deviation(rates: Rates, kernels: Iterable[Kernel]) -> float:
+    """One standard deviation of the time of all kernels, as a share: those of a kind are off together."""
+    by_kind: dict[str, float] = {}
+    whole = 0.0
+    for kernel in kernels:
+        took, known = seconds(kernel, rates), measured_seconds(kernel, rates)
+        by_kind[kernel.work] = by_kind.get(kernel.work, 0.0) + _KERNELS[kernel.work] * known
+        by_kind["roofline"] = by_kind.get("roofline", 0.0) + _ROOFLINE * max(0.0, took - known)
+        whole += took
+    return math.hypot(*by_kind.values()) / whole if whole else 0.0
+
+
+def interval(predicted: float, changed: Sequence[float]) -> tuple[float, float]:
+    """(low, high) around `predicted`, from what is predicted where each term is one standard deviation off."""
+    if predicted <= 0.0:
+        return predicted, predicted
+    width = _DEVIATIONS * math.hypot(*(math.log(max(value, 1e-12) / predicted) for value in changed))
+    return predicted * math.exp(-width), predicted * math.exp(width)
+
+
+def assumptions() -> dict[str, float]:
+    """Standard deviations by name: shares of kernels and collectives, factors of the terms of `Overlap`."""
+    kernels = {f"kernels: {work}": share for work, share in _KERNELS.items()}
+    collectives = {"collectives": _COLLECTIVES, "collectives by formula": _FORMULA}
+    return {**kernels, "kernels by roofline": _ROOFLINE, **collectives, **_TERMS}
