@@ -29,11 +29,27 @@ REWRITES = (
     Rewrite("own-partial", 1, {"pass": "ladder", "variant": "own_partial"}, True),
     Rewrite("drop", 1, {"pass": "drop_sync"}, True),
     Rewrite("drop-mlp", 2, {"pass": "desync", "pattern": [["keep", "drop"], ["keep", "keep"]], "resync": "sum"}, True),
+    Rewrite("drop-mlps", 4, {"pass": "desync", "pattern": [["keep", "drop"]] * 3 + [["keep", "keep"]], "resync": "sum"}, True),
     Rewrite("desync-4x", 2, {"pass": "desync", "n": 4, "resync": "sum"}, True),
     Rewrite("desync-8x", 4, {"pass": "desync", "n": 8, "resync": "sum"}, True),
     Rewrite("parallel", 1, {"pass": "parallel_block", "norm": "attention"}),
     Rewrite("parallel-own", 1, {"pass": "parallel_block", "norm": "own"}),
 )
+WORDS = {
+    "ladder": "reads the stream one block late",
+    "own-partial": "ladder, with the rank's own part of the late sum",
+    "drop": "attention's reduction waits for the MLP's",
+    "drop-mlp": "the MLP's reduction waits for the next layer's attention",
+    "drop-mlps": "the same, three layers in a row",
+    "desync-4x": "one reduction for two layers",
+    "desync-8x": "one reduction for four layers",
+    "parallel": "attention and MLP side by side, with one norm",
+    "parallel-own": "attention and MLP side by side, each with its norm",
+    "int8": "messages in 8 bits",
+    "int4-hadamard": "messages in 4 bits, rotated",
+}
+"""What each rewrite does to a layer, in words."""
+
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
 

@@ -27,13 +27,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Rise:
-    """Means over windows, nats per token. `loss`: the original's; `rise`: by how much the rewritten one's is higher, with
-    its standard `error` over windows; `kl`: mean KL(original ‖ rewritten)."""
+    """Means over windows, nats per token, beside the original's `loss`.
+
+    `rise`: by how much the rewritten model's loss is higher, with its standard `error` over windows. On a text that the
+    model wrote itself that is `kl`, the mean KL(original ‖ rewritten): the rise that is expected, over all that the model
+    could have written. `seen`: the rise on the words that stand there, with its standard error `seen_error`.
+    """
 
     loss: float
     rise: float
     error: float
     kl: float
+    seen: float = 0.0
+    seen_error: float = 0.0
 
     @property
     def relative(self) -> float:
@@ -45,17 +51,18 @@ class Rise:
         return self.error / self.loss
 
 
-def rise_of(changes: Sequence[Change], loss: float) -> Rise:
-    """The means of windows where the original has `loss` nats per token."""
-    tokens, predicted = sum(c.tokens for c in changes), sum(c.predicted for c in changes)
-    each = [c.rise / c.predicted for c in changes]
-    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.inf
-    return Rise(
-        loss=loss,
-        rise=sum(c.rise for c in changes) / predicted,
-        error=error,
-        kl=max(sum(c.divergence for c in changes) / tokens, 0.0),
-    )
+def rise_of(changes: Sequence[Change], loss: float, own: bool = False) -> Rise:
+    """The means of windows where the original has `loss` nats per token; `own`: it wrote them itself."""
+    kl = max(sum(c.divergence for c in changes) / sum(c.tokens for c in changes), 0.0)
+    seen = sum(c.rise for c in changes) / sum(c.predicted for c in changes)
+    kl_error = _error([c.divergence / c.tokens for c in changes])
+    seen_error = _error([c.rise / c.predicted for c in changes])
+    return Rise(loss, *((kl, kl_error) if own else (seen, seen_error)), kl, seen, seen_error)
+
+
+def _error(each: Sequence[float]) -> float:
+    """The standard error of a mean; of one value it is not known, and taken to be as large."""
+    return statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else abs(each[0])
 
 
 class Reference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 import torch
 
@@ -60,14 +60,21 @@ class StreamedWeights(Mapping[str, torch.Tensor]):
         return name in self.program.parameters
 
 
-class Overlaid(Mapping[str, torch.Tensor]):
-    """`base` with some tensors replaced by `changed`."""
+class Overlaid(MutableMapping[str, torch.Tensor]):
+    """The tensors of `base`, where no others were put in their place."""
 
-    def __init__(self, base: Mapping[str, torch.Tensor], changed: Mapping[str, torch.Tensor]) -> None:
-        self.base, self.changed = base, changed
+    def __init__(self, base: Mapping[str, torch.Tensor]) -> None:
+        self.base = base
+        self.changed: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.changed[name] if name in self.changed else self.base[name]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self.changed[name] = tensor
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name}: the tensors of a checkpoint stay")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)

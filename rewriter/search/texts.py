@@ -24,12 +24,14 @@ class Text:
 
     `arranging`: what orders of heads and channels are found on. `calibration`: what rises in loss are measured on, and a
     mix is chosen by. `held_out`: what the chosen mix is measured on at last. `described`: what they are, in words.
+    `own`: the model wrote them itself.
     """
 
     arranging: torch.Tensor
     calibration: torch.Tensor
     held_out: torch.Tensor
     described: str
+    own: bool = False
 
     @property
     def digest(self) -> str:
@@ -53,7 +55,8 @@ def text_for(
     three windows.
     """
     length = min(WINDOW, context_length(program.source.config))
-    if given is None and (program.source.path is None or too_large(program) is None):
+    own = given is None and (program.source.path is None or too_large(program) is None)
+    if own:
         windows, described = written(program, sum(counts), length, seed, progress), "text that the model wrote itself"
     else:
         what = "the packaged text" if given is None else "the given text"
@@ -62,7 +65,7 @@ def text_for(
     arranging, calibration, held_out = _shares(len(windows), counts)
     parts = windows[: arranging + calibration + held_out].split([arranging, calibration, held_out])
     # what is held out is the end of a text, which is furthest from what was searched with
-    return Text(parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out")
+    return Text(parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own)
 
 
 def _shares(windows: int, counts: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -1,0 +1,319 @@
+"""The search: what every rewrite costs and gains alone, the best mixes by that, and what these are measured to cost."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from rewriter.common.errors import RewriterError
+from rewriter.predict.candidates import all_recipes
+from rewriter.predict.entry import traced
+from rewriter.predict.workload import Cluster, Workload
+from rewriter.recipes import Recipe
+from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement
+from rewriter.search.computed import Computed
+from rewriter.search.estimates import Costs, agreement
+from rewriter.search.gains import Gains, Increments, Speed, increments
+from rewriter.search.measurements import SCREENED, Measurements
+from rewriter.search.optimizer import Estimate, front
+from rewriter.search.result import Point, SearchResult, Single
+from rewriter.search.streamed_weights import StreamedWeights
+from rewriter.search.store import Store
+from rewriter.search.tails import Tails
+from rewriter.search.texts import Text, text_for
+from rewriter.search.written import recipe_with_measurements
+from rewriter.weights import Checkpoint
+
+WINDOWS = (2, 4, 8)
+"""Windows of text to order units on, to calibrate, to hold out."""
+_ROUNDS = 5
+_PROMISING = 2.0  # a rewrite that costs more budgets than this alone is measured roughly
+# Of the budget: where mixes are measured in the first round, and where in those that follow.
+_WIDE = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_NEAR = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
+_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is searched: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
+
+    `text`: a calibration text, or None. `windows`: of text, to order units on, to calibrate, to hold out.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    budget: float = 0.01
+    text: str | None = None
+    windows: tuple[int, int, int] = WINDOWS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget < math.inf:
+            raise RewriterError(
+                f"--loss {self.budget:.4g}: expected a rise in loss above 0, such as 1%: at 0 only exact recipes are left, "
+                "which `rewrite predict` compares"
+            )
+        if self.workload.tp < 2:
+            raise RewriterError(
+                f"--tp {self.workload.tp}: one rank sends nothing, so that no rewrite gains anything. Give --tp 2 or more"
+            )
+
+
+Progress = Callable[..., None]
+
+
+def search(
+    model: str | os.PathLike[str],
+    asked: Asked,
+    *,
+    state: Path | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda *_: None,
+) -> SearchResult:
+    """See `rewriter.api.search`."""
+    began = time.process_time()
+    torch.manual_seed(asked.seed)
+    progress(_step(1, "tracing, and predicting the standard model"))
+    program = traced(model, trust_remote_code)
+    gains = Gains(program, asked.workload, asked.cluster)
+    weights = StreamedWeights(program)
+    gains.standard  # noqa: B018  what the fabric refuses is refused before any work
+    computed = Computed(program, asked.workload.tp)
+    path = str(program.source.path)
+    job = {
+        "checkpoint": Checkpoint.open(path).fingerprint(),
+        "config": repr(sorted(program.source.config.items(), key=str)),
+        "tp": asked.workload.tp,
+        "text": asked.text,
+        "windows": asked.windows,
+        "seed": asked.seed,
+    }
+    store = Store(state, job)
+    text = _text(program, asked, store, progress)
+    measured = Measurements(Tails(computed, weights), text, store)
+    found = _Search(asked, gains, measured, progress).run()
+    return replace(found, model=os.fspath(model), seconds=time.process_time() - began)
+
+
+def _step(number: int, words: str) -> str:
+    return f"step {number} of {_STEPS}: {words}"
+
+
+def _text(program: object, asked: Asked, store: Store, progress: Progress) -> Text:
+    if "text" not in store:
+        made = text_for(
+            program, asked.text, asked.windows, asked.seed, lambda _, *much: progress(_step(2, "the model writes a text"), *much)
+        )  # type: ignore[arg-type]
+        parts = {name: getattr(made, name).tolist() for name in ("arranging", "calibration", "held_out")}
+        store.put({"text": {**parts, "described": made.described, "own": made.own}})
+    kept = store["text"]
+    parts = [torch.tensor(kept[name]) for name in ("arranging", "calibration", "held_out")]
+    return Text(parts[0], parts[1], parts[2], kept["described"], kept["own"])
+
+
+@dataclass
+class _Search:
+    asked: Asked
+    gains: Gains
+    measured: Measurements
+    progress: Progress
+    singles: list[Single] = field(default_factory=list)
+    points: dict[Mix, Point] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> float:
+        """Nats per token, on the calibration text."""
+        return self.asked.budget * self.measured.loss()
+
+    def run(self) -> SearchResult:
+        layers = self.measured.computed.layers
+        applicable = self.measured.applicable()
+        if not applicable:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(self.measured.refused.items())[:2])
+            raise RewriterError(f"no rewrite applies to any layer of this model. {reasons}")
+        costs = self._costs(applicable)
+        bases = {base: self._increments(base, list(costs.placements)) for base in self._bases()}
+        for rounds in range(1, _ROUNDS + 1):
+            fronts = [front(layers, *self._priced(costs, base), bases[base], base) for base in bases]
+            new = self._chosen(fronts, _WIDE if rounds == 1 else _NEAR)
+            self._measure(new, rounds)
+            if not new:
+                break
+            costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and m.base == Mix.base})
+        else:
+            rounds = _ROUNDS
+        self._singles(costs, bases[Mix.base])
+        return self._result(costs, rounds)
+
+    # --- alone ---
+
+    def _costs(self, applicable: Sequence[Mix]) -> Costs:
+        """What each rewrite costs alone: of all roughly, of those that are within reach on all of the calibration text."""
+        measured, windows = self.measured, self.measured.text.calibration
+        report = lambda *much: self.progress(_step(3, "what each rewrite costs alone, roughly"), *much)  # noqa: E731
+        rough = measured.alone(applicable, 0, SCREENED, report)
+        limit = _PROMISING * self.budget
+        near = [mix for mix in applicable if rough[mix].divergence / rough[mix].tokens <= limit]
+        bound = [mix for mix in near if mix.bound] if measured.arranger.possible else []
+        report = lambda *much: self.progress(_step(4, "which heads and channels fit together"), *much)  # noqa: E731
+        near += measured.orders(bound, report)
+        changes = {mix: [change] for mix, change in rough.items() if mix not in near}
+        precise = range(min(2, len(windows)))
+        for window in precise:
+            report = lambda done, total, w=window: self.progress(  # noqa: E731
+                _step(4, "what those within reach cost alone"), w + done / total, len(precise)
+            )
+            for mix, change in measured.alone(near, window, windows.shape[1], report).items():
+                changes.setdefault(mix, []).append(change)
+        self._changes = changes
+        placements: dict[Placement, float] = {}
+        formats: dict[tuple[int, str], float] = {}
+        for mix, seen in changes.items():
+            cost = max(sum(c.divergence for c in seen) / sum(c.tokens for c in seen), 1e-7)
+            if mix.placements:
+                placements[mix.placements[0]] = cost
+            else:
+                formats[mix.formats[0]] = cost
+        return Costs(placements, formats)
+
+    # --- seconds ---
+
+    def _bases(self) -> list[str]:
+        """Plain tensor parallelism, and the shipped recipes that share tokens among the ranks, where they can run: unless
+        one rank is to share them, and where every rank can hold what it has to. Of those that are equally fast, one."""
+        found, times = [Mix.base], {self.gains.standard.seconds}
+        for name in all_recipes() if self.asked.workload.sp != 1 else ():
+            if not any(p.pass_name == "sequence_parallel" for p in Recipe.load(name).passes):
+                continue
+            speed = self.gains.speed(Mix(base=name))
+            if speed is None or speed.seconds in times or (self.gains.standard.fits and not speed.fits):
+                continue
+            found.append(name)
+            times.add(speed.seconds)
+        return found
+
+    def _increments(self, base: str, placements: Sequence[Placement]) -> Increments:
+        report = lambda *much: self.progress(_step(5, f"what each rewrite gains with {base}"), *much)  # noqa: E731
+        if base != Mix.base:  # its ranks hold whole streams: nothing is bound to them, and no block is reduced
+            placements = [p for p in placements if not BY_NAME[p.rewrite].bound]
+        return increments(self.gains, placements, report, base)
+
+    def _priced(
+        self, costs: Costs, base: str
+    ) -> tuple[dict[Placement, float], dict[tuple[int, str], float]]:
+        placements, formats = costs.weighted()
+        if base == Mix.base:
+            return placements, formats
+        return {p: cost for p, cost in placements.items() if not BY_NAME[p.rewrite].bound}, {}
+
+    # --- mixes ---
+
+    def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
+        """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
+        found: dict[Mix, Estimate] = {}
+        for estimates in fronts:
+            for share in (0.0, *shares):
+                within = [e for e in estimates if e.cost <= share * self.budget]
+                if within and within[-1].mix not in self.points:
+                    found[within[-1].mix] = within[-1]
+        return list(found.values())
+
+    def _measure(self, estimates: Sequence[Estimate], rounds: int) -> None:
+        for done, estimate in enumerate(estimates):
+            self.progress(_step(6, f"measuring mixes, round {rounds}"), done, len(estimates))
+            self.add(estimate.mix, estimate.cost)
+
+    def add(self, mix: Mix, estimated: float | None = None) -> None:
+        """Measure and predict a mix; one that cannot be applied is left out."""
+        speed = self.gains.speed(mix)
+        if speed is not None:
+            rise = self.measured.mixed(mix)
+            self.points[mix] = Point(mix, speed, rise, self.gains.standard.seconds / speed.seconds, estimated)
+
+    # --- the result ---
+
+    def _choose(self) -> Point:
+        """The fastest point within the budget, on what was held out as well."""
+        within = [p for p in self.points.values() if p.rise.rise <= self.budget]
+        budget = self.asked.budget
+        for point in sorted(within, key=lambda p: (p.speed.seconds, p.rise.rise)):
+            if point.speed.seconds >= self.gains.standard.seconds:
+                break
+            held_out = self.measured.mixed(point.mix, held_out=True)
+            chosen = replace(point, held_out=held_out)
+            self.points[point.mix] = chosen
+            if held_out.relative <= budget and held_out.seen / held_out.loss <= budget:
+                return chosen
+        mildest = min((s for s in self.singles if s.gain is not None and s.gain > 0), key=lambda s: s.cost, default=None)
+        loss = self.measured.loss()
+        said = "no rewrite is predicted to be faster here than plain tensor parallelism"
+        if mildest is not None:
+            said = (
+                f"no faster recipe stays within it; the mildest rewrite that gains anything, {mildest.rewrite} in layer "
+                f"{mildest.layer}, costs {mildest.cost / loss:.2g} of the loss. Give a larger budget"
+            )
+        raise RewriterError(f"--loss {budget:.4g} (of {loss:.3f} nats per token): {said}")
+
+    def _result(self, costs: Costs, rounds: int) -> SearchResult:
+        self.add(Mix(), 0.0)
+        chosen = self._choose()
+        points = with_front(self.points.values())
+        chosen = next(p for p in points if p.mix == chosen.mix)
+        shown = [p for p in points if p.front and p.mix.touched]
+        order = agreement([costs.of(p.mix) for p in shown], [p.rise.kl for p in shown], [p.rise.error for p in shown])
+        load, gains = self.asked.workload, self.gains
+        result = SearchResult(
+            model="",
+            fabric=gains.fabric.name,
+            fabric_summary=gains.fabric.summary,
+            modelled=gains.fabric.modelled,
+            workload={"batch": load.batch, "prompt": load.prompt, "generate": load.generate},
+            budget=self.asked.budget,
+            text=self.measured.text.described,
+            loss=self.measured.loss(),
+            standard=gains.standard,
+            chosen=chosen,
+            points=tuple(points),
+            singles=tuple(self.singles),
+            agreement=order,
+            rounds=rounds,
+            recipe="",
+            ranks=gains.ranks(chosen.mix),
+            not_applied=dict(self.measured.refused),
+        )
+        recipe = recipe_with_measurements(result, self.measured.order_of(chosen.mix))
+        return replace(result, recipe=recipe)
+
+    def _singles(self, costs: Costs, gained: Increments) -> None:
+        for mix, changes in sorted(self._changes.items(), key=lambda item: item[0].key):
+            predicted = sum(c.predicted for c in changes)
+            if mix.placements:
+                (placement,) = mix.placements
+                cost, name, layer, length = costs.placements[placement], placement.rewrite, placement.start, len(placement.layers)
+                gain = gained.alone.get((Placement(layer, name), ""))
+            else:
+                ((layer, name),), length = mix.formats, 1
+                cost, gain = costs.formats[layer, name], gained.alone.get((Placement(layer, ""), name))
+            rise = sum(c.rise for c in changes) / predicted
+            tokens = sum(c.tokens for c in changes)
+            ordered = any(p.ordered for p in mix.placements)
+            self.singles.append(Single(name, layer, length, ordered, cost, rise, tokens, None if gain is None else -gain))
+
+
+def with_front(points: Iterable[Point]) -> list[Point]:
+    """The points by rising seconds, with `front` set: no other is at least as fast and as close, and better in one."""
+    found: list[Point] = []
+    least = math.inf
+    for point in sorted(points, key=lambda p: (p.speed.seconds, p.rise.rise)):
+        found.append(replace(point, front=point.rise.rise < least))
+        least = min(least, point.rise.rise)
+    return found
+
+
