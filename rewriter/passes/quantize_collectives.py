@@ -45,8 +45,8 @@ class QuantizeCollectives(Pass):
     Left exact: the vocabulary's collectives (one reduction, whose error would enter every layer, and the logits
     themselves) and reductions inside blocks (norm statistics, a number per token).
 
-    Over "tp", `layers` selects the layers whose blocks' reductions travel quantized; a second pass may give others another
-    format. Over "sp" all layers share one plan.
+    Over "tp", `layers` selects the layers whose blocks' reductions travel quantized; a second pass may give others
+    another format. Over "sp" all layers share one plan.
 
     The adapted checkpoint is not concerned: one device sends nothing. Raises RewriterError for a format that does not
     exist or names two hops, on one rank, where no block ends in a reduction, and where a reduction carries the residual
@@ -104,8 +104,8 @@ class QuantizeCollectives(Pass):
         blocks = [n for n in found if marks(n).layer in chosen]
         if not blocks:
             raise RewriterError(
-                f"{self.name}: no block{_of(self.layers)} ends in a reduction over {self.axis}. Put tensor_parallel before it in the "
-                "recipe; where it is, it notes why it split no block"
+                f"{self.name}: no block{_of(self.layers)} ends in a reduction over {self.axis}. Put tensor_parallel "
+                "before it in the recipe; where it is, it notes why it split no block"
             )
         for node in blocks:
             if node.kwargs:

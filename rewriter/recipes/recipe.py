@@ -44,8 +44,8 @@ class Adaptation(Strict):
 class MeasuredRise(Strict):
     """Of the original's `loss` (nats per token), the share by which the recipe's is higher, with its standard error.
 
-    `kl`: mean KL(original ‖ rewritten), nats per token. `seen`: the share on the words that stand there, where `rise` is
-    what is expected over all that the model could have written.
+    `kl`: mean KL(original ‖ rewritten), nats per token. `seen`: the share on the words that stand there, where `rise`
+    is what is expected over all that the model could have written.
     """
 
     loss: float

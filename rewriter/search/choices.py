@@ -29,7 +29,12 @@ REWRITES = (
     Rewrite("own-partial", 1, {"pass": "ladder", "variant": "own_partial"}, True),
     Rewrite("drop", 1, {"pass": "drop_sync"}, True),
     Rewrite("drop-mlp", 2, {"pass": "desync", "pattern": [["keep", "drop"], ["keep", "keep"]], "resync": "sum"}, True),
-    Rewrite("drop-mlps", 4, {"pass": "desync", "pattern": [["keep", "drop"]] * 3 + [["keep", "keep"]], "resync": "sum"}, True),
+    Rewrite(
+        "drop-mlps",
+        4,
+        {"pass": "desync", "pattern": [["keep", "drop"]] * 3 + [["keep", "keep"]], "resync": "sum"},
+        True,
+    ),
     Rewrite("desync-4x", 2, {"pass": "desync", "n": 4, "resync": "sum"}, True),
     Rewrite("desync-8x", 4, {"pass": "desync", "n": 8, "resync": "sum"}, True),
     Rewrite("parallel", 1, {"pass": "parallel_block", "norm": "attention"}),
@@ -93,7 +98,9 @@ class Mix:
     @property
     def touched(self) -> tuple[int, ...]:
         """The layers that are not as they were, ascending."""
-        return tuple(sorted({layer for p in self.placements for layer in p.layers} | {layer for layer, _ in self.formats}))
+        return tuple(
+            sorted({layer for p in self.placements for layer in p.layers} | {layer for layer, _ in self.formats})
+        )
 
     def counts(self) -> dict[str, int]:
         """How many layers each rewrite has, by name."""
@@ -139,7 +146,9 @@ def recipe_of(
     shares_tokens = mix.base != Mix.base
     passes: list[dict[str, Any]] = []
     if orders:
-        passes.append({"pass": "permute", "ranks": dict(orders), **({"measured_on": measured_on} if measured_on else {})})
+        passes.append(
+            {"pass": "permute", "ranks": dict(orders), **({"measured_on": measured_on} if measured_on else {})}
+        )
     passes.append({"pass": "tensor_parallel"})
     rewired = list(_rewired(mix))
     passes += [p for p in rewired if p["pass"] == "parallel_block"]

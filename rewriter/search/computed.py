@@ -45,8 +45,8 @@ class Computed:
         count = self.original.source.num_layers
         if sorted(layers) != list(range(count)):
             raise RewriterError(
-                f"model type {self.original.source.model_type!r}: its layers are no blocks of one residual stream, so no "
-                "rewrite of single layers applies. `rewrite inspect` says what does"
+                f"model type {self.original.source.model_type!r}: its layers are no blocks of one residual stream, so "
+                "no rewrite of single layers applies. `rewrite inspect` says what does"
             )
         self.starts = [layers[layer][0].index for layer in range(count)]
         self.last = layers[count - 1][-1].index + 1
@@ -56,7 +56,8 @@ class Computed:
         return len(self.starts)
 
     def program(self, recipe: Recipe) -> Program:
-        """What ranks compute under `recipe`, its messages quantized however short: one device, where that is the same."""
+        """What ranks compute under `recipe`, its messages quantized however short: one device, where that is the
+        same."""
         passes = [p.pass_name for p in recipe.passes]
         disable = [name for name in (*SCHEDULES, "permute") if name in passes]
         rewritten, _ = apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)

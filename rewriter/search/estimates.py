@@ -15,7 +15,8 @@ _TRUST = 0.05  # weight of "costs add up" against one measured mix
 
 @dataclass(frozen=True)
 class Costs:
-    """What each part of a mix costs alone, nats per token, and a `factor` by rewrite: how much more it costs in a mix."""
+    """What each part of a mix costs alone, nats per token, and a `factor` by rewrite: how much more it costs in a
+    mix."""
 
     placements: Mapping[Placement, float]
     formats: Mapping[tuple[int, str], float]

@@ -1,4 +1,5 @@
-"""What mixes gain on a fabric: predicted by simulation, layer by layer where it is to be searched, whole where it counts."""
+"""What mixes gain on a fabric: predicted by simulation, layer by layer where it is to be searched, whole where it
+counts."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of, recipe_of
 
+
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a whole generation, and of its parts: the prefill, and one decode step. `fits`: what a rank holds, in its
-    device's memory."""
+    """Seconds of a whole generation, and of its parts: the prefill, and one decode step. `fits`: what a rank holds, in
+    its device's memory."""
 
     seconds: float
     prefill: float
@@ -99,8 +101,8 @@ def increments(
 
     Seconds differ from those of `base` alone. With one that shares tokens no block is reduced, so no format applies.
 
-    Layers of which the standard model's simulation is the same gain the same, but for the first and the last one: of each
-    kind, the one nearest to the middle is simulated.
+    Layers of which the standard model's simulation is the same gain the same, but for the first and the last one: of
+    each kind, the one nearest to the middle is simulated.
     """
     kinds = _layer_kinds(gains, base)
     formats = FORMATS if base == Mix.base else ()

@@ -30,8 +30,8 @@ class Rise:
     """Means over windows, nats per token, beside the original's `loss`.
 
     `rise`: by how much the rewritten model's loss is higher, with its standard `error` over windows. On a text that the
-    model wrote itself that is `kl`, the mean KL(original ‖ rewritten): the rise that is expected, over all that the model
-    could have written. `seen`: the rise on the words that stand there, with its standard error `seen_error`.
+    model wrote itself that is `kl`, the mean KL(original ‖ rewritten): the rise that is expected, over all that the
+    model could have written. `seen`: the rise on the words that stand there, with its standard error `seen_error`.
     """
 
     loss: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Measurements:
             some = missing[first : first + _AT_ONCE]
             parts = [(self.part(mix), self.weights(mix)) for mix in some]
             begun, share = first / len(missing), len(some) / len(missing)
-            made = self.tails.alone(parts, ids, lambda done, b=begun, s=share: report(b + s * done, 1))
+            made = self.tails.alone(parts, ids, partial(_report, report, begun, share))
             self.store.put({keys[mix]: _plain(change) for mix, change in zip(some, made, strict=True)})
         return {mix: Change(*self.store[key]) for mix, key in keys.items()}
 
@@ -137,6 +138,10 @@ class Measurements:
         if key not in self.store:
             self.store.put({key: self.tails.loss(self.text.held_out if held_out else self.text.calibration)})
         return float(self.store[key])
+
+
+def _report(report: Report, begun: float, share: float, done: float) -> None:
+    report(begun + share * done, 1)
 
 
 _AT_ONCE = 96  # variants of which the measurements are kept together

@@ -1,8 +1,8 @@
 """The fastest mixes for every rise in loss, where costs and seconds add up: a dynamic program over layers.
 
-What precedes a layer matters to it only by the rewrite that ended there, which is the state. Each state keeps its front of
-(cost, seconds), thinned where it grows long: of two labels that are near in cost, the faster one. Without thinning the
-result is exact for costs and seconds that add.
+What precedes a layer matters to it only by the rewrite that ended there, which is the state. Each state keeps its front
+of (cost, seconds), thinned where it grows long: of two labels that are near in cost, the faster one. Without thinning
+the result is exact for costs and seconds that add.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _LABELS = 160  # of a state
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mix and what is estimated for it: its cost, and the seconds by which it is faster (negative) than the standard."""
+    """A mix and what is estimated for it: its cost, and the seconds by which it is faster (negative) than the
+    standard."""
 
     mix: Mix
     cost: float
@@ -45,8 +46,8 @@ def front(
 ) -> list[Estimate]:
     """Mixes of which no other is estimated to cost less and take less time, by rising cost; the standard is the first.
 
-    `costs`: of each placement alone; of two that differ in order alone, the cheaper is taken. `format_costs`: of messages
-    by (layer, format).
+    `costs`: of each placement alone; of two that differ in order alone, the cheaper is taken. `format_costs`: of
+    messages by (layer, format).
     """
     options = [_options(layer, costs, format_costs, gained) for layer in range(layers)]
     states: list[dict[str, list[_Label]]] = [{} for _ in range(layers + 1)]
@@ -59,7 +60,12 @@ def front(
                 meeting = gained.meeting.get((before, name), 0.0)
                 states[layer + length].setdefault(name, []).extend(
                     _Label(
-                        old.cost + made.cost, old.seconds + made.seconds + meeting, old, made.placement, made.layers, made.format
+                        old.cost + made.cost,
+                        old.seconds + made.seconds + meeting,
+                        old,
+                        made.placement,
+                        made.layers,
+                        made.format,
                     )
                     for old in kept
                 )
@@ -115,7 +121,8 @@ def _thinned(labels: Sequence[_Label], most: int = _LABELS) -> list[_Label]:
 
 
 def _mix(label: _Label, base: str) -> Mix:
-    placements, formats = [], {}
+    placements: list[Placement] = []
+    formats: dict[int, str] = {}
     at: _Label | None = label
     while at is not None:
         if at.placement is not None:

@@ -8,7 +8,7 @@ import torch
 
 from rewriter.analysis.permutable_units import permutable_units
 from rewriter.passes.permute import moved_units, order_of
-from rewriter.search.computed import Computed, Part
+from rewriter.search.computed import Part
 from rewriter.search.streamed_weights import Overlaid
 from rewriter.search.tails import Tails
 from rewriter.verify.affinity import Arranging, Recording, exits_of, reordered
@@ -24,7 +24,9 @@ class Arranger:
     def __init__(self, tails: Tails, windows: torch.Tensor) -> None:
         self.tails, self.windows = tails, windows
         self._exits, _ = exits_of(tails.computed.original)
-        self._blocks = {block.path: block for block in permutable_units(tails.computed.original) if block.reason is None}
+        self._blocks = {
+            block.path: block for block in permutable_units(tails.computed.original) if block.reason is None
+        }
         self._values: dict[int, torch.Tensor] = {}
 
     @property

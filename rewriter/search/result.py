@@ -46,8 +46,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Healed:
-    """The chosen mix after a light training of `tokens` tokens: its rise on the text that was held out, before and after,
-    and where the trained model is."""
+    """The chosen mix after a light training of `tokens` tokens: its rise on the text that was held out, before and
+    after, and where the trained model is."""
 
     tokens: int
     before: Rise
@@ -59,9 +59,9 @@ class Healed:
 class SearchResult:
     """`points` by rising seconds; `chosen` is one of them. `standard` is the model under plain tensor parallelism.
 
-    `budget`: the rise in loss that was asked for, as a share of the original's loss on the calibration text (`loss`, nats
-    per token). `agreement`: Kendall's τ of the estimated and the measured order of the front. `recipe`: the chosen one as
-    YAML, with its measurements. `text`: what was measured on, in words. `ranks`: of the mesh, "tp" and "sp".
+    `budget`: the rise in loss that was asked for, as a share of the original's loss on the calibration text (`loss`,
+    nats per token). `agreement`: Kendall's τ of the estimated and the measured order of the front. `recipe`: the chosen
+    one as YAML, with its measurements. `text`: what was measured on, in words. `ranks`: of the mesh, "tp" and "sp".
     """
 
     model: str

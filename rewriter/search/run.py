@@ -12,19 +12,21 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement
+from rewriter.search.choices import BY_NAME, Mix, Placement
 from rewriter.search.computed import Computed
 from rewriter.search.estimates import Costs, agreement
-from rewriter.search.gains import Gains, Increments, Speed, increments
+from rewriter.search.gains import Gains, Increments, increments
+from rewriter.search.healing import Healing, heal
 from rewriter.search.measurements import SCREENED, Measurements
 from rewriter.search.optimizer import Estimate, front
 from rewriter.search.result import Point, SearchResult, Single
-from rewriter.search.streamed_weights import StreamedWeights
 from rewriter.search.store import Store
+from rewriter.search.streamed_weights import StreamedWeights
 from rewriter.search.tails import Tails
 from rewriter.search.texts import Text, text_for
 from rewriter.search.written import recipe_with_measurements
@@ -33,6 +35,7 @@ from rewriter.weights import Checkpoint
 WINDOWS = (2, 4, 8)
 """Windows of text to order units on, to calibrate, to hold out."""
 _ROUNDS = 5
+_PRECISE = 2  # windows on which what is within reach is measured alone
 _PROMISING = 2.0  # a rewrite that costs more budgets than this alone is measured roughly
 # Of the budget: where mixes are measured in the first round, and where in those that follow.
 _WIDE = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -44,7 +47,8 @@ _STEPS = 6
 class Asked:
     """What is searched: a rise of `budget` (a share of the loss) at most, on `workload` and `cluster`.
 
-    `text`: a calibration text, or None. `windows`: of text, to order units on, to calibrate, to hold out.
+    `text`: a calibration text, or None. `windows`: of text, to order units on, to calibrate, to hold out. `healing`:
+    what is trained afterwards, if anything.
     """
 
     workload: Workload
@@ -53,16 +57,18 @@ class Asked:
     text: str | None = None
     windows: tuple[int, int, int] = WINDOWS
     seed: int = 0
+    healing: Healing | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.budget < math.inf:
             raise RewriterError(
-                f"--loss {self.budget:.4g}: expected a rise in loss above 0, such as 1%: at 0 only exact recipes are left, "
-                "which `rewrite predict` compares"
+                f"--loss {self.budget:.4g}: expected a rise in loss above 0, such as 1%: at 0 only exact recipes are "
+                "left, which `rewrite predict` compares"
             )
         if self.workload.tp < 2:
             raise RewriterError(
-                f"--tp {self.workload.tp}: one rank sends nothing, so that no rewrite gains anything. Give --tp 2 or more"
+                f"--tp {self.workload.tp}: one rank sends nothing, so that no rewrite gains anything. Give --tp 2 or "
+                "more"
             )
 
 
@@ -85,6 +91,8 @@ def search(
     gains = Gains(program, asked.workload, asked.cluster)
     weights = StreamedWeights(program)
     gains.standard  # noqa: B018  what the fabric refuses is refused before any work
+    if asked.healing is not None:
+        asked.healing.check(program)
     computed = Computed(program, asked.workload.tp)
     path = str(program.source.path)
     job = {
@@ -97,29 +105,45 @@ def search(
     }
     store = Store(state, job)
     text = _text(program, asked, store, progress)
-    measured = Measurements(Tails(computed, weights), text, store)
-    found = _Search(asked, gains, measured, progress).run()
-    return replace(found, model=os.fspath(model), seconds=time.process_time() - began)
+    tails = Tails(computed, weights)
+    found = _Search(os.fspath(model), asked, gains, Measurements(tails, text, store), progress).run()
+    if asked.healing is not None:
+        found = replace(found, healed=heal(found, asked.healing, tails, text, asked.seed, progress))
+    return replace(found, seconds=time.process_time() - began)
 
 
 def _step(number: int, words: str) -> str:
     return f"step {number} of {_STEPS}: {words}"
 
 
-def _text(program: object, asked: Asked, store: Store, progress: Progress) -> Text:
+def _text(program: Program, asked: Asked, store: Store, progress: Progress) -> Text:
+    names = ("arranging", "calibration", "held_out")
     if "text" not in store:
+        progress(_step(2, "a text to measure on"))
         made = text_for(
-            program, asked.text, asked.windows, asked.seed, lambda _, *much: progress(_step(2, "the model writes a text"), *much)
-        )  # type: ignore[arg-type]
-        parts = {name: getattr(made, name).tolist() for name in ("arranging", "calibration", "held_out")}
-        store.put({"text": {**parts, "described": made.described, "own": made.own}})
+            program, asked.text, asked.windows, asked.seed, _reporting(progress, 2, "the model writes a text")
+        )
+        tokens = {name: getattr(made, name).tolist() for name in names}
+        store.put({"text": {**tokens, "described": made.described, "own": made.own}})
     kept = store["text"]
-    parts = [torch.tensor(kept[name]) for name in ("arranging", "calibration", "held_out")]
-    return Text(parts[0], parts[1], parts[2], kept["described"], kept["own"])
+    arranging, calibration, held_out = (torch.tensor(kept[name]) for name in names)
+    return Text(arranging, calibration, held_out, kept["described"], kept["own"])
+
+
+def _reporting(
+    progress: Progress, number: int, words: str, begun: float = 0, of: float = 1
+) -> Callable[[float, float], None]:
+    """Reports how much of a step is done, of which this is one part of `of`, after `begun` others."""
+
+    def report(done: float, total: float) -> None:
+        progress(_step(number, words), begun + done / total if of > 1 else done, of if of > 1 else total)
+
+    return report
 
 
 @dataclass
 class _Search:
+    model: str
     asked: Asked
     gains: Gains
     measured: Measurements
@@ -155,21 +179,19 @@ class _Search:
     # --- alone ---
 
     def _costs(self, applicable: Sequence[Mix]) -> Costs:
-        """What each rewrite costs alone: of all roughly, of those that are within reach on all of the calibration text."""
+        """What each rewrite costs alone: of all roughly, of those that are within reach on all of the calibration
+        text."""
         measured, windows = self.measured, self.measured.text.calibration
-        report = lambda *much: self.progress(_step(3, "what each rewrite costs alone, roughly"), *much)  # noqa: E731
-        rough = measured.alone(applicable, 0, SCREENED, report)
+        roughly = _reporting(self.progress, 3, "what each rewrite costs alone, roughly")
+        rough = measured.alone(applicable, 0, SCREENED, roughly)
         limit = _PROMISING * self.budget
         near = [mix for mix in applicable if rough[mix].divergence / rough[mix].tokens <= limit]
         bound = [mix for mix in near if mix.bound] if measured.arranger.possible else []
-        report = lambda *much: self.progress(_step(4, "which heads and channels fit together"), *much)  # noqa: E731
-        near += measured.orders(bound, report)
+        near += measured.orders(bound, _reporting(self.progress, 4, "which heads and channels fit together"))
         changes = {mix: [change] for mix, change in rough.items() if mix not in near}
-        precise = range(min(2, len(windows)))
-        for window in precise:
-            report = lambda done, total, w=window: self.progress(  # noqa: E731
-                _step(4, "what those within reach cost alone"), w + done / total, len(precise)
-            )
+        count = min(_PRECISE, len(windows))
+        for window in range(count):
+            report = _reporting(self.progress, 4, "what those within reach cost alone", window, count)
             for mix, change in measured.alone(near, window, windows.shape[1], report).items():
                 changes.setdefault(mix, []).append(change)
         self._changes = changes
@@ -186,8 +208,9 @@ class _Search:
     # --- seconds ---
 
     def _bases(self) -> list[str]:
-        """Plain tensor parallelism, and the shipped recipes that share tokens among the ranks, where they can run: unless
-        one rank is to share them, and where every rank can hold what it has to. Of those that are equally fast, one."""
+        """Plain tensor parallelism, and the shipped recipes that share tokens among the ranks, where they can run:
+        unless one rank is to share them, and where every rank can hold what it has to. Of those that are equally fast,
+        one."""
         found, times = [Mix.base], {self.gains.standard.seconds}
         for name in all_recipes() if self.asked.workload.sp != 1 else ():
             if not any(p.pass_name == "sequence_parallel" for p in Recipe.load(name).passes):
@@ -200,14 +223,12 @@ class _Search:
         return found
 
     def _increments(self, base: str, placements: Sequence[Placement]) -> Increments:
-        report = lambda *much: self.progress(_step(5, f"what each rewrite gains with {base}"), *much)  # noqa: E731
         if base != Mix.base:  # its ranks hold whole streams: nothing is bound to them, and no block is reduced
             placements = [p for p in placements if not BY_NAME[p.rewrite].bound]
+        report = _reporting(self.progress, 5, f"what each rewrite gains with {base}")
         return increments(self.gains, placements, report, base)
 
-    def _priced(
-        self, costs: Costs, base: str
-    ) -> tuple[dict[Placement, float], dict[tuple[int, str], float]]:
+    def _priced(self, costs: Costs, base: str) -> tuple[dict[Placement, float], dict[tuple[int, str], float]]:
         placements, formats = costs.weighted()
         if base == Mix.base:
             return placements, formats
@@ -218,12 +239,19 @@ class _Search:
     def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
         """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
         found: dict[Mix, Estimate] = {}
+        budget = self.budget / self._rise_by_cost()
         for estimates in fronts:
             for share in (0.0, *shares):
-                within = [e for e in estimates if e.cost <= share * self.budget]
+                within = [e for e in estimates if e.cost <= share * budget]
                 if within and within[-1].mix not in self.points:
                     found[within[-1].mix] = within[-1]
         return list(found.values())
+
+    def _rise_by_cost(self) -> float:
+        """How much the loss rises by a nat of KL, in mixes near the budget: 1 on a text that the model wrote itself."""
+        near = [p.rise for p in self.points.values() if self.budget / 4 <= p.rise.rise <= 4 * self.budget]
+        cost = sum(rise.kl for rise in near)
+        return min(max(sum(rise.rise for rise in near) / cost, 0.25), 2.0) if cost else 1.0
 
     def _measure(self, estimates: Sequence[Estimate], rounds: int) -> None:
         for done, estimate in enumerate(estimates):
@@ -251,13 +279,15 @@ class _Search:
             self.points[point.mix] = chosen
             if held_out.relative <= budget and held_out.seen / held_out.loss <= budget:
                 return chosen
-        mildest = min((s for s in self.singles if s.gain is not None and s.gain > 0), key=lambda s: s.cost, default=None)
+        mildest = min(
+            (s for s in self.singles if s.gain is not None and s.gain > 0), key=lambda s: s.cost, default=None
+        )
         loss = self.measured.loss()
         said = "no rewrite is predicted to be faster here than plain tensor parallelism"
         if mildest is not None:
             said = (
-                f"no faster recipe stays within it; the mildest rewrite that gains anything, {mildest.rewrite} in layer "
-                f"{mildest.layer}, costs {mildest.cost / loss:.2g} of the loss. Give a larger budget"
+                f"no faster recipe stays within it; the mildest rewrite that gains anything, {mildest.rewrite} in "
+                f"layer {mildest.layer}, costs {mildest.cost / loss:.2g} of the loss. Give a larger budget"
             )
         raise RewriterError(f"--loss {budget:.4g} (of {loss:.3f} nats per token): {said}")
 
@@ -270,7 +300,7 @@ class _Search:
         order = agreement([costs.of(p.mix) for p in shown], [p.rise.kl for p in shown], [p.rise.error for p in shown])
         load, gains = self.asked.workload, self.gains
         result = SearchResult(
-            model="",
+            model=self.model,
             fabric=gains.fabric.name,
             fabric_summary=gains.fabric.summary,
             modelled=gains.fabric.modelled,
@@ -296,7 +326,12 @@ class _Search:
             predicted = sum(c.predicted for c in changes)
             if mix.placements:
                 (placement,) = mix.placements
-                cost, name, layer, length = costs.placements[placement], placement.rewrite, placement.start, len(placement.layers)
+                cost, name, layer, length = (
+                    costs.placements[placement],
+                    placement.rewrite,
+                    placement.start,
+                    len(placement.layers),
+                )
                 gain = gained.alone.get((Placement(layer, name), ""))
             else:
                 ((layer, name),), length = mix.formats, 1
@@ -304,7 +339,9 @@ class _Search:
             rise = sum(c.rise for c in changes) / predicted
             tokens = sum(c.tokens for c in changes)
             ordered = any(p.ordered for p in mix.placements)
-            self.singles.append(Single(name, layer, length, ordered, cost, rise, tokens, None if gain is None else -gain))
+            self.singles.append(
+                Single(name, layer, length, ordered, cost, rise, tokens, None if gain is None else -gain)
+            )
 
 
 def with_front(points: Iterable[Point]) -> list[Point]:
@@ -315,5 +352,3 @@ def with_front(points: Iterable[Point]) -> list[Point]:
         found.append(replace(point, front=point.rise.rise < least))
         least = min(least, point.rise.rise)
     return found
-
-

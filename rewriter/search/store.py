@@ -1,4 +1,5 @@
-"""What a search measured, kept in a file: a search that was interrupted, or asks for another budget, goes on from there."""
+"""What a search measured, kept in a file: a search that was interrupted, or asks for another budget, goes on from
+there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What rewrites change, each alone, on a text: only what they change is computed, and what follows, many at a time.
 
-The original is computed block by block. Behind each layer stand the residual streams of all variants that end there: the
-layer's own one, and what every rewrite makes of it. They go through the rest of the original together, as one batch, so
-that a layer's weights are read once. A mix is computed from its first rewritten layer on.
+The original is computed block by block. Behind each layer stand the residual streams of all variants that end there:
+the layer's own one, and what every rewrite makes of it. They go through the rest of the original together, as one
+batch, so that a layer's weights are read once. A mix is computed from its first rewritten layer on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -84,14 +85,16 @@ class Tails:
             group = order[first : first + most]
             share = len(group) / len(order)
             done = first / len(order)
-            found |= self._wave({i: parts[i] for i in group}, ids, lambda d, done=done, share=share: progress(done + d * share))
+            found |= self._wave({i: parts[i] for i in group}, ids, partial(_forward, progress, done, share))
         return [found[i] for i in range(len(parts))]
 
     def _wave(
         self, parts: Mapping[int, tuple[Part, Weights]], ids: torch.Tensor, progress: Callable[[float], None]
     ) -> dict[int, Change]:
         computed = self.computed
-        earliest = {end: min(p.start for p, _ in parts.values() if p.end >= end) for end in {p.end for p, _ in parts.values()}}
+        earliest = {
+            end: min(p.start for p, _ in parts.values() if p.end >= end) for end in {p.end for p, _ in parts.values()}
+        }
         kept: dict[int, torch.Tensor] = {}
         names: list[int] = []
         streams = torch.empty(len(parts), len(ids), self._width(ids))
@@ -105,9 +108,9 @@ class Tails:
                 (layer,) = ended
                 self._advance(pool, layer - 1, ids, streams[: len(names)])
                 ready = [i for i, (part, _) in parts.items() if part.end == layer]
-                made = pool.map(lambda i: self._part(*parts[i], ids, kept), ready)
+                made = [pool.submit(self._part, *parts[i], ids, kept) for i in ready]
                 for i, stream in zip(ready, made, strict=True):
-                    streams[len(names)] = stream
+                    streams[len(names)] = stream.result()
                     names.append(i)
                 later = [start for end, start in earliest.items() if end > layer]
                 needed = computed.boundary(min(later)) - 1 if later else place
@@ -129,7 +132,9 @@ class Tails:
 
         list(pool.map(through, range(0, len(streams), self.batch)))
 
-    def _part(self, part: Part, weights: Weights, ids: torch.Tensor, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _part(
+        self, part: Part, weights: Weights, ids: torch.Tensor, values: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
         given = {name: values[place] for name, place in part.given.items()}
         return self._run(part.program, ids[None], given, weights)[0]
 
@@ -145,10 +150,8 @@ class Tails:
     @torch.no_grad()
     def mixed(self, part: Part, weights: Weights, windows: torch.Tensor, first: int = 0) -> list[Change]:
         """What a part changes on each of `windows`, int64 [N, T], the numbers of which begin with `first`."""
-        changes: list[Change] = []
         with threads(1 if self.opaque else min(torch.get_num_threads(), len(windows))) as pool:
-            changes = list(pool.map(lambda n: self._mixed(part, weights, windows[n], first + n), range(len(windows))))
-        return changes
+            return list(pool.map(lambda n: self._mixed(part, weights, windows[n], first + n), range(len(windows))))
 
     def _mixed(self, part: Part, weights: Weights, ids: torch.Tensor, number: int) -> Change:
         values = self._known(ids, number)
@@ -180,6 +183,11 @@ class Tails:
             *_, (_, final) = self.streams(ids)
             total += self.reference(ids, final).loss
         return total / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+def _forward(progress: Callable[[float], None], begun: float, share: float, done: float) -> None:
+    """Part of the work is done, which is a `share` of all and began at `begun`."""
+    progress(begun + share * done)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ WINDOW = 256
 class Text:
     """Windows of tokens, int64 [windows, tokens], none of which overlap.
 
-    `arranging`: what orders of heads and channels are found on. `calibration`: what rises in loss are measured on, and a
-    mix is chosen by. `held_out`: what the chosen mix is measured on at last. `described`: what they are, in words.
+    `arranging`: what orders of heads and channels are found on. `calibration`: what rises in loss are measured on, and
+    a mix is chosen by. `held_out`: what the chosen mix is measured on at last. `described`: what they are, in words.
     `own`: the model wrote them itself.
     """
 
@@ -49,10 +49,10 @@ def text_for(
 ) -> Text:
     """Windows to arrange, to calibrate and to hold out, as many as `counts` says where the text is long enough.
 
-    Of a `given` text; else the model writes one itself, word by word as it predicts them (temperature 1), from `seed`. On
-    such a text the expected rise in loss is the divergence from the original, and it is of the kind that the model knows.
-    A model that is too large to be run as a whole reads the packaged text. Raises RewriterError for a text that gives no
-    three windows.
+    Of a `given` text; else the model writes one itself, word by word as it predicts them (temperature 1), from `seed`.
+    On such a text the expected rise in loss is the divergence from the original, and it is of the kind that the model
+    knows. A model that is too large to be run as a whole reads the packaged text. Raises RewriterError for a text that
+    gives no three windows.
     """
     length = min(WINDOW, context_length(program.source.config))
     own = given is None and (program.source.path is None or too_large(program) is None)
@@ -65,7 +65,9 @@ def text_for(
     arranging, calibration, held_out = _shares(len(windows), counts)
     parts = windows[: arranging + calibration + held_out].split([arranging, calibration, held_out])
     # what is held out is the end of a text, which is furthest from what was searched with
-    return Text(parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own)
+    return Text(
+        parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own
+    )
 
 
 def _shares(windows: int, counts: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -80,8 +82,8 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
     tokenizer = load_tokenizer(program.source.path, program.source.remote_code)
     if tokenizer is None:
         raise RewriterError(
-            f"{program.source.path}: it has no tokenizer that could read {what}. Put tokenizer.json into the directory, "
-            "or leave out --calibration: the model then writes a text itself"
+            f"{program.source.path}: it has no tokenizer that could read {what}. Put tokenizer.json into the "
+            "directory, or leave out --calibration: the model then writes a text itself"
         )
     tokenizer.model_max_length = 1 << 30
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
@@ -90,8 +92,8 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
     count = len(ids) // length
     if count < 3:
         raise RewriterError(
-            f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to hold "
-            "out. Give a longer one"
+            f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to "
+            "hold out. Give a longer one"
         )
     return ids[: count * length].reshape(count, length)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rewriter.recipes.recipe import Measured, MeasuredRise
-from rewriter.search.choices import recipe_of
+from rewriter.search.choices import Mix, recipe_of
 from rewriter.search.losses import Rise
 from rewriter.search.result import SearchResult
 
@@ -19,12 +19,12 @@ def recipe_with_measurements(result: SearchResult, orders: Mapping[str, str]) ->
     chosen, load = result.chosen, result.workload
     name = re.sub(r"[^a-z0-9]+", "-", f"searched-{result.fabric}-tp{result.ranks['tp'] * result.ranks['sp']}".lower())
     parts = ", ".join(f"{name} in {count}" for name, count in chosen.mix.counts().items())
-    around = "" if chosen.mix.base == chosen.mix.__class__.base else f"{chosen.mix.base} with "
-    words = f"{around}{parts or 'nothing rewritten'} of the layers" if parts else f"{around}nothing rewritten"
+    around = "" if chosen.mix.base == Mix.base else f"{chosen.mix.base} with "
+    words = f"{around}{parts} of the layers" if parts else f"{around}nothing rewritten"
     summary = f"Found by a search on {result.fabric} within a rise in loss of {result.budget:.3g}: {words}."
     recipe = recipe_of(chosen.mix, orders, name[:64], summary, result.text)
     measured = Measured(
-        model=Path(result.model).name if result.model else "",
+        model=Path(result.model).name,
         fabric=result.fabric,
         tp=result.ranks["tp"],
         sp=result.ranks["sp"],
