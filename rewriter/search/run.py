@@ -87,16 +87,32 @@ def search(
     began = time.process_time()
     torch.manual_seed(asked.seed)
     progress(_step(1, "tracing, and predicting the standard model"))
+    measured, gains = opened(model, asked, state, trust_remote_code, progress)
+    found = _Search(os.fspath(model), asked, gains, measured, progress).run()
+    if asked.healing is not None:
+        healed = heal(found, asked.healing, measured.tails, measured.text, asked.seed, progress)
+        found = replace(found, healed=healed)
+    return replace(found, seconds=time.process_time() - began)
+
+
+def opened(
+    model: str | os.PathLike[str],
+    asked: Asked,
+    state: Path | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda *_: None,
+) -> tuple[Measurements, Gains]:
+    """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
+    can be refused without work is refused first."""
     program = traced(model, trust_remote_code)
     gains = Gains(program, asked.workload, asked.cluster)
     weights = StreamedWeights(program)
-    gains.standard  # noqa: B018  what the fabric refuses is refused before any work
+    gains.standard  # noqa: B018  what the fabric refuses
     if asked.healing is not None:
         asked.healing.check(program)
     computed = Computed(program, asked.workload.tp)
-    path = str(program.source.path)
     job = {
-        "checkpoint": Checkpoint.open(path).fingerprint(),
+        "checkpoint": Checkpoint.open(str(program.source.path)).fingerprint(),
         "config": repr(sorted(program.source.config.items(), key=str)),
         "tp": asked.workload.tp,
         "text": asked.text,
@@ -105,11 +121,7 @@ def search(
     }
     store = Store(state, job)
     text = _text(program, asked, store, progress)
-    tails = Tails(computed, weights)
-    found = _Search(os.fspath(model), asked, gains, Measurements(tails, text, store), progress).run()
-    if asked.healing is not None:
-        found = replace(found, healed=heal(found, asked.healing, tails, text, asked.seed, progress))
-    return replace(found, seconds=time.process_time() - began)
+    return Measurements(Tails(computed, weights), text, store), gains
 
 
 def _step(number: int, words: str) -> str:
