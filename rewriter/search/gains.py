@@ -17,6 +17,7 @@ from rewriter.predict.results import generation_seconds
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
 from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of, recipe_of
+from rewriter.search.computed import keep_shared
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Gains:
                 self.speeds[mix.key] = self.of_recipe(recipe_of(mix))
             except RewriterError:
                 self.speeds[mix.key] = None
-            self.candidates.known.clear()  # every mix has other passes: what they made would fill the memory
+            keep_shared(self.candidates.known)
         return self.speeds[mix.key]
 
     def of_recipe(self, recipe: Recipe) -> Speed:

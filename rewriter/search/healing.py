@@ -85,7 +85,8 @@ def _write_texts(
     assert tokenizer is not None
     with file.open("w", encoding="utf-8") as lines:
         for first in range(0, rows, 32):
-            ids = written(program, min(32, rows - first), length, seed + first, progress)
+            progress("healing: the model writes a text", first, rows)
+            ids = written(program, min(32, rows - first), length, seed + first)
             for row in ids.tolist():
                 lines.write(json.dumps({"text": tokenizer.decode(row, skip_special_tokens=True)}) + "\n")
 

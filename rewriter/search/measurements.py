@@ -11,7 +11,7 @@ import torch
 
 from rewriter.common.errors import RewriterError
 from rewriter.search.choices import FORMATS, REWRITES, Mix, Placement, mix_of
-from rewriter.search.computed import Computed, Part
+from rewriter.search.computed import Computed, Part, keep_shared
 from rewriter.search.losses import Change, Rise, rise_of
 from rewriter.search.orders import Arranger
 from rewriter.search.store import Store
@@ -68,7 +68,7 @@ class Measurements:
         if plain.key in self._parts:
             return self._parts[plain.key]
         made = self.computed.part(plain)
-        self.computed.known.clear()
+        keep_shared(self.computed.known)
         if len(plain.placements) + len(plain.formats) == 1:
             self._parts[plain.key] = made
         return made
@@ -127,8 +127,7 @@ class Measurements:
         if not function.touched:
             return Rise(loss, 0.0, 0.0, 0.0)
         if key not in self.store:
-            first = len(self.text.calibration) if held_out else 0
-            made = self.tails.mixed(self.part(function), self.weights(function), windows, first)
+            made = self.tails.mixed(self.part(function), self.weights(function), windows)
             self.store.put({key: [_plain(change) for change in made]})
         return rise_of([Change(*change) for change in self.store[key]], loss, self.text.own)
 
@@ -144,7 +143,7 @@ def _report(report: Report, begun: float, share: float, done: float) -> None:
     report(begun + share * done, 1)
 
 
-_AT_ONCE = 96  # variants of which the measurements are kept together
+_AT_ONCE = 48  # variants of which the measurements are kept together
 
 
 def _plain(change: Change) -> list[Any]:

@@ -38,7 +38,7 @@ _ROUNDS = 5
 _PRECISE = 2  # windows on which what is within reach is measured alone
 _PROMISING = 2.0  # a rewrite that costs more budgets than this alone is measured roughly
 # Of the budget: where mixes are measured in the first round, and where in those that follow.
-_WIDE = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_WIDE = (*(0.1 * 1.4**n for n in range(24)), math.inf)
 _NEAR = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
 _STEPS = 6
 

@@ -39,8 +39,8 @@ class Tails:
         self._blocks = [between(original, [i], i + 1) for i in range(computed.last)]
         self._layers = [between(original, [computed.boundary(n)], computed.boundary(n + 1)) for n in range(layers)]
         self._head = between(original, [computed.last])
-        self._references: dict[int, Reference] = {}
-        self._streams: dict[tuple[int, int], torch.Tensor] = {}
+        self._references: dict[bytes, Reference] = {}  # by window
+        self._streams: dict[bytes, dict[int, torch.Tensor]] = {}
 
     # --- the original ---
 
@@ -148,32 +148,32 @@ class Tails:
     # --- a mix ---
 
     @torch.no_grad()
-    def mixed(self, part: Part, weights: Weights, windows: torch.Tensor, first: int = 0) -> list[Change]:
-        """What a part changes on each of `windows`, int64 [N, T], the numbers of which begin with `first`."""
+    def mixed(self, part: Part, weights: Weights, windows: torch.Tensor) -> list[Change]:
+        """What a part changes on each of `windows`, int64 [N, T]."""
         with threads(1 if self.opaque else min(torch.get_num_threads(), len(windows))) as pool:
-            return list(pool.map(lambda n: self._mixed(part, weights, windows[n], first + n), range(len(windows))))
+            return list(pool.map(lambda ids: self._mixed(part, weights, ids), windows))
 
-    def _mixed(self, part: Part, weights: Weights, ids: torch.Tensor, number: int) -> Change:
-        values = self._known(ids, number)
+    def _mixed(self, part: Part, weights: Weights, ids: torch.Tensor) -> Change:
+        key = ids.numpy().tobytes()
+        values = self._known(key, ids)
         value = self._part(part, weights, ids, values)[None]
         for layer in range(part.end, self.computed.layers):
             name = given_names([self.computed.boundary(layer)])[0]
             value = self._run(self._layers[layer], ids[None], {name: value})
-        reference = self._references.get(number) or self.reference(ids, values[self.computed.last])
+        reference = self._references.get(key) or self.reference(ids, values[self.computed.last])
         if sum(r.nbytes for r in self._references.values()) + reference.nbytes <= _KEPT:
-            self._references[number] = reference
+            self._references[key] = reference
         return reference.change(self._logits(ids, value)[0])
 
-    def _known(self, ids: torch.Tensor, number: int) -> dict[int, torch.Tensor]:
-        """The original's stream values in window `number`."""
-        places = range(self.computed.boundary(0), self.computed.last + 1)
-        known = {place: self._streams[number, place] for place in places if (number, place) in self._streams}
-        if len(known) == len(places):
-            return known
-        values = dict(self.streams(ids))
-        if sum(v.nbytes for v in [*self._streams.values(), *values.values()]) <= _KEPT:
-            self._streams |= {(number, place): value for place, value in values.items()}
-        return values
+    def _known(self, key: bytes, ids: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The original's stream values in a window, by number."""
+        if key not in self._streams:
+            values = dict(self.streams(ids))
+            size = sum(value.nbytes for value in values.values())
+            if size * (len(self._streams) + 1) > _KEPT:
+                return values
+            self._streams[key] = values
+        return self._streams[key]
 
     @torch.no_grad()
     def loss(self, windows: torch.Tensor) -> float:

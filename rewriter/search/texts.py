@@ -45,7 +45,7 @@ def text_for(
     given: str | None,
     counts: tuple[int, int, int],
     seed: int = 0,
-    progress: Callable[..., None] = lambda *_: None,
+    report: Callable[[float, float], None] = lambda *_: None,
 ) -> Text:
     """Windows to arrange, to calibrate and to hold out, as many as `counts` says where the text is long enough.
 
@@ -57,7 +57,7 @@ def text_for(
     length = min(WINDOW, context_length(program.source.config))
     own = given is None and (program.source.path is None or too_large(program) is None)
     if own:
-        windows, described = written(program, sum(counts), length, seed, progress), "text that the model wrote itself"
+        windows, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
     else:
         what = "the packaged text" if given is None else "the given text"
         windows = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
@@ -100,7 +100,7 @@ def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
 
 @torch.no_grad()
 def written(
-    program: Program, count: int, length: int, seed: int, progress: Callable[..., None] = lambda *_: None
+    program: Program, count: int, length: int, seed: int, report: Callable[[float, float], None] = lambda *_: None
 ) -> torch.Tensor:
     """`count` texts of `length` tokens that the model samples, int64 [count, length]: the same for the same seed.
 
@@ -118,7 +118,7 @@ def written(
         ids[:] = first
     cache: Any = None
     for place in range(1, length):
-        progress("the model writes a text", place, length)
+        report(place, length)
         step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         chances = step.logits[:, -1].float().softmax(-1)[:, :vocabulary]
