@@ -265,6 +265,7 @@ def test_a_text_has_to_be_long_enough() -> None:
         search(TINY, asked(tp=2, text="Some words."))
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_meets_is_one_clear_sentence(directory: Path) -> None:
     """Without sharing tokens, which is exact: no rewrite of a layer changes so little."""
     small = Asked(Workload(tp=3, sp=1, prompt=16, generate=4), Cluster("h100-nvlink"), 1e-11, windows=(1, 2, 2))
@@ -279,6 +280,7 @@ def test_a_budget_that_nothing_meets_is_one_clear_sentence(directory: Path) -> N
 # --- a whole search, small ---
 
 
+@pytest.mark.slow
 def test_a_search_that_was_cut_off_comes_to_the_same(directory: Path, tmp_path: Path) -> None:
     """Also one of another budget begins with what was measured."""
     job = Asked(Workload(tp=3, sp=1, prompt=64, generate=16), Cluster("pcie-gen4"), 0.05, windows=(1, 2, 2))
