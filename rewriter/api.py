@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rewriter.predict.validation import Validation
     from rewriter.recipes import Recipe
     from rewriter.runtime.text_stream import Generation
+    from rewriter.search.result import SearchResult
 
 _LOG = logging.getLogger("rewriter")
 
@@ -222,6 +223,54 @@ def validate(
         model, recipes, Workload(**workload), Cluster(fabric, (), library), trust_remote_code=trust_remote_code,
         launches=launches,
     )  # fmt: skip
+
+
+def search(
+    model: str | os.PathLike[str],
+    *,
+    fabric: Any = "h100-nvlink",
+    tp: int = 8,
+    loss: float = 0.01,
+    text: str | None = None,
+    sp: int | None = None,
+    nodes: int | None = None,
+    batch: int = 1,
+    prompt: int = 1024,
+    generate: int = 512,
+    graphed: bool = True,
+    what_if: Sequence[str] = (),
+    library: str | None = None,
+    heal: int = 0,
+    healed: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    state: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[..., None] = lambda *_: None,
+) -> SearchResult:
+    """The fastest mix of rewrites whose loss is at most the share `loss` above the original's, and the front around it.
+
+    What each rewrite of each layer costs alone is measured on the weights, what it gains is predicted as `predict` does
+    (whose arguments the others are); the best mixes by both are measured too, until what is estimated and what is
+    measured agree. `text` is what is measured on, its end held out; by default the model writes one itself, from
+    `seed`. `sp`: as in `predict`; 1 leaves out recipes that share tokens. `state`: a directory for what was measured,
+    which an interrupted search, or one with another fabric or `loss`, goes on from. `heal`: train the chosen mix on so
+    many tokens, into the directory `healed`, and measure it again.
+
+    Raises RewriterError for an unknown fabric, a model without weights, fewer than two ranks, a model of which no layer
+    can be rewritten, and a `loss` within which nothing is faster than plain tensor parallelism.
+    """
+    from rewriter.predict.workload import Cluster, Workload
+    from rewriter.search.healing import Healing
+    from rewriter.search.run import Asked
+    from rewriter.search.run import search as run
+
+    place = Path(healed if healed is not None else f"{Path(model).name}-healed")
+    asked = Asked(
+        Workload(batch, prompt, generate, graphed, tp, sp, nodes), Cluster(fabric, tuple(what_if), library), loss, text,
+        seed=seed, healing=Healing(heal, place) if heal else None,
+    )  # fmt: skip
+    kept = None if state is None else Path(state)
+    return run(model, asked, state=kept, trust_remote_code=trust_remote_code, progress=progress)
 
 
 def load(directory: str | os.PathLike[str], *, check: bool = False, **options: Any) -> nn.Module:

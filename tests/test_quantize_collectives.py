@@ -269,6 +269,18 @@ def test_only_reductions_of_blocks_are_quantized(family: str, inside: dict[str, 
     assert "8 of 9 all-reduces travel as int8" in program.history[-1].summary
 
 
+def test_layers_are_chosen_and_others_get_another_format() -> None:
+    program = wired(
+        "llama", 2, ("quantize_collectives", {"format": "int8", "layers": [0, 2]}),
+        ("quantize_collectives", {"format": "int4", "layers": "last:1"}),
+    )  # fmt: skip
+    last = traced("llama").source.num_layers - 1
+    found = {c.layer: c.format for c in collectives(program) if c.place == "block"}
+    assert found == {0: "int8", 2: "int8", last: "int4"} | dict.fromkeys({*range(last)} - {0, 2})
+    with pytest.raises(RewriterError, match=r"quantized already \(int8\)"):
+        applied(program, quantizing("int4"))
+
+
 def test_the_adapted_checkpoint_is_that_of_the_exact_function() -> None:
     program = wired("llama", 2, quantizing(), OVERLAP)
     assert bound_ranks(program) is None
@@ -289,6 +301,7 @@ def test_quantization_is_taken_out_and_made_complete() -> None:
         ({"format": "int8@100"}, r"block 100, expected a power of two"),
         ({"format": "int8/int4-hadamard"}, r"names two hops .* one mesh axis.* Give int8 or int4-hadamard"),
         ({"format": "int8", "min_bytes": -1}, r"min_bytes: -1"),
+        ({"format": "int8", "axis": "sp", "layers": [0]}, "layers: .* the keys and values of all layers travel alike"),
         ({"format": "int8", "axis": "dp"}, r"quantize_collectives.axis: expected"),
         ({}, r"option format \(str\) is missing"),
     ],

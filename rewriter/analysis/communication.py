@@ -130,7 +130,7 @@ def quantized(found: Iterable[Collective]) -> QuantizedTraffic | None:
         return None
     first = items[0]
     return QuantizedTraffic(
-        str(first.format),
+        " and ".join(dict.fromkeys(str(c.format) for c in items)),  # layers may differ
         first.min_bytes,
         max(1, *(-(-c.min_bytes // c.exact_bytes_per_token) for c in items)),
         len(items),

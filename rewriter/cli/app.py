@@ -24,6 +24,7 @@ from rewriter.cli import (
     predict,
     recipes,
     reshard,
+    search,
     serve,
     verify,
 )
@@ -65,6 +66,7 @@ conversion = typer.Typer(**_PLAIN)
 conversion.command(options_metavar="--recipe NAME [OPTIONS]")(convert.convert)
 commands.command(short_help="Show what a model or a recipe communicates.")(inspect.inspect)
 commands.command(short_help="Predict what recipes gain on a cluster.")(predict.predict)
+commands.command(short_help="Search the fastest mix of rewrites that a model bears.")(search.search)
 commands.add_typer(recipes.app, name="recipes", short_help="List, show or check recipes.")
 commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measure fabrics.")
 commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
@@ -76,7 +78,8 @@ commands.command(short_help="Serve an output by vLLM or transformers.", options_
 commands.command(short_help="Write an output as ONNX.")(export.export)
 
 COMMANDS = (
-    "inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate", "serve", "export",
+    "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate",
+    "serve", "export",
 )  # fmt: skip
 
 

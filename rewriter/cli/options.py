@@ -66,6 +66,27 @@ Validate = Annotated[
 ]
 Html = Annotated[Path | None, _File(help="Write the report as one HTML file.")]
 
+# --- of `search` ---
+
+LossBudget = Annotated[
+    str, typer.Option(metavar="SHARE", help="How much the loss may rise at most, as a share of it: 1% or 0.01.")
+]
+SearchText = Annotated[
+    Path | None,
+    _File("--calibration", help="Text to measure on, its end held out. Without it: one that the model writes itself."),
+]
+SearchedRecipe = Annotated[
+    Path | None, _File("--out", help="The recipe that is found. Without it: MODEL-FABRIC-tpN.yaml here.")
+]
+SearchState = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where measurements are kept, and taken from. Without it: beside the recipe."),
+]
+Heal = Annotated[
+    int, typer.Option(min=0, metavar="TOKENS", help="Then train the result lightly on so many, and measure again.")
+]
+SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the text that the model writes.")]
+
 # --- of `generate` ---
 
 PromptText = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue.")]

@@ -17,7 +17,7 @@ import yaml
 
 from rewriter.common.errors import RewriterError
 
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 1024 * 1024  # an order of heads and channels has a character for each
 MAX_DEPTH = 16
 
 Location = tuple[str | int, ...]

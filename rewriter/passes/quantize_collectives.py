@@ -18,6 +18,7 @@ from rewriter.ir import Program, args_of, reachable
 from rewriter.ir.marks import in_stream, marks
 from rewriter.kernels import SMALLEST_BLOCK, parse_format, vector_bytes
 from rewriter.passes.base import Effect, Pass, Scope, record
+from rewriter.passes.selection import Selection, resolve
 from rewriter.passes.sequence_parallel import replanned
 
 
@@ -44,6 +45,9 @@ class QuantizeCollectives(Pass):
     Left exact: the vocabulary's collectives (one reduction, whose error would enter every layer, and the logits
     themselves) and reductions inside blocks (norm statistics, a number per token).
 
+    Over "tp", `layers` selects the layers whose blocks' reductions travel quantized; a second pass may give others
+    another format. Over "sp" all layers share one plan.
+
     The adapted checkpoint is not concerned: one device sends nothing. Raises RewriterError for a format that does not
     exist or names two hops, on one rank, where no block ends in a reduction, and where a reduction carries the residual
     stream itself (desync with resync: mean); over "sp" where tokens are not sharded, and for blocks longer than a
@@ -53,6 +57,7 @@ class QuantizeCollectives(Pass):
     format: str
     axis: Literal["tp", "sp"] = "tp"
     min_bytes: int = 1 << 20
+    layers: Selection = "all"
 
     name: ClassVar[str] = "quantize_collectives"
     effect: ClassVar[Effect] = "approximating"
@@ -71,6 +76,10 @@ class QuantizeCollectives(Pass):
             raise RewriterError(f"format: {error}") from None
         if self.min_bytes < 0:
             raise RewriterError(f"min_bytes: {self.min_bytes}; expected a number of bytes from 0 (quantize everything)")
+        if self.axis == AXIS and self.layers != "all":
+            raise RewriterError(
+                f"layers: {self.layers}; over sp, the keys and values of all layers travel alike. Leave it out"
+            )
 
     def check_mesh(self, mesh: Mapping[str, int]) -> None:
         if mesh.get(self.axis, 1) == 1:
@@ -79,7 +88,10 @@ class QuantizeCollectives(Pass):
     def shrunken(self, kept: Sequence[int], count: int, plan: ops.SequencePlan | None = None) -> Sequence[Pass]:
         """It has to quantize small messages too, and short keys."""
         short = replace(parse_format(self.format), block=SMALLEST_BLOCK)
-        return [replace(self, format=str(short) if self.axis == AXIS else self.format, min_bytes=0)]
+        if self.axis == AXIS:
+            return [replace(self, format=str(short), min_bytes=0)]
+        small = replace(self, min_bytes=0)
+        return [small] if self.layers == "all" else super(QuantizeCollectives, small).shrunken(kept, count, plan)
 
     def apply(self, program: Program) -> Program:
         self.check_mesh(program.mesh)
@@ -88,11 +100,12 @@ class QuantizeCollectives(Pass):
     def _reductions(self, program: Program) -> Program:
         graph, _ = program.edit()
         found = [n for n in graph.nodes if starts_sum(n) and args_of(n)[1] == self.axis]
-        blocks = [n for n in found if marks(n).layer is not None]
+        chosen = set(resolve(self.layers, program.source.num_layers))
+        blocks = [n for n in found if marks(n).layer in chosen]
         if not blocks:
             raise RewriterError(
-                f"{self.name}: no block ends in a reduction over {self.axis}. Put tensor_parallel before it in the "
-                "recipe; where it is, it notes why it split no block"
+                f"{self.name}: no block{_of(self.layers)} ends in a reduction over {self.axis}. Put tensor_parallel "
+                "before it in the recipe; where it is, it notes why it split no block"
             )
         for node in blocks:
             if node.kwargs:
@@ -131,6 +144,10 @@ class QuantizeCollectives(Pass):
         summary = f"keys and values travel as {format}{size}: {'; '.join(effects)}"
         plan = replace(plan, quantized=str(format), min_bytes=self.min_bytes)
         return record(program, self, summary, **replanned(program, plan))
+
+
+def _of(layers: Selection) -> str:
+    return "" if layers == "all" else f" of the layers {layers}"
 
 
 def _longest(sizes: tuple[int, ...]) -> int:

@@ -41,6 +41,40 @@ class Adaptation(Strict):
     data: AdaptationData
 
 
+class MeasuredRise(Strict):
+    """Of the original's `loss` (nats per token), the share by which the recipe's is higher, with its standard error.
+
+    `kl`: mean KL(original ‖ rewritten), nats per token. `seen`: the share on the words that stand there, where `rise`
+    is what is expected over all that the model could have written.
+    """
+
+    loss: float
+    rise: float
+    error: float
+    kl: float
+    seen: float
+
+
+class Measured(Strict):
+    """What `rewrite search` measured and predicted of the recipe that it found; nothing is done with it.
+
+    `calibration`: the rise in loss on the text by which it was chosen, `held_out`: on text that it was not.
+    """
+
+    model: str
+    fabric: str
+    tp: Count
+    sp: Count = 1
+    workload: str
+    speedup: Positive
+    seconds_per_token: Positive
+    text: str
+    loss: float
+    budget: Positive
+    calibration: MeasuredRise
+    held_out: MeasuredRise | None = None
+
+
 class Recipe(Strict):
     """A named list of passes with their options.
 
@@ -53,6 +87,7 @@ class Recipe(Strict):
     paper: Text
     passes: Annotated[tuple[PassSpec, ...], Field(min_length=1)]
     adapt: Adaptation | None = None
+    measured: Measured | None = None
 
     _source: str = PrivateAttr("")
     _document: Document = PrivateAttr(default_factory=Document)
@@ -142,6 +177,8 @@ class Recipe(Strict):
         found["passes"] = [spec.to_dict() for spec in self.passes]
         if self.adapt is not None:
             found["adapt"] = self.adapt.model_dump(exclude_none=True)
+        if self.measured is not None:
+            found["measured"] = self.measured.model_dump(exclude_none=True)
         return found
 
     def to_yaml(self) -> str:
@@ -173,7 +210,14 @@ class Recipe(Strict):
         )
 
 
-_SECTIONS: dict[Location, type[BaseModel]] = {(): Recipe, ("adapt",): Adaptation, ("adapt", "data"): AdaptationData}
+_SECTIONS: dict[Location, type[BaseModel]] = {
+    (): Recipe,
+    ("adapt",): Adaptation,
+    ("adapt", "data"): AdaptationData,
+    ("measured",): Measured,
+    ("measured", "calibration"): MeasuredRise,
+    ("measured", "held_out"): MeasuredRise,
+}
 
 
 def _keys(place: Location) -> list[str]:

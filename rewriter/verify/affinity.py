@@ -11,7 +11,7 @@ from the arranged blocks before it. What a block writes for later ones is not we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,10 @@ def affinity(
     length = len(searched) // len(pieces)  # all windows at once, so of one length
     batch = searched[: len(pieces) * length].reshape(len(pieces), length)
     known = other_weights(rewritten, program, weights)
-    exits, left = _exits(program)
-    original = _Recording(program, weights, set(exits))
+    exits, left = exits_of(program)
+    original = Recording(program, weights, set(exits))
     original.run(batch)
-    arranging = _Arranging(rewritten, dict(known), original, exits, progress)
+    arranging = Arranging(rewritten, dict(known), original, exits, progress)
     arranging.run(batch)
     assigned = {path: ranks for path, ranks in arranging.assigned.items() if moved_units(ranks)}
     if not assigned:
@@ -126,7 +126,7 @@ def reordered(
 
 
 @dataclass(frozen=True)
-class _Exit:
+class Exit:
     """The projection that a block's units leave by, and the columns of its inputs, those of unit 0 first."""
 
     block: PermutableUnits
@@ -135,13 +135,13 @@ class _Exit:
     columns: torch.Tensor
 
 
-def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
+def exits_of(program: Program) -> tuple[dict[str, Exit], list[str]]:
     """(by path, the blocks that can be measured; the paths of those that cannot).
 
     Those are blocks whose output is not made by one projection inside them: experts, MLPs told out in the layer.
     """
     modules = dict(walk_modules(program.modules))
-    found: dict[str, _Exit] = {}
+    found: dict[str, Exit] = {}
     left: list[str] = []
     for block in permutable_units(program):
         if block.reason is not None:
@@ -151,7 +151,7 @@ def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
             owner, _, parameter = name.rpartition(".")
             if parameter == "weight" and is_row_split(modules.get(owner), shard.dim):
                 columns = [place for unit in shard.ranges for start, stop in unit for place in range(start, stop)]
-                exits.append(_Exit(block, owner, shard.dim, torch.tensor(columns)))
+                exits.append(Exit(block, owner, shard.dim, torch.tensor(columns)))
         if len(exits) == 1 and exits[0].path != block.path:
             found[block.path] = exits[0]
         else:
@@ -159,7 +159,7 @@ def _exits(program: Program) -> tuple[dict[str, _Exit], list[str]]:
     return found, left
 
 
-class _Recording(Simulator):
+class Recording(Simulator):
     """The original model: keeps what the measured blocks read, and what reaches their exits."""
 
     def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], paths: set[str]) -> None:
@@ -178,7 +178,7 @@ class _Recording(Simulator):
             self.activations = inputs[0][0]
         return super()._leaf(module, path, inputs)
 
-    def units(self, exit: _Exit, inputs: Sequence[Any]) -> torch.Tensor:
+    def units(self, exit: Exit, inputs: Sequence[Any]) -> torch.Tensor:
         """Activations [tokens, units · width] of one block, given `inputs`; those of unit 0 first."""
         self.exit = exit.path
         path = exit.block.path
@@ -187,15 +187,15 @@ class _Recording(Simulator):
         return self.activations.flatten(0, -2)[:, exit.columns]
 
 
-class _Arranging(Simulator):
+class Arranging(Simulator):
     """All ranks: before a block computes with values that differ by rank, its units are assigned to them."""
 
     def __init__(
         self,
         program: Program,
-        weights: dict[str, torch.Tensor],
-        original: _Recording,
-        exits: Mapping[str, _Exit],
+        weights: MutableMapping[str, torch.Tensor],
+        original: Recording,
+        exits: Mapping[str, Exit],
         progress: Callable[..., None],
     ) -> None:
         super().__init__(program, weights)
@@ -212,7 +212,7 @@ class _Arranging(Simulator):
             self.arranged.update(reordered(self.arranged, exit.block, order_of(found)))
         return super()._module(module, path, inputs)
 
-    def _ranks(self, exit: _Exit, inputs: list[Any]) -> str:
+    def _ranks(self, exit: Exit, inputs: list[Any]) -> str:
         """The rank of each unit of a block that is given `inputs`, as `Permute.ranks` has it."""
         true = self.original.units(exit, self.original.read[exit.block.path])
         errors = torch.stack(

@@ -15,16 +15,16 @@ from itertools import repeat, zip_longest
 
 import torch
 
-from rewriter.analysis.residual import by_layer, residual_blocks, stream_values
+from rewriter.analysis.residual import by_layer, residual_blocks
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Program, args_of, drop_dead_nodes
+from rewriter.ir import Program
 from rewriter.passes.drop_sync import DropSync, attention_reductions
 from rewriter.passes.tensor_parallel import TensorParallel
 from rewriter.verify.drift import windows
 from rewriter.verify.live_model import opaque_modules
 from rewriter.verify.simulate import Simulator, load_weights
+from rewriter.verify.stream_segments import between, given_names, with_stream
 
-STREAM = "stream"
 # Digits that are kept: enough to rank layers, few enough that another summation order gives the same.
 _DIGITS = 4
 # Layers that are measured at a time, each with a window's logits; tokens of which distributions are compared at a time.
@@ -55,8 +55,8 @@ def sensitivity(
         return (None,) * program.source.num_layers
     if weights is None:
         weights = load_weights(program, torch.float32)
-    original = _with_stream(program, [start for start, _, _ in dropped.values()])
-    rest = {end: _between(program, end) for _, end, _ in dropped.values()}
+    original = with_stream(program, [start for start, _, _ in dropped.values()])
+    rest = {end: between(program, [end]) for _, end, _ in dropped.values()}
     divergence = dict.fromkeys(dropped, 0.0)
 
     def before(window: torch.Tensor) -> tuple[_Reference, list[torch.Tensor]]:
@@ -64,9 +64,10 @@ def sensitivity(
         return _Reference(logits[0]), stream
 
     def cost(layer: int, value: torch.Tensor, window: torch.Tensor, reference: _Reference) -> float:
-        _, end, changed = dropped[layer]
-        for part in (changed, rest[end]):
-            value = Simulator(part, weights).run(window[None], given={STREAM: value})[0]
+        start, end, changed = dropped[layer]
+        for part, place in ((changed, start), (rest[end], end)):
+            (given,) = given_names([place])
+            value = Simulator(part, weights).run(window[None], given={given: value})[0]
         return reference.divergence(value[0])
 
     done, pieces = 0, windows(program, tokens)
@@ -126,29 +127,5 @@ def _dropped_layers(sharded: Program) -> dict[int, tuple[int, int, Program]]:
         except RewriterError:
             continue
         start, end = block.index, blocks[layer][-1].index + 1
-        found[layer] = (start, end, _between(changed, start, end))
+        found[layer] = (start, end, between(changed, [start], end))
     return found
-
-
-def _with_stream(program: Program, places: list[int]) -> Program:
-    """A program that returns its logits and the stream values at `places`."""
-    graph, env = program.edit()
-    stream = stream_values(program.graph)
-    output = graph.output_node()
-    output.args = ((args_of(output)[0], *(env[stream[place]] for place in places)),)
-    return program.with_(graph=graph)
-
-
-def _between(program: Program, start: int, end: int | None = None) -> Program:
-    """A program that is given the stream value `start` and returns the stream value `end`; by default, the logits."""
-    graph, env = program.edit()
-    stream = [env[value] for value in stream_values(program.graph)]
-    if end is not None:
-        graph.output_node().args = (stream[end],)
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        given = graph.placeholder(STREAM)
-    given.meta.update(stream[start].meta)
-    stream[start].replace_all_uses_with(given)
-    drop_dead_nodes(graph)
-    return program.with_(graph=graph)

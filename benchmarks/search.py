@@ -1,0 +1,224 @@
+"""Is what `rewrite search` finds better than what ships, and than chance?
+
+    python examples/real_models.py smollm2-135m-instruct models/smollm2
+    python benchmarks/search.py models/smollm2 --tp 3 --fabric pcie-gen4 --loss 1% --state build/search
+    python benchmarks/search.py examples/tiny-llama --tp 4 --fabric pcie-gen4 --loss 3%
+
+Searches, then measures every shipped recipe (with its own measurements, as a conversion takes them) and mixes drawn at
+random, on the same windows of the same text, and predicts them on the same fabric. Exits with 1 where
+
+- the chosen recipe is not faster than every shipped recipe and every random mix whose loss rises by no more than its
+  budget;
+- the rise of the chosen recipe on held-out text is not within its budget;
+- for a shipped recipe beyond the budget, the front has no mix that is faster and rises by no more;
+- a random mix beyond the budget is faster than every mix of the front that rises by no more;
+- the search takes more than 30 minutes.
+
+What was measured is kept in --state, so that it goes on where it was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rewriter.cli.search import parse_share
+from rewriter.common.errors import RewriterError
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.ir import Program
+from rewriter.passes.base import single_device
+from rewriter.passes.quantize_collectives import always_quantized, is_quantized
+from rewriter.predict.candidates import all_recipes
+from rewriter.predict.workload import Cluster, Workload
+from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
+from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement, mix_of
+from rewriter.search.computed import SCHEDULES
+from rewriter.search.gains import Gains
+from rewriter.search.losses import Change, rise_of
+from rewriter.search.measurements import Measurements
+from rewriter.search.report import named, share
+from rewriter.search.result import SearchResult
+from rewriter.search.run import Asked, opened
+from rewriter.search.run import search as run
+from rewriter.verify.drift import other_weights
+from rewriter.verify.simulate import load_weights, simulate
+
+RANDOM = 200
+MINUTES = 30.0
+
+
+@dataclass(frozen=True)
+class Other:
+    """Something that a search is compared with: its rise in loss on the calibration text, and its predicted seconds."""
+
+    name: str
+    rise: float
+    seconds: float
+
+
+@torch.no_grad()
+def shipped(measured: Measurements, gains: Gains, asked: Asked) -> list[Other]:
+    """Every shipped recipe that applies and computes something."""
+    program, ranks = measured.computed.original, asked.workload.tp
+    found, weights = [], load_weights(program, torch.float32)
+    for name in all_recipes():
+        if name == "upper-bound":
+            continue
+        try:
+            recipe = _calibrated(measured, program, name, ranks)
+            seconds = gains.of_recipe(recipe).seconds
+        except RewriterError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        if asked.workload.sp == 1 and any(p.pass_name == "sequence_parallel" for p in recipe.passes):
+            continue
+        found.append(Other(name, _rise(measured, program, recipe, weights), seconds))
+        print(f"{name}: {share(found[-1].rise)}", file=sys.stderr, flush=True)
+    return found
+
+
+def _calibrated(measured: Measurements, program: Program, name: str, ranks: int) -> Recipe:
+    key = f"benchmark recipe {name}"
+    if key not in measured.store:
+        measured.store.put({key: calibrate(Recipe.load(name), program, ranks).to_yaml()})
+    return Recipe.parse(measured.store[key])
+
+
+def _rise(measured: Measurements, program: Program, recipe: Recipe, weights: dict[str, torch.Tensor]) -> float:
+    """The rise in loss, as a share of the loss, of all ranks; those that share tokens compute what one does."""
+    key = f"benchmark rise {recipe.name}"
+    if key not in measured.store:
+        exact = all(p.effect == "exact" for p in recipe.build())
+        changes = [] if exact else _changes(measured, program, recipe, weights)
+        measured.store.put({key: [[c.divergence, c.rise, c.tokens, c.predicted] for c in changes]})
+    changes = [Change(*change) for change in measured.store[key]]
+    return rise_of(changes, measured.loss(), measured.text.own).relative if changes else 0.0
+
+
+def _changes(
+    measured: Measurements, program: Program, recipe: Recipe, weights: dict[str, torch.Tensor]
+) -> list[Change]:
+    disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
+    rewritten, _ = apply_recipe(program, recipe, measured.computed.ranks, disable)
+    whole = always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
+    own, changes = other_weights(whole, program, weights), []
+    for ids in measured.text.calibration:
+        *_, (_, final) = measured.tails.streams(ids)
+        changes.append(measured.tails.reference(ids, final).change(simulate(whole, ids[None], weights=own)[0]))
+    return changes
+
+
+def drawn(measured: Measurements, gains: Gains, bases: list[str], count: int) -> list[Other]:
+    """Mixes drawn from what the search draws from: few or many layers, evenly on a logarithmic scale."""
+    draw, found = random.Random(0), []
+    applicable = measured.applicable()
+    layers = measured.computed.layers
+    while len(found) < count:
+        mix = _random_mix(draw, applicable, layers, draw.choice(bases))
+        speed = gains.speed(mix)
+        if speed is None:
+            continue
+        found.append(Other(named(mix), measured.mixed(mix).relative, speed.seconds))
+        if len(found) % 20 == 0:
+            print(f"{len(found)} of {count} random mixes", file=sys.stderr, flush=True)
+    return found
+
+
+def _random_mix(draw: random.Random, applicable: list[Mix], layers: int, base: str) -> Mix:
+    wanted = round(layers ** draw.random())
+    placed: dict[int, Placement] = {}
+    formats: dict[int, str] = {}
+    for mix in draw.sample(applicable, len(applicable)):
+        if len(placed) + len(formats) >= wanted:
+            break
+        if mix.formats and base == Mix.base:
+            formats |= dict(mix.formats)
+        for placement in mix.placements:
+            free = not any(layer in placed for layer in placement.layers)
+            if free and (base == Mix.base or not BY_NAME[placement.rewrite].bound):
+                placed |= dict.fromkeys(placement.layers, placement)
+    return mix_of([*{*placed.values()}], formats, base)
+
+
+def failures(found: SearchResult, others: list[Other], ships: list[Other], seconds: float) -> list[str]:
+    """What does not hold of what a search should be."""
+    said, chosen = [], found.chosen
+    for other in [*ships, *others]:
+        if other.rise <= found.budget:
+            # a random mix may be the chosen one; what ships has to be beaten
+            if other.seconds < chosen.speed.seconds or (other in ships and other.seconds == chosen.speed.seconds):
+                said.append(f"{other.name} is as fast as the chosen recipe, within the budget")
+            continue
+        within = [p.speed.seconds for p in found.front if p.rise.relative <= other.rise]
+        if min(within) > other.seconds or (other in ships and min(within) == other.seconds):
+            said.append(f"{other.name}: rises by {share(other.rise)}, and nothing of the front is faster for that")
+    held_out = chosen.held_out
+    if held_out is None or not max(held_out.relative, held_out.seen / held_out.loss) <= found.budget:
+        said.append("the rise on held-out text is not within the budget")
+    if seconds > 60 * MINUTES:
+        said.append(f"the search took {seconds / 60:.0f} minutes")
+    return said
+
+
+def compared(model: str, asked: Asked, count: int, state: Path | None) -> tuple[SearchResult, list[Other], list[str]]:
+    """(the search, shipped recipes and random mixes, what does not hold)."""
+    began = time.perf_counter()
+    found = run(model, asked, state=state)
+    seconds = time.perf_counter() - began
+    measured, gains = opened(model, asked, state)
+    ships = shipped(measured, gains, asked)
+    bases = list(dict.fromkeys(p.mix.base for p in found.points))
+    others = drawn(measured, gains, bases, count)
+    return found, [*ships, *others], failures(found, others, ships, seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a checkpoint directory")
+    parser.add_argument("--tp", type=int, default=3)
+    parser.add_argument("--sp", type=int, default=None)
+    parser.add_argument("--fabric", default="pcie-gen4")
+    parser.add_argument("--loss", default="1%")
+    parser.add_argument("--random", type=int, default=RANDOM, help="mixes drawn at random")
+    parser.add_argument("--state", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    asked = Asked(Workload(tp=options.tp, sp=options.sp), Cluster(options.fabric), parse_share(options.loss))
+    began, cpu = time.perf_counter(), time.process_time()
+    found, others, said = compared(options.model, asked, options.random, options.state)
+    _print(found, others)
+    print(f"\nall of it: {time.perf_counter() - began:.0f} s, {time.process_time() - cpu:.0f} s of CPU")
+    print(f"the search: {found.seconds:.0f} s of CPU, with what was measured before")
+    for line in said:
+        print(f"does not hold: {line}")
+    return int(bool(said))
+
+
+def _print(found: SearchResult, others: list[Other]) -> None:
+    from rich.console import Console
+
+    from rewriter.search.report import SearchReport
+
+    Console(highlight=False).print(SearchReport(found))
+    standard = found.standard.seconds
+    rows: list[Any] = sorted(others, key=lambda o: o.seconds)
+    print("\n| compared with | rise in loss | speedup | the front, for as much |\n| --- | --: | --: | --: |")
+    names = set(all_recipes())
+    for other in [o for o in rows if o.name in names]:
+        best = min(p.speed.seconds for p in found.front if p.rise.relative <= other.rise)
+        print(f"| `{other.name}` | {share(other.rise)} | {standard / other.seconds:.3f}× | {standard / best:.3f}× |")
+    within = [o for o in rows if o.name not in names and o.rise <= found.budget]
+    print(f"\nof the random mixes {len(within)} are within the budget", end="")
+    print(f"; the fastest is {standard / within[0].seconds:.3f}× as fast: {within[0].name}" if within else "")
+    print(f"formats that were searched: {', '.join(FORMATS)}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""`rewrite search MODEL --fabric F --tp N`: the fastest mix of rewrites that a model bears."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from rewriter.cli import options
+from rewriter.cli.convert import read_text
+from rewriter.common.errors import RewriterError, shortened
+
+if TYPE_CHECKING:
+    from rewriter.search.result import SearchResult
+
+
+def search(
+    context: typer.Context,
+    model: options.Model,
+    fabric: options.FabricName = "h100-nvlink",
+    tp: options.AllRanks = 8,
+    loss: options.LossBudget = "1%",
+    calibration: options.SearchText = None,
+    out: options.SearchedRecipe = None,
+    state: options.SearchState = None,
+    heal: options.Heal = 0,
+    nodes: options.Nodes = None,
+    sp: options.TokenRanks = None,
+    batch: options.Batch = 1,
+    prompt: options.Prompt = 1024,
+    generate: options.Generate = 512,
+    what_if: options.WhatIf = None,
+    library: options.Library = None,
+    graphed: options.Graphed = True,
+    seed: options.SearchSeed = 0,
+    html: options.Html = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json: options.Json = False,
+) -> None:
+    """Search the fastest mix of rewrites within a rise in loss: measured on MODEL's weights, predicted on a fabric.
+
+    Writes the recipe, for `rewrite MODEL --recipe FILE`. What was measured is kept in --state: a search that was
+    interrupted goes on there, and one for another fabric or another --loss begins with it.
+    """
+    from rewriter.common.files import require_place, write_text
+
+    budget = parse_share(loss)
+    recipe = out if out is not None else Path(f"{_name(model)}-{Path(fabric).stem}-tp{tp}.yaml")
+    require_place(recipe, "--out")
+    if html is not None:
+        require_place(html, "--html")
+    text = None if calibration is None else read_text(calibration)
+    kept = state if state is not None else recipe.with_name(f"{recipe.stem}.search")
+
+    from rewriter.cli.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        from rewriter import api
+
+        found = api.search(
+            model, fabric=fabric, tp=tp, sp=sp, nodes=nodes, batch=batch, prompt=prompt, generate=generate,
+            graphed=graphed, what_if=tuple(what_if or ()), library=library, loss=budget, text=text, heal=heal,
+            healed=recipe.with_name(f"{recipe.stem}-healed"), seed=seed, state=kept,
+            trust_remote_code=trust_remote_code, progress=progress,
+        )  # fmt: skip
+    write_text(recipe, found.recipe, "--out")
+    if html is not None:
+        from rewriter.search.page import page
+
+        write_text(html, page(found, shlex.join(["rewrite", *(context.obj or [])])), "--html")
+    if json:
+        from json import dumps
+
+        typer.echo(dumps({**found.to_json(), "file": str(recipe)}, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    _print(found, model, recipe, html)
+
+
+def parse_share(text: str) -> float:
+    """`"1%"` or `"0.01"` as 0.01. Raises RewriterError for what is no number."""
+    matched = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*(%?)\s*", text)
+    if not matched:
+        raise RewriterError(f"--loss {shortened(text)}: expected a share of the loss, such as 1% or 0.01.")
+    return float(matched[1]) / (100 if matched[2] else 1)
+
+
+def _name(model: str) -> str:
+    return Path(model).resolve().name if Path(model).exists() else model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _print(found: SearchResult, model: str, recipe: Path, html: Path | None) -> None:
+    from rich.console import Console
+
+    from rewriter.search.report import SearchReport
+
+    Console(highlight=False).print(SearchReport(found))
+    if html is not None:
+        typer.echo(f"\nwrote {html}")
+    ranks = "".join(f" --{axis} {count}" for axis, count in found.ranks.items() if count > 1)
+    typer.echo(f"\nwrote {recipe}\n  rewrite {shlex.join([model])} --recipe {shlex.join([str(recipe)])}{ranks}")

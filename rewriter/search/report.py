@@ -1,0 +1,181 @@
+"""What a search found, for the terminal: the front as a table and a plot, the chosen mix layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from rewriter.common.numbers import duration, times
+from rewriter.common.tables import plain_table
+from rewriter.passes.selection import spans
+from rewriter.search.choices import WORDS, Mix
+from rewriter.search.losses import Rise
+from rewriter.search.result import Point, SearchResult
+
+COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
+LEGEND = (
+    "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
+    "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
+)
+_HEIGHT, _NARROWEST, _WIDEST = 14, 40, 76
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What `rewrite search` prints; rich renders it as wide as the terminal is."""
+
+    found: SearchResult
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = self.found
+        yield Text.assemble((model_name(found), "bold"), " on ", (found.fabric, "bold"), f": {setting(found)}")
+        if found.modelled:
+            yield Text("MODELLED: this fabric's figures are computed, not measured.", style="bold yellow")
+        yield Text()
+        yield _table(found)
+        yield Text(LEGEND, style="dim")
+        yield Text()
+        yield Text(plot(found.points, found.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
+        yield Text()
+        yield Text.assemble("chosen: ", (headline(found), "bold"))
+        for line in layers_of(found.chosen.mix):
+            yield Text(f"  {line}")
+        for note in notes(found):
+            yield Text(note, style="dim")
+
+
+def model_name(found: SearchResult) -> str:
+    return Path(found.model).name or found.model
+
+
+def setting(found: SearchResult) -> str:
+    """The job in words."""
+    load, ranks = found.workload, math.prod(found.ranks.values())
+    job = f"batch {load['batch']}, {load['prompt']:,} + {load['generate']:,} tokens"
+    return f"{ranks} ranks, {job}, a rise in loss of {share(found.budget)} at most"
+
+
+def headline(found: SearchResult) -> str:
+    """The result in a sentence."""
+    chosen = found.chosen
+    held_out = "" if chosen.held_out is None else f", {share(chosen.held_out.relative)} on text that was held out"
+    return (
+        f"{times(chosen.speedup)} the speed of plain tensor parallelism (predicted), for a rise in loss of "
+        f"{share(chosen.rise.relative)}{held_out}"
+    )
+
+
+def layers_of(mix: Mix) -> list[str]:
+    """What each rewrite is, and the layers that it has."""
+    lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
+    layers: dict[str, list[int]] = {}
+    for p in mix.placements:
+        layers.setdefault(p.rewrite, []).extend(p.layers)
+    for layer, name in mix.formats:
+        layers.setdefault(name, []).append(layer)
+    width = max((len(name) for name in layers), default=0)
+    lines += [f"{name:{width}}  layers {spans(sorted(chosen))}: {WORDS[name]}" for name, chosen in layers.items()]
+    if ordered := sum(p.ordered for p in mix.placements):
+        lines.append(f"heads and channels in a measured order, for {ordered} of them")
+    return lines
+
+
+def notes(found: SearchResult) -> list[str]:
+    """What must be known beside the figures."""
+    said = [
+        f"Measured on {found.text}. The original's loss is {found.loss:.3f} nats per token. The orders of estimated "
+        f"and measured cost agree by {found.agreement:.2f} (Kendall's tau), after {found.rounds} rounds."
+    ]
+    said += [f"Not applied, {name}: {why}" for name, why in found.not_applied.items()]
+    if found.healed is not None:
+        said.append(
+            f"Healed with {found.healed.tokens:,} tokens: a rise of {share(found.healed.after.relative)} on held-out "
+            f"text, after {share(found.healed.before.relative)}. The trained model: {found.healed.directory}"
+        )
+    return said
+
+
+def cells(point: Point) -> dict[str, str]:
+    """What stands in each of COLUMNS, and in the page's table too."""
+    return {
+        "per token": duration(point.speed.decode),
+        "speedup": times(point.speedup),
+        "rise in loss": rise_of(point.rise),
+        "KL": f"{point.rise.kl:.4f}",
+        "estimated": "–" if point.estimated is None else f"{point.estimated:.4f}",
+        "held out": "–" if point.held_out is None else rise_of(point.held_out),
+    }
+
+
+def named(mix: Mix) -> str:
+    """A mix in few words: how many layers each rewrite has."""
+    counts = [f"{count} {name}" for name, count in mix.counts().items()]
+    words = [] if mix.base == Mix.base else [mix.base]
+    return ", ".join([*words, *counts]) or mix.base
+
+
+def share(value: float) -> str:
+    """A share of the loss: "0.83 %"; "0 %"."""
+    percent = 100 * value
+    return f"{percent:.0f} %" if percent == 0 or abs(percent) >= 100 else f"{percent:.3g} %"
+
+
+def rise_of(rise: Rise) -> str:
+    """ "0.83 % ± 0.11 %"."""
+    return share(rise.relative) + (f" ± {share(rise.relative_error)}" if rise.error else "")
+
+
+def _table(found: SearchResult) -> Table:
+    table = plain_table(None, "mix", *COLUMNS, whole=("speedup", "rise in loss"))
+    for point in found.front:
+        style = "bold" if point.mix == found.chosen.mix else ""
+        table.add_row(named(point.mix), *cells(point).values(), style=style)
+    return table
+
+
+# --- the plot ---
+
+
+def plot(points: Sequence[Point], chosen: Point, width: int, height: int = _HEIGHT) -> str:
+    """Speedups over rises in loss, as characters. The rise is logarithmic; what is exact stands at the left edge.
+
+    `●`: the front; `·`: other mixes; `◆`: the chosen one.
+    """
+    low, high = axis_of(points)
+    speeds = [p.speedup for p in points]
+    bottom, top = min(speeds), max(max(speeds), min(speeds) + 1e-6)
+    rows = [[" "] * width for _ in range(height)]
+    for point in sorted(points, key=lambda p: (p.mix == chosen.mix, p.front)):
+        x = round(place(point.rise.relative, low, high) * (width - 1))
+        y = round((point.speedup - bottom) / (top - bottom) * (height - 1))
+        rows[height - 1 - y][x] = "◆" if point.mix == chosen.mix else "●" if point.front else "·"
+    labels = {0: times(top), height - 1: times(bottom)}
+    lines = [f"{labels.get(n, ''):>7} │{''.join(row).rstrip()}" for n, row in enumerate(rows)]
+    axis = [" "] * (width + 8)
+    for value in (low, math.sqrt(low * high), high):
+        words = share(value)
+        at = min(round(place(value, low, high) * (width - 1)), width + 7 - len(words))
+        axis[at : at + len(words)] = words
+    lines.append(f"{'':>7} └{'─' * width}")
+    lines.append(f"{'':>8}{''.join(axis).rstrip()}")
+    lines.append(f"{'':>8} rise in loss  ● front  · other mixes  ◆ chosen")
+    return "\n".join(lines)
+
+
+def axis_of(points: Sequence[Point]) -> tuple[float, float]:
+    """The axis of rises: from the least above 0 to the largest."""
+    above = [p.rise.relative for p in points if p.rise.relative > 1e-6] or [0.01]
+    return min(above), max(max(above), min(above) * 10)
+
+
+def place(rise: float, low: float, high: float) -> float:
+    """Where a rise stands on the axis, from 0 to 1; what is exact, at 0."""
+    if rise < low:
+        return 0.0
+    return 0.06 + 0.94 * math.log(rise / low) / math.log(high / low)

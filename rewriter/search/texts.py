@@ -1,0 +1,127 @@
+"""What a rise in loss is measured on: tokens in windows, some to order units by, some to choose by, some held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.errors import RewriterError
+from rewriter.ir import Program
+from rewriter.verify.drift import CALIBRATION, load_tokenizer, too_large
+from rewriter.verify.live_model import load_host
+
+WINDOW = 256
+
+
+@dataclass(frozen=True)
+class Text:
+    """Windows of tokens, int64 [windows, tokens], none of which overlap.
+
+    `arranging`: what orders of heads and channels are found on. `calibration`: what rises in loss are measured on, and
+    a mix is chosen by. `held_out`: what the chosen mix is measured on at last. `described`: what they are, in words.
+    `own`: the model wrote them itself.
+    """
+
+    arranging: torch.Tensor
+    calibration: torch.Tensor
+    held_out: torch.Tensor
+    described: str
+    own: bool = False
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all tokens: texts that differ have measurements of their own."""
+        parts = (self.arranging, self.calibration, self.held_out)
+        return hashlib.sha256(b"".join(str(p.tolist()).encode() for p in parts)).hexdigest()
+
+
+def text_for(
+    program: Program,
+    given: str | None,
+    counts: tuple[int, int, int],
+    seed: int = 0,
+    report: Callable[[float, float], None] = lambda *_: None,
+) -> Text:
+    """Windows to arrange, to calibrate and to hold out, as many as `counts` says where the text is long enough.
+
+    Of a `given` text; else the model writes one itself, word by word as it predicts them (temperature 1), from `seed`.
+    On such a text the expected rise in loss is the divergence from the original, and it is of the kind that the model
+    knows. A model that is too large to be run as a whole reads the packaged text. Raises RewriterError for a text that
+    gives no three windows.
+    """
+    length = min(WINDOW, context_length(program.source.config))
+    own = given is None and (program.source.path is None or too_large(program) is None)
+    if own:
+        windows, described = written(program, sum(counts), length, seed, report), "text that the model wrote itself"
+    else:
+        what = "the packaged text" if given is None else "the given text"
+        windows = _read(program, given if given is not None else CALIBRATION.read_text(encoding="utf-8"), length, what)
+        described = what
+    arranging, calibration, held_out = _shares(len(windows), counts)
+    parts = windows[: arranging + calibration + held_out].split([arranging, calibration, held_out])
+    # what is held out is the end of a text, which is furthest from what was searched with
+    return Text(
+        parts[0], parts[1], parts[2], f"{described}, {held_out * windows.shape[1]:,} tokens of it held out", own
+    )
+
+
+def _shares(windows: int, counts: tuple[int, int, int]) -> tuple[int, int, int]:
+    if windows >= sum(counts):
+        return counts
+    arranging = max(1, windows * counts[0] // sum(counts))
+    held_out = max(1, windows * counts[2] // sum(counts))
+    return arranging, windows - arranging - held_out, held_out
+
+
+def _read(program: Program, text: str, length: int, what: str) -> torch.Tensor:
+    tokenizer = load_tokenizer(program.source.path, program.source.remote_code)
+    if tokenizer is None:
+        raise RewriterError(
+            f"{program.source.path}: it has no tokenizer that could read {what}. Put tokenizer.json into the "
+            "directory, or leave out --calibration: the model then writes a text itself"
+        )
+    tokenizer.model_max_length = 1 << 30
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+    while length > 16 and len(ids) < 12 * length:  # a short text in shorter windows
+        length //= 2
+    count = len(ids) // length
+    if count < 3:
+        raise RewriterError(
+            f"--calibration: {what} gives {len(ids)} tokens; at least {3 * length} are needed, to measure on and to "
+            "hold out. Give a longer one"
+        )
+    return ids[: count * length].reshape(count, length)
+
+
+@torch.no_grad()
+def written(
+    program: Program, count: int, length: int, seed: int, report: Callable[[float, float], None] = lambda *_: None
+) -> torch.Tensor:
+    """`count` texts of `length` tokens that the model samples, int64 [count, length]: the same for the same seed.
+
+    Each begins with the token that begins a text, or a random one where the model has none.
+    """
+    config, path = program.source.config, program.source.path
+    if path is None:
+        raise RewriterError(f"model type {program.source.model_type!r}: it has a config and no weights to write with")
+    model = load_host(path, program.source.remote_code, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    first = config.get("bos_token_id")
+    ids = torch.randint(vocabulary, (count, 1), generator=generator)
+    if isinstance(first, int) and 0 <= first < vocabulary:
+        ids[:] = first
+    cache: Any = None
+    for place in range(1, length):
+        report(place, length)
+        step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+        chances = step.logits[:, -1].float().softmax(-1)[:, :vocabulary]
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
+    load_host.cache_clear()
+    return ids

@@ -1,0 +1,61 @@
+"""On the tiny model: what a search finds is faster than what ships and than chance, and is what a conversion writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from subprocesses import load_module
+
+from rewriter.api import convert
+from rewriter.common.errors import RewriterError
+from rewriter.predict.workload import Cluster, Workload
+from rewriter.search.healing import Healing
+from rewriter.search.run import Asked, search
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "examples" / "tiny-llama"
+TP, BUDGET = 4, 0.03
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return load_module("search_benchmark", ROOT / "benchmarks" / "search.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sp", [None, 1], ids=["tokens shared too", "heads alone"])
+def test_a_search_beats_what_ships_and_two_hundred_random_mixes(
+    benchmark: ModuleType, tmp_path: Path, sp: int | None
+) -> None:
+    asked = Asked(Workload(tp=TP, sp=sp), Cluster("pcie-gen4"), BUDGET)
+    found, others, said = benchmark.compared(str(TINY), asked, 200, tmp_path / "state")
+    assert said == []
+    assert len(others) > 200 + 10
+    assert found.agreement > 0.8
+    assert found.chosen.rise.relative <= BUDGET
+    assert found.chosen.held_out is not None
+    assert found.chosen.held_out.relative <= BUDGET
+
+    recipe = tmp_path / "found.yaml"
+    recipe.write_text(found.recipe)
+    report = convert(TINY, recipe, out=tmp_path / "out", tp=found.ranks["tp"], sp=found.ranks["sp"])
+    assert report.verification
+
+
+@pytest.mark.slow
+def test_a_light_healing_brings_the_loss_down_again(tmp_path: Path) -> None:
+    """Of a mix that is far from the original; what was trained is measured, and stays."""
+    asked = Asked(
+        Workload(tp=2, sp=1), Cluster("pcie-gen4"), 0.4, windows=(1, 2, 2),
+        healing=Healing(16_384, tmp_path / "healed", rate=3e-4),
+    )  # fmt: skip
+    found = search(TINY, asked, state=tmp_path / "state")
+    assert found.healed is not None
+    assert found.healed.before == found.chosen.held_out
+    assert found.healed.before.relative > 0.05
+    assert found.healed.after.kl < 0.7 * found.healed.before.kl
+    assert (tmp_path / "healed" / "rewrite.json").is_file()
+    with pytest.raises(RewriterError, match=r"healed.*exists"):
+        search(TINY, asked, state=tmp_path / "state")
