@@ -113,7 +113,7 @@ def body_text(body: Body, kind: Callable[[Module], str], full: bool = False) -> 
     for node in body.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        lines.append("    " + _statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name))
+        lines.append("    " + statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name))
     return "\n".join([*lines, "  }"])
 
 
@@ -127,7 +127,8 @@ def constant(value: torch.Tensor, full: bool) -> str:
     return text
 
 
-def _statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+def statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """`value = callee(arguments)`, with nodes as `name` calls them."""
     if node.op == "output":
         return f"return {argument(node.args[0], name)}"
     return f"{name(node)} = {_callee(node)}({_arguments(node, name)})"
