@@ -10,7 +10,7 @@ from rewriter.bisect.recording import Key, Record
 from rewriter.bisect.stage import Stage
 from rewriter.bisect.statements import layer_of_path, operator_of, text_of
 from rewriter.bisect.values import Ranks, difference, relation
-from rewriter.ir import Body, Parameter, Program
+from rewriter.ir import Body, Parameter, Program, nodes_inside
 from rewriter.verify.simulate import whole_parameter
 
 
@@ -21,20 +21,36 @@ def locate_inside(stage: Stage, path: str, inner: Record, earlier: Record | None
         return parameter
     layer = layer_of_path(stage.program, path)
     wrong, unknown = _first_wrong(stage, inner, earlier)
+    if wrong is None and inner.stopped is not None:
+        return _cannot(stage, path, inner, error)
     if wrong is None:
         operators = dict.fromkeys(operator_of(n) for n in inner.nodes.values() if n.op not in ("get_attr", "output"))
         named = operator_of_module(stage.program, path) if not inner.nodes else next(iter(operators))
         cause = "what it returns differs, and its inside cannot be compared node by node"
-        if inner.stopped is not None:
-            cause = f"it cannot be computed: {inner.stopped[1]}"
         return Fault(stage.name, layer, named, path, cause, error=error, others=tuple(list(operators)[1:]))
     return _fault(stage, path, inner, earlier, wrong, unknown)
 
 
+def _cannot(stage: Stage, path: str, inner: Record, error: float) -> Fault:
+    """The node inside a module that stops its simulation."""
+    assert inner.stopped is not None
+    found = next(
+        ((prefix, n) for prefix, n in nodes_inside(stage.program.modules[path], path)
+         if n.op not in ("placeholder", "output") and (f"{prefix}.", n.name) not in inner.nodes),
+        None,
+    )  # fmt: skip
+    layer, cause = layer_of_path(stage.program, path), f"it cannot be computed: {inner.stopped[1]}"
+    if found is None:
+        return Fault(stage.name, layer, operator_of_module(stage.program, path), path, cause, error=error)
+    where, node = found
+    return Fault(stage.name, layer, operator_of(node), where, cause, node.name, text_of(node), error=error)
+
+
 def operator_of_module(program: Program, path: str) -> str:
-    """The kind of a module: its class, or that of torch."""
+    """A module by its name and kind: its class, or that of torch."""
     module = program.modules[path]
-    return module.class_name if isinstance(module, Body) else str(getattr(module, "kind", module))
+    kind = getattr(module, "class_name", None) or getattr(module, "kind", "")
+    return f"{path.rpartition('.')[2]} ({kind})"
 
 
 def _first_wrong(stage: Stage, inner: Record, earlier: Record | None) -> tuple[Key | None, list[Key]]:
@@ -136,7 +152,7 @@ def _wrong_parameter(stage: Stage, path: str) -> Fault | None:
         return None
     changed = [name for name in stage.program.parameters if name.startswith(f"{path}.") and _differs(stage, name)]
     moved = [n for n in stage.program.parameters if n not in changed and _differs(stage, n)]
-    if len(changed) != 1 or any(n.rpartition(".")[2] == changed[0].rpartition(".")[2] for n in moved):
+    if len(changed) != 1 or any(n.split(".")[-2:] == changed[0].split(".")[-2:] for n in moved):
         return None
     name = changed[0]
     now, then = _whole(stage, name), (before_value(stage, name),)
@@ -151,7 +167,10 @@ def _wrong_parameter(stage: Stage, path: str) -> Fault | None:
 def _differs(stage: Stage, name: str) -> bool:
     assert stage.before is not None
     then_spec, spec = stage.before.parameters.get(name), stage.program.parameters[name]
-    if then_spec is None or (then_spec.expression is not None and then_spec.expression == spec.expression and _in_order(spec)):
+    if then_spec is None:
+        return False
+    same = then_spec.expression is not None and then_spec.expression == spec.expression
+    if same and (then_spec.ranges == spec.ranges or _in_order(spec)):
         return False
     now, then = _whole(stage, name), before_value(stage, name)
     return now.shape != then.shape or not torch.equal(now, then)

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from rewriter.analysis.residual import by_layer, residual_blocks
 from rewriter.bisect.finding import Fault
 from rewriter.bisect.inside import locate_inside
 from rewriter.bisect.recording import Record, record, record_module
 from rewriter.bisect.references import Expected
 from rewriter.bisect.stage import Stage
-from rewriter.bisect.statements import layer_of_node, layer_of_path, operator_of, text_of
+from rewriter.bisect.statements import layer_of_node, operator_of, text_of
 from rewriter.bisect.values import Ranks, difference
 from rewriter.bisect.wiring import Slice, locate_in_wiring
+from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
 
@@ -65,7 +67,7 @@ def only(found: Expected, names: Expected) -> Expected:
 def logits_error(stage: Stage) -> float:
     """The relative error of the logits of all ranks; infinite where they cannot be computed."""
     rec = record(stage.program, stage.ids, stage.weights, stage.host)
-    value = rec.values.get(("", _result(stage.program).name))
+    value = rec.values.get(("", result_of(stage.program).name))
     assert stage.expected.logits is not None
     if rec.stopped is not None or value is None:
         return float("inf")
@@ -93,7 +95,7 @@ def locate(stage: Stage) -> Fault:
 def _walk(stage: Stage, rec: Record, limit: float) -> _Walk:
     walk, expected = _Walk(rec), stage.expected
     streams = _streams(stage)
-    result = _result(stage.program)
+    result = result_of(stage.program)
     for node in stage.program.graph.nodes:
         if node.op == "placeholder":
             walk.right.add(node)
@@ -123,9 +125,23 @@ def _walk(stage: Stage, rec: Record, limit: float) -> _Walk:
 
 
 def _streams(stage: Stage) -> dict[int | None, Ranks]:
-    """The stream's values as the reference has them, where it counts them as the program does."""
-    count = sum(marks(n).stream is not None for n in stage.program.graph.nodes)
-    return dict(stage.expected.streams) if count == len(stage.expected.streams) else {}
+    """The stream's values as the reference has them, by their number in the program: a parallel layer makes one value
+    where the model made several."""
+    known, program = stage.expected.streams, stage.program
+    numbers = {marks(n).stream for n in program.graph.nodes} - {None}
+    if len(known) in numbers or len(known) - 1 in numbers or not known:  # a faulty program may lack some
+        return dict(known)
+    try:
+        now, origin = (by_layer(residual_blocks(p)) for p in (program, program.origin or program))
+    except (RewriterError, KeyError):
+        return {}
+    found: dict[int | None, Ranks] = {0: known[0]}
+    number = behind = 0
+    for layer, blocks in now.items():
+        for _ in blocks:
+            number, behind = number + 1, behind + len(origin[layer]) // len(blocks)
+            found[number] = known[behind]
+    return found if behind + 1 == len(known) else {}
 
 
 def _in_module(stage: Stage, walk: _Walk, suspect: _Suspect) -> Fault | None:
@@ -180,8 +196,14 @@ def _stopped(stage: Stage, rec: Record) -> Fault:
     if node is None:
         return Fault(stage.name, None, "", "", why)
     path = str(node.target) if node.op == "call_module" else ""
-    layer = layer_of_path(stage.program, path) if path else layer_of_node(stage.program, node)
-    return Fault(stage.name, layer, operator_of(node), path, f"it cannot be computed: {why}", node.name, text_of(node))
+    if path:
+        inputs = [rec.shards[a] for a in node.args if isinstance(a, fx.Node)]
+        _, inner = record_module(
+            stage.program, stage.program.modules[path], path, inputs, stage.ids, stage.weights, stage.host
+        )
+        return locate_inside(stage, path, inner, None, float("inf"))
+    layer, cause = layer_of_node(stage.program, node), f"it cannot be computed: {why}"
+    return Fault(stage.name, layer, operator_of(node), "", cause, node.name, text_of(node))
 
 
 def _first_input(node: fx.Node) -> fx.Node:
@@ -189,7 +211,7 @@ def _first_input(node: fx.Node) -> fx.Node:
     return next((a for a in node.args if isinstance(a, fx.Node)), node)
 
 
-def _result(program: Program) -> fx.Node:
+def result_of(program: Program) -> fx.Node:
     """The node that computes the logits."""
     output = next(n for n in program.graph.nodes if n.op == "output")
     found: fx.Node = args_of(output)[0]

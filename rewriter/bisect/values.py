@@ -26,13 +26,15 @@ def difference(actual: Ranks, expected: Ranks, *, partial: bool = True) -> float
         found = max(_error(actual[0], e) for e in expected)
     if partial and found and len(actual) != len(expected):
         parts, whole = (actual, expected[0]) if len(expected) == 1 else (expected, actual[0])
-        found = min(found, *(_error(value, whole) for value in _joined(parts, whole)))
+        found = min([found, *(_error(value, whole) for value in _joined(parts, whole))])
     return found
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if actual.shape != expected.shape and actual.numel() == expected.numel():
         actual = actual.reshape(expected.shape)  # tokens of all rows in one dimension, or in two
+    if not actual.numel() or not expected.numel():
+        return 0.0 if actual.shape == expected.shape else float("inf")
     if not expected.is_floating_point():
         return 0.0 if torch.equal(actual, expected.to(actual.dtype)) else float("inf")
     return relative_error(actual.float(), expected.float())

@@ -151,7 +151,7 @@ def _wrong_read(stage: Stage, rec: Record, found: Slice) -> Fault:
     layer = layer_of_path(stage.program, path) if path else _layer(stage.program, node)
     right = _value_meant(stage, rec, found)
     should = f"{node.name} is given {right}" if right else ""
-    gone = _gone(stage, found)
+    gone = None if right else _gone(stage, found)
     if gone is not None and layer_of_node(stage.before or stage.program, gone) is not None:
         cause = f"it was dropped: {node.name} is given {given.name} instead of it"
         return Fault(

@@ -1,0 +1,150 @@
+"""`rewrite bisect`: a fault is found where it was put, by pass, layer and operator; and none where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import bisect_faults as faults
+import pytest
+import torch
+import zoo
+
+from rewriter import ops
+from rewriter.bisect.finding import Bisection
+from rewriter.bisect.passes import bisect_passes
+from rewriter.bisect.recipe import bisect_recipe, real_material
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.passes import available
+from rewriter.recipes.apply import load_recipe
+from rewriter.tracing import trace
+
+aten = torch.ops.aten
+LAYERS = "model.layers"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def made(family: str) -> Path:
+        zoo.save(family, root / family)
+        return root / family
+
+    return made
+
+
+@cache
+def _material(path: Path) -> Any:
+    return real_material(trace(path))
+
+
+def bisected(path: Path, recipe: str, tp: int) -> Bisection:
+    found, material = Bisection(recipe), _material(path)
+    bisect_passes(material, _passes(path, recipe, tp), {"tp": tp}, found)
+    return found
+
+
+@cache
+def _passes(path: Path, recipe: str, tp: int) -> list[Any]:
+    return calibrate(load_recipe(recipe), _material(path).traced, tp).build()
+
+
+# (pass, model, recipe, what is done to the program behind the pass, layer, operator, part of the module's path)
+FAULTS: list[tuple[str, str, str, Any, int | None, str, str]] = [
+    ("tensor_parallel", "llama", "ladder", partial(faults.reduction_missing, layer=1, place=0), 1, "all_reduce", ""),
+    ("tensor_parallel", "llama", "ladder", partial(faults.scaled, layer=2, place=1, factor=0.5), 2, "mul", ""),
+    ("tensor_parallel", "llama", "ladder", partial(faults.reduced_too_late, layer=2, place=0), 2, "all_reduce", ""),
+    ("merge_reductions", "llama", "ladder", partial(faults.subtracted, layer=3, place=0), 3, "sub", ""),
+    ("merge_reductions", "qwen2", "tensor-parallel", partial(faults.add_dropped, layer=1, place=1), 1, "add", ""),
+    ("ladder", "llama", "ladder", partial(faults.wrong_operand, layer=2, place=0), 2, "add", ""),
+    ("ladder", "llama", "ladder", partial(faults.reads, layer=3, place=0, value=6), 3, "the read of", "input_layernorm"),
+    ("ladder", "llama", "ladder", partial(faults.add_dropped, layer=1, place=0), 1, "add", ""),
+    ("desync", "llama", "desync-2x", partial(faults.scaled, layer=2, place=1, factor=2.0), 2, "mul", ""),
+    ("parallel_block", "llama", "parallel", partial(faults.reads, layer=2, place=0, value=1), 2, "the read of", "input_layernorm"),
+    (
+        "tensor_parallel", "llama", "ladder",
+        partial(faults.constant, path=f"{LAYERS}.2.post_attention_layernorm", target=aten.add.Tensor, value=0.1),
+        2, "aten.add.Tensor", "layers.2.post_attention_layernorm",
+    ),
+    (
+        "ladder", "llama", "ladder",
+        partial(faults.dropped, path=f"{LAYERS}.1.mlp", target=aten.silu.default), 1, "aten.silu.default", "layers.1.mlp",
+    ),
+    (
+        "tensor_parallel", "mistral", "tensor-parallel",
+        partial(faults.other_operator, path=f"{LAYERS}.3.mlp", target=aten.mul.Tensor, other=aten.add.Tensor),
+        3, "aten.add.Tensor", "layers.3.mlp",
+    ),
+    (
+        "tensor_parallel", "llama", "tensor-parallel",
+        partial(faults.inserted, path=f"{LAYERS}.1.self_attn", behind="k_proj", factor=0.9),
+        1, "aten.mul.Tensor", "layers.1.self_attn",
+    ),
+    (
+        "fuse_projections", "llama", "ladder", partial(faults.attention_scale, path=f"{LAYERS}.2.self_attn", factor=0.5),
+        2, "attention", "layers.2.self_attn",
+    ),
+    (
+        "overlap", "llama", "ladder", partial(faults.exchanged, path=f"{LAYERS}.0.self_attn", target=ops.attention),
+        0, "attention", "layers.0.self_attn",
+    ),
+    (
+        "tensor_parallel", "llama", "ladder",
+        partial(faults.ranks_exchanged, name=f"{LAYERS}.1.mlp.down_proj.weight"), 1, "down_proj", "mlp.down_proj",
+    ),
+    (
+        "merge_reductions", "gpt2", "tensor-parallel",
+        partial(faults.other_tensor, name="transformer.h.2.ln_2.weight", tensor="transformer.h.1.ln_2.weight"),
+        2, "ln_2", "h.2.ln_2",
+    ),
+    (
+        "tensor_parallel", "llama", "ladder",
+        partial(faults.other_tensor, name=f"{LAYERS}.3.self_attn.o_proj.weight", tensor=f"{LAYERS}.0.self_attn.o_proj.weight"),
+        3, "o_proj", "layers.3.self_attn.o_proj",
+    ),
+    (
+        "tensor_parallel", "llama", "ladder", partial(faults.buffer_changed, path="model.rotary_emb", name="inv_freq"),
+        None, "inv_freq", "rotary_emb",
+    ),
+    (
+        "permute", "llama", "ladder-own-partial",
+        partial(faults.other_tensor, name=f"{LAYERS}.2.self_attn.v_proj.weight", tensor=f"{LAYERS}.1.self_attn.v_proj.weight"),
+        2, "v_proj", "layers.2.self_attn.v_proj",
+    ),
+    (
+        "ladder", "qwen3_moe", "ladder", partial(faults.reduction_missing, layer=2, place=1), 2, "all_reduce", "",
+    ),
+    (
+        "tensor_parallel", "gemma2", "tensor-parallel",
+        partial(faults.constant, path=f"{LAYERS}.2.pre_feedforward_layernorm", target=aten.add.Tensor, value=2.0, number=-1),
+        2, "aten.add.Tensor", "layers.2.pre_feedforward_layernorm",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "recipe", "fault", "layer", "operator", "module"), FAULTS,
+    ids=[f"{i}-{f[0]}-{f[3].func.__name__}" for i, f in enumerate(FAULTS)],
+)  # fmt: skip
+def test_a_fault_of_a_pass_is_found_where_it_was_put(
+    monkeypatch: pytest.MonkeyPatch, saved: Callable[[str], Path], name: str, family: str, recipe: str, fault: Any,
+    layer: int | None, operator: str, module: str,
+) -> None:  # fmt: skip
+    path = saved(family)
+    ranks = 1 if recipe == "parallel" else 2
+    _passes(path, recipe, ranks)  # measured before the fault is there
+    kind = available()[name]
+    right = kind.apply
+    monkeypatch.setattr(kind, "apply", lambda self, program: fault(right(self, program)))
+    found = bisected(path, recipe, ranks)
+    assert found.fault is not None, found.steps
+    got = found.fault
+    assert (got.stage, got.layer) == (name, layer), found.sentence()
+    assert operator in got.operator, found.sentence()
+    assert module in got.module, found.sentence()
+    assert [step.held for step in found.steps] == [*[True] * (len(found.steps) - 1), False]
+    assert found.steps[-1].name == name
