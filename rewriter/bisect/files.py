@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -169,7 +170,8 @@ def compare_text(opened: Reopened, name: str, right: str) -> Fault | None:
         if tag != "equal":
             new, old = "\n".join(a[j1:j2]).strip(), "\n".join(b[i1:i2]).strip()
             cls, function = _place(b, i1)
-            layer, module = _layer_of_class(opened.program, right, cls)
+            kinds = json.loads(opened.planned().texts["config.json"]).get("rewriter_layers") or []
+            layer, module = _layer_of_class(opened.program, right, cls, kinds)
             cause = f"line {j1 + 1} of {name}, {cls + '.' if cls else ''}{function}: {_words(old, new)}"
             return Fault(stage, layer, old.splitlines()[0].strip() if old else new, module, cause, "", new, old)
     return None
@@ -197,25 +199,19 @@ def _words(old: str, new: str) -> str:
     return ", ".join(parts[:3])
 
 
-def _layer_of_class(program: Program, code: str, name: str) -> tuple[int | None, str]:
+def _layer_of_class(program: Program, code: str, name: str, kinds: list[str]) -> tuple[int | None, str]:
     """(the first layer that uses a class of generated code, the path of the module there)."""
     for path, module in walk_modules(program.modules):
         if getattr(module, "class_name", None) == name:
             return layer_of_path(program, path), path
-    found = re.search(rf"\b{name}\([^\n]*?(?:slot=(\d+)|range\((\d+))", code) or re.search(
-        rf"\b{name}\([^\n]*range\((\d+)", code
-    )
-    if found is None:
-        return None, ""
-    layer = next((int(g) for g in found.groups() if g is not None), None)
-    ranged = re.search(rf"\b{name}\([^\n]*range\((\d+)", code)
-    layer = int(ranged[1]) if ranged else layer
-    return layer, f"{program.source.layers}.{layer}"
+    kind = re.search(rf'"(\w+)": {name},', code)
+    if kind is not None and kind[1] in kinds:
+        return kinds.index(kind[1]), f"{program.source.layers}.{kinds.index(kind[1])}"
+    found = re.search(rf"\b{name}\([^\n]*range\((\d+)", code) or re.search(rf"\b{name}\([^\n]*?slot=(\d+)", code)
+    return (int(found[1]), f"{program.source.layers}.{found[1]}") if found else (None, "")
 
 
 def _config(opened: Reopened, stage: str) -> Fault:
-    import json
-
     right = json.loads(opened.planned().texts["config.json"])
     now = read_json(opened.root / "config.json", "Rewrite the model again.")
     for key in dict.fromkeys((*right, *now)):
@@ -227,8 +223,6 @@ def _config(opened: Reopened, stage: str) -> Fault:
 
 def _references(opened: Reopened, stage: str, name: str) -> Fault:
     """The first parameter of which ranks hold other ranges than were written."""
-    import json
-
     references = next(iter(opened.planned().references.values()))
     right: Mapping[str, Any] = json.loads(references_text(references, Checkpoint.open(opened.root)))["parameters"]
     try:

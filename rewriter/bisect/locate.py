@@ -197,11 +197,9 @@ def _stopped(stage: Stage, rec: Record) -> Fault:
         return Fault(stage.name, None, "", "", why)
     path = str(node.target) if node.op == "call_module" else ""
     if path:
-        inputs = [rec.shards[a] for a in node.args if isinstance(a, fx.Node)]
-        _, inner = record_module(
-            stage.program, stage.program.modules[path], path, inputs, stage.ids, stage.weights, stage.host
-        )
-        return locate_inside(stage, path, inner, None, float("inf"))
+        fault = _in_module(stage, _Walk(rec), _Suspect(node, "returned", (), float("inf")))
+        if fault is not None:
+            return fault
     layer, cause = layer_of_node(stage.program, node), f"it cannot be computed: {why}"
     return Fault(stage.name, layer, operator_of(node), "", cause, node.name, text_of(node))
 

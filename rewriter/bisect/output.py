@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from rewriter.bisect.files import changed_files, compare_tensors, compare_text, suspicious_tensor
-from rewriter.bisect.finding import Bisection, Step
+from rewriter.bisect.finding import Bisection, Fault, Step
 from rewriter.bisect.locate import result_of
 from rewriter.bisect.passes import EXACT_SUMS, bisect_passes
 from rewriter.bisect.recipe import Weights, real_material, shrunken_material
 from rewriter.bisect.recording import record
+from rewriter.bisect.values import Ranks
 from rewriter.bisect.written import compare_written, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.scratch import scratch_folder
@@ -85,10 +87,26 @@ def _files(opened: Reopened, changed: list[str], found: Bisection) -> None:
     for name in changed:
         if name not in _generated(manifest):
             continue
-        found.fault = compare_text(opened, name, texts.get(name, ""))
-        found.steps.append(Step(name, found.fault is None))
-        if found.fault is not None:
+        fault = compare_text(opened, name, texts.get(name, ""))
+        found.steps.append(Step(name, fault is None))
+        if fault is not None:
+            found.fault = _where_it_shows(opened, fault, found) if name == "config.json" else fault
             return
+
+
+def _where_it_shows(opened: Reopened, fault: Fault, found: Bisection) -> Fault:
+    """A changed value of the config, with the first module that computes something else by it, if it can be run."""
+    if any(name.endswith(".py") for name in found.steps[0].note.split(", ")) or too_large(opened.origin, 3):
+        return fault
+    tried = Bisection("")
+    try:
+        _checkpoint(opened, tried)
+    except RewriterError as error:
+        return replace(fault, cause=f"{fault.cause}. {error}")
+    if tried.fault is None:
+        return replace(fault, cause=f"{fault.cause}. The logits are the same")
+    cause = f"{fault.cause}; it shows first there, where {tried.fault.cause}"
+    return replace(tried.fault, cause=cause, actual=fault.actual, expected=fault.expected)
 
 
 def _generated(manifest: Manifest) -> set[str]:
@@ -123,21 +141,36 @@ def _written(opened: Reopened, found: Bisection, progress: ProgressCall) -> None
     if too_large(opened.origin, 3):
         found.notes.append("what was written was not run: its weights do not fit into memory")
         return
-    ids, ranks = golden_tokens(program), ranks_of(opened.manifest.mesh)
-    single = single_device(program)
     progress("running the adapted checkpoint")
-    weights = load_weights(single, torch.float32)
-    right = record(single, ids, weights)
-    logits = right.values[("", result_of(single).name)]
-    if not compare_written("adapted checkpoint", run_checkpoint(root, ids), single, right, logits, REAL_WEIGHTS, found):
-        return
-    if not opened.manifest.runtime or ranks > MOST_RANKS:
+    logits = _checkpoint(opened, found)
+    ranks = ranks_of(opened.manifest.mesh)
+    if found.fault is not None:
+        _with_line(opened, found, opened.manifest.adapted.modeling)
+    if found.fault is not None or not opened.manifest.runtime or ranks > MOST_RANKS:
         return
     progress("running the sharded module")
     if is_quantized(program):
         found.notes.append(f"{EXACT_SUMS}; the sharded module, which quantizes them, was not run")
         return
+    ids = golden_tokens(program)
     right = record(exact(program), ids, load_weights(program, torch.float32))
     seen = run_ranks(root, ids, ranks)
-    compare_written("sharded module", seen, program, right, logits, REAL_WEIGHTS, found)
+    if not compare_written("sharded module", seen, program, right, logits, REAL_WEIGHTS, found):
+        _with_line(opened, found, opened.manifest.runtime[mesh_name(opened.manifest.mesh)].module)
 
+
+def _checkpoint(opened: Reopened, found: Bisection) -> Ranks:
+    """Compare the adapted checkpoint with the program on one device; returns the program's logits."""
+    ids, single = golden_tokens(opened.program), single_device(opened.program)
+    right = record(single, ids, load_weights(single, torch.float32))
+    logits = right.values[("", result_of(single).name)]
+    compare_written("adapted checkpoint", run_checkpoint(opened.root, ids), single, right, logits, REAL_WEIGHTS, found)
+    return logits
+
+
+def _with_line(opened: Reopened, found: Bisection, name: str | None) -> None:
+    """Add to the fault the line of the file that is not as it would be generated now."""
+    line = None if name is None else compare_text(opened, name, opened.planned().texts.get(name, ""))
+    if line is not None and found.fault is not None:
+        cause = f"{found.fault.cause}. Not as it is generated now: {line.cause}"
+        found.fault = replace(found.fault, cause=cause, operator=line.operator, actual=line.actual, expected=line.expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,16 @@ EXACT_SUMS = "sums that travel quantized were compared as exact sums"
 
 @dataclass(frozen=True)
 class Material:
-    """What a bisection runs: the unmodified eager model (fp32, eval mode), its trace, tokens [B, S] (int64)."""
+    """What a bisection runs: the unmodified eager model (fp32, eval mode), its trace, tokens [B, S] (int64).
+
+    `kept` are the layers of the model that a shrunken copy has, in order; None for the model itself.
+    """
 
     model: PreTrainedModel
     traced: Program
     ids: torch.Tensor
     on: str
+    kept: tuple[int, ...] | None = None
 
     def weights(self, program: Program) -> Mapping[str, torch.Tensor]:
         """The full weights of a program, fp32."""
@@ -62,7 +67,7 @@ def bisect_passes(
     original = expected_values(reference_of(material.traced, ()), material.model, material.ids)
     weights = material.weights(material.traced)
     stage = Stage(TRACING, material.traced, None, weights, weights, material.ids, original, EXACT, material.host)
-    if not _holds(stage, found):
+    if not _holds(stage, found, material.kept):
         return material.traced
     shown = comparable(
         original, record(material.traced, material.ids, weights, material.host), material.traced, EXACT
@@ -82,7 +87,7 @@ def bisect_passes(
         if is_quantized(made) and EXACT_SUMS not in found.notes:
             found.notes.append(EXACT_SUMS)
         program = made
-        if not _holds(stage, found):
+        if not _holds(stage, found, material.kept):
             break
     return program
 
@@ -111,11 +116,23 @@ def _stage(
     )
 
 
-def _holds(stage: Stage, found: Bisection) -> bool:
+def _holds(stage: Stage, found: Bisection, kept: Sequence[int] | None) -> bool:
     """Whether a stage computes the logits that it should; adds the step, and the fault where it does not."""
     error = logits_error(stage)
     held = error <= stage.limit
     found.steps.append(Step(stage.name, held, error))
     if not held:
-        found.fault = locate(stage)
+        found.fault = _of_the_model(locate(stage), kept)
+        if kept is not None:
+            found.notes.append(f"nodes are named as in the copy, whose layers are {', '.join(map(str, kept))} of the model")
     return held
+
+
+def _of_the_model(fault: Fault, kept: Sequence[int] | None) -> Fault:
+    """A fault of a shrunken copy, with the layer of the model that it stands for."""
+    if kept is None or fault.layer is None or list(kept) == list(range(len(kept))):
+        return fault
+    layer = kept[fault.layer]
+    module = re.sub(rf"\.{fault.layer}(?=\.|$)", f".{layer}", fault.module, count=1)
+    operator = fault.operator.replace(fault.module, module) if fault.module else fault.operator
+    return replace(fault, layer=layer, module=module, operator=operator)

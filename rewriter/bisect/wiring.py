@@ -44,6 +44,12 @@ def locate_in_wiring(stage: Stage, rec: Record, found: Slice) -> Fault:
     if not found.inside:
         return _wrong_read(stage, rec, found)
     culprit, changed = _culprit(stage, found)
+    if culprit is not None and (lost := _lost(stage, culprit)) is not None:
+        cause = f"it was dropped: {culprit.name} takes another value in its place"
+        return Fault(
+            stage.name, _layer(stage.before or stage.program, lost), operator_of(lost), "", cause, lost.name,
+            text_of(culprit), text_of(lost), found.error,
+        )  # fmt: skip
     gone = None if culprit is not None else _gone(stage, found)
     value = rec.values.get(("", found.ends[0].name))
     how = "" if value is None or found.expected is None else relation(value, found.expected, stage.limit)
@@ -113,6 +119,14 @@ def _through(node: fx.Node) -> str:
     while node.target in _EXCHANGES:
         node = node.all_input_nodes[0]
     return str(node.target) if node.op == "get_attr" else node.name
+
+
+def _lost(stage: Stage, node: fx.Node) -> fx.Node | None:
+    """What the node took before the pass and that is there no more, but for exchanges."""
+    old = _before(stage, node)
+    now = {n.name for n in stage.program.graph.nodes}
+    taken = [] if old is None else [n for n in old.all_input_nodes if n.op == "call_function"]
+    return next((n for n in taken if n.name not in now and n.target not in _EXCHANGES), None)
 
 
 def _gone(stage: Stage, found: Slice) -> fx.Node | None:
