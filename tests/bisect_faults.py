@@ -30,9 +30,7 @@ def block_node(program: Program, graph: fx.Graph, layer: int, place: int) -> fx.
     return next(n for n in graph.nodes if n.name == block.add.name)
 
 
-def in_body(
-    program: Program, path: str, change: Callable[[fx.Graph], Any], inner: str = ""
-) -> Program:
+def in_body(program: Program, path: str, change: Callable[[fx.Graph], Any], inner: str = "") -> Program:
     """`program` with the body at `path` (a copy of its own) changed; `inner` names a body inside it."""
 
     def changed(module: Module, rest: str) -> Module:

@@ -19,4 +19,4 @@ COMPILER = [
     {"convert", "coverage"},
 ]
 RUNTIME = [{"runtime"}, {"training", "emulation"}]
-TOP = [{"predict", "adapt", "serving"}, {"api"}, {"__init__"}, {"cli"}]
+TOP = [{"predict", "adapt", "serving", "bisect", "diff", "doctor"}, {"api"}, {"__init__"}, {"cli"}]

@@ -50,10 +50,16 @@ def in_order_of_use(program: Program, names: set[str]) -> list[str]:
 def module_of(program: Program, tensor: str) -> tuple[str, str]:
     """(path, kind) of the module that uses a tensor; the tensor's own path where none is known."""
     path = next(
-        (n for n, p in program.parameters.items() if p.expression is not None and tensor in set(p.expression.tensors())),
+        (
+            n
+            for n, p in program.parameters.items()
+            if p.expression is not None and tensor in set(p.expression.tensors())
+        ),
         tensor,
     ).rpartition(".")[0]
-    kinds = {p: m.kind if isinstance(m, Leaf) else getattr(m, "class_name", "") for p, m in walk_modules(program.modules)}
+    kinds = {
+        p: m.kind if isinstance(m, Leaf) else getattr(m, "class_name", "") for p, m in walk_modules(program.modules)
+    }
     return path, kinds.get(path, "")
 
 

@@ -111,7 +111,9 @@ def _fault(
     gone = _gone_before(inner, earlier, wrong) if earlier is not None else None
     if gone is not None:
         cause = f"it was dropped before {node.name}" + (f"; of {node.name}, {how}" if how else "")
-        return Fault(stage.name, layer, operator_of(gone), module, cause, gone.name, text_of(node), text_of(gone), error)
+        return Fault(
+            stage.name, layer, operator_of(gone), module, cause, gone.name, text_of(node), text_of(gone), error
+        )
     cause = f"of its value, {how}" if how else "what it computes of the same inputs differs"
     if old is not None and text_of(old) != text_of(node):
         cause = f"the pass changed it: {text_of(old)} became {text_of(node)}"

@@ -19,6 +19,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
 
+
 @dataclass(frozen=True)
 class _Suspect:
     """The first wrong value: of what `node` is given, returns, or as a value of the stream."""

@@ -173,4 +173,6 @@ def _with_line(opened: Reopened, found: Bisection, name: str | None) -> None:
     line = None if name is None else compare_text(opened, name, opened.planned().texts.get(name, ""))
     if line is not None and found.fault is not None:
         cause = f"{found.fault.cause}. Not as it is generated now: {line.cause}"
-        found.fault = replace(found.fault, cause=cause, operator=line.operator, actual=line.actual, expected=line.expected)
+        found.fault = replace(
+            found.fault, cause=cause, operator=line.operator, actual=line.actual, expected=line.expected
+        )

@@ -204,7 +204,9 @@ def _compare(name: str, a: Side, ours: Seen, theirs: Seen, found: Bisection) -> 
         if (fault := _parting(name, a.program, ours, theirs, REAL_WEIGHTS * factor)) is not None:
             found.fault = fault
             return
-    found.fault = Fault(name, None, "", "", "the logits differ, and no module is given or gives other values", error=error)
+    found.fault = Fault(
+        name, None, "", "", "the logits differ, and no module is given or gives other values", error=error
+    )
 
 
 def _parting(name: str, program: Program, ours: Seen, theirs: Seen, limit: float) -> Fault | None:

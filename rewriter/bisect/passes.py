@@ -124,7 +124,9 @@ def _holds(stage: Stage, found: Bisection, kept: Sequence[int] | None) -> bool:
     if not held:
         found.fault = _of_the_model(locate(stage), kept)
         if kept is not None:
-            found.notes.append(f"nodes are named as in the copy, whose layers are {', '.join(map(str, kept))} of the model")
+            found.notes.append(
+                f"nodes are named as in the copy, whose layers are {', '.join(map(str, kept))} of the model"
+            )
     return held
 
 

@@ -100,7 +100,9 @@ def shrunken_material(
     model, copy, _ = telling_copy(small, mapped, mesh, scratch / "model", source.remote_code, progress)
     length = min(_TOKENS, test_lengths(small)[-1])
     layers = f"layers {', '.join(map(str, kept))} of {count}" if len(kept) < count else f"all {count} layers"
-    return Material(model, copy, random_ids(small, length), f"a shrunken copy: {layers}, random weights", tuple(kept)), mapped
+    return Material(
+        model, copy, random_ids(small, length), f"a shrunken copy: {layers}, random weights", tuple(kept)
+    ), mapped
 
 
 def _plan(traced: Program, passes: Sequence[Pass], mesh: Mapping[str, int]) -> Any:

@@ -105,7 +105,9 @@ def compare_written(
         if (fault := first_parting(name, seen, program, right, limit * factor)) is not None:
             found.fault = fault
             return False
-    found.fault = Fault(name, None, "", "", "the logits differ, and no module is given or gives other values", error=error)
+    found.fault = Fault(
+        name, None, "", "", "the logits differ, and no module is given or gives other values", error=error
+    )
     return False
 
 
@@ -134,4 +136,3 @@ def first_parting(name: str, seen: Seen, program: Program, right: Record, limit:
             return Fault(name, layer, f"what {path} is given", path, cause, node.name, error=error)
         before = path
     return None
-

@@ -60,6 +60,13 @@ Validate = Annotated[
 ]
 Html = Annotated[Path | None, _File(help="Write the report as one HTML file.")]
 
+# --- of `diff` and `bisect` ---
+
+SourceModel = Annotated[
+    Path | None,
+    typer.Option("--source", metavar="DIR", help="The model that A was made of. Without it: where its name leads."),
+]
+
 # --- of `generate` ---
 
 PromptText = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue.")]
