@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rewriter.adapt.adaptation import AdaptReport
     from rewriter.bisect.finding import Bisection
     from rewriter.convert.report import ConversionReport
-    from rewriter.diff.differences import Differences
+    from rewriter.diff.compare import DiffReport
     from rewriter.emit.manifest import Manifest
     from rewriter.ir import Program
     from rewriter.predict.results import RecipeComparison
@@ -107,7 +107,7 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     return verify(directory, progress=progress)
 
 
-def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> Differences:
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> DiffReport:
     """What a recipe changed, or two outputs differ in: `rewriter.diff.compare.diff` has the options.
 
     diff("out"); diff("out", "other"); diff("model", recipe="ladder", tp=8).to_html()

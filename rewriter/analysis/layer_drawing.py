@@ -24,7 +24,8 @@ STYLE = (
     ".rt{font:12px system-ui,sans-serif;fill:currentColor}.rw{font:11px system-ui,sans-serif;fill:#fff;"
     "text-anchor:middle}.rc{text-anchor:middle}.rq{font-size:11px;opacity:.75}.rn{fill:currentColor}"
     ".rx{fill:#d8552f}.rh{fill:#4f9c78}.rd{fill:none;stroke:#d8552f;stroke-width:1.6}"
-    ".rp{stroke:var(--ground,#fff);stroke-width:1.4}.re{stroke:#c07a10;fill:none;stroke-width:1.9}.ra{stroke-dasharray:4 3}.rg{stroke:currentColor;opacity:.3;stroke-dasharray:2 4;fill:none}"
+    ".rp{stroke:var(--ground,#fff);stroke-width:1.4}.re{stroke:#c07a10;fill:none;stroke-width:1.9}"
+    ".ra{stroke-dasharray:4 3}.rg{stroke:currentColor;opacity:.3;stroke-dasharray:2 4;fill:none}"
 )
 LEGEND = (
     ("re", "reads an earlier value"), ("re ra", "reads an earlier value and its rank's own part"),

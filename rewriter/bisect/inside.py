@@ -10,7 +10,7 @@ from rewriter.bisect.recording import Key, Record
 from rewriter.bisect.stage import Stage
 from rewriter.bisect.statements import layer_of_path, operator_of, text_of
 from rewriter.bisect.values import Ranks, difference, relation
-from rewriter.ir import Body, Parameter, Program, nodes_inside
+from rewriter.ir import Parameter, Program, nodes_inside
 from rewriter.verify.simulate import whole_parameter
 
 

@@ -131,7 +131,7 @@ def _streams(stage: Stage) -> dict[int | None, Ranks]:
     known, program = stage.expected.streams, stage.program
     numbers = {marks(n).stream for n in program.graph.nodes} - {None}
     if len(known) in numbers or len(known) - 1 in numbers or not known:  # a faulty program may lack some
-        return dict(known)
+        return {number: known[number] for number in known}  # keys that may also be None
     try:
         now, origin = (by_layer(residual_blocks(p)) for p in (program, program.origin or program))
     except (RewriterError, KeyError):

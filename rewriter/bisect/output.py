@@ -1,4 +1,4 @@
-"""`rewrite bisect DIR`: where an output stops computing what its recipe says: its files, its passes, what was written."""
+"""`rewrite bisect DIR`: where an output stops computing what its recipe says: files, passes, what was written."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def bisect_output(
     found.steps.append(Step("files", not changed, note=", ".join(changed[:3])))
     original = find_source(root, manifest, source)
     if original is None:
-        found.notes.append(f"its source, {manifest.source.name}, is not here (--source DIR): weights were compared with "
-                           "nothing")  # fmt: skip
+        found.notes.append(f"its source, {manifest.source.name}, is not here (--source DIR): weights were compared "
+                           "with nothing")  # fmt: skip
     with scratch_folder("bisect") as scratch:
         progress("tracing")
         opened = reopen(root, manifest, original, scratch, trust_remote_code)

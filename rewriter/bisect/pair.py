@@ -19,8 +19,8 @@ from rewriter.bisect.recording import record
 from rewriter.bisect.references import Expected
 from rewriter.bisect.stage import Stage
 from rewriter.bisect.statements import layer_of_path
-from rewriter.bisect.values import difference, relation
-from rewriter.bisect.written import Seen, run_checkpoint, run_ranks
+from rewriter.bisect.values import Ranks, difference, relation
+from rewriter.bisect.written import UNSEEN, Seen, run_checkpoint, run_ranks
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Tensor
 from rewriter.common.scratch import scratch_folder
@@ -61,7 +61,7 @@ def bisect_pair(
     """Where `first` parts from `second`: outputs of rewriter, or models, that should compute the same.
 
     In this order, up to the first that differs: tensors of the same name, in the order of use; where the recipes
-    differ, the programs behind each pass, on the weights of `first`; both checkpoints as transformers loads them, module
+    differ, the programs behind each pass, on each side's weights; both checkpoints as transformers loads them, module
     by module; and, on the same mesh, both sharded modules. Raises RewriterError for bad input and for models of
     different layers.
     """
@@ -154,7 +154,8 @@ def _aligned(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _stage(name: str, ours: Program, theirs: Program, ids: torch.Tensor) -> Stage:
     weights = [load_weights(program, torch.float32) for program in (ours, theirs)]
     right = record(theirs, ids, weights[1])
-    given, returned = {}, {}
+    given: dict[str, Ranks] = {}
+    returned: dict[str, Ranks] = {}
     for node in theirs.graph.nodes:
         if node.op == "call_module" and node.args:
             path = str(node.target)
@@ -204,9 +205,7 @@ def _compare(name: str, a: Side, ours: Seen, theirs: Seen, found: Bisection) -> 
         if (fault := _parting(name, a.program, ours, theirs, REAL_WEIGHTS * factor)) is not None:
             found.fault = fault
             return
-    found.fault = Fault(
-        name, None, "", "", "the logits differ, and no module is given or gives other values", error=error
-    )
+    found.fault = Fault(name, None, "", "", UNSEEN, error=error)
 
 
 def _parting(name: str, program: Program, ours: Seen, theirs: Seen, limit: float) -> Fault | None:

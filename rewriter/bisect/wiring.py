@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 from torch import fx
 
 from rewriter import ops
@@ -81,7 +82,7 @@ def _culprit(stage: Stage, found: Slice) -> tuple[fx.Node | None, list[fx.Node]]
         if any(_right_without(stage, found, node, source) for source in node.all_input_nodes):
             return node, changed
     exchanged = [n for n in changed if is_collective(n)]
-    return (exchanged or changed or [None])[0], changed
+    return next(iter(exchanged or changed), None), changed
 
 
 def _right_without(stage: Stage, found: Slice, node: fx.Node, source: fx.Node) -> bool:

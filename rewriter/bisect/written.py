@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import fx
 
 from rewriter.bisect.finding import Bisection, Fault, Step
 from rewriter.bisect.recording import Record
@@ -19,6 +20,8 @@ from rewriter.common.processes import Processes, environment, placed, write_json
 from rewriter.ir import Program
 from rewriter.verify.quantized_loading import quantization
 from rewriter.verify.subprocess_logits import TIMEOUT
+
+UNSEEN = "the logits differ, and no module is given or gives other values"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _same(values: Ranks) -> Ranks:
 def compare_written(
     name: str, seen: Seen, program: Program, right: Record, logits: Ranks, limit: float, found: Bisection
 ) -> bool:
-    """Whether a run computes the `logits` of `program`, whose values are `right`; else the fault is added to `found`."""
+    """Whether a run computes the `logits` of `program`, whose values are `right`; else `found` gets the fault."""
     error = difference(seen.logits, logits, partial=False)
     found.steps.append(Step(name, error <= limit, error))
     if error <= limit:
@@ -105,10 +108,12 @@ def compare_written(
         if (fault := first_parting(name, seen, program, right, limit * factor)) is not None:
             found.fault = fault
             return False
-    found.fault = Fault(
-        name, None, "", "", "the logits differ, and no module is given or gives other values", error=error
-    )
+    found.fault = Fault(name, None, "", "", UNSEEN, error=error)
     return False
+
+
+def _name(value: object) -> str:
+    return value.name if isinstance(value, fx.Node) else ""
 
 
 def first_parting(name: str, seen: Seen, program: Program, right: Record, limit: float) -> Fault | None:
@@ -118,7 +123,7 @@ def first_parting(name: str, seen: Seen, program: Program, right: Record, limit:
         if node.op != "call_module":
             continue
         prefix, path = key[0], key[0] + str(node.target)
-        first = right.values.get((prefix, node.args[0].name)) if node.args else None  # type: ignore[union-attr]
+        first = right.values.get((prefix, _name(node.args[0]))) if node.args else None
         for side, expected in (("given", first), ("returned", right.values[key])):
             actual = getattr(seen, side).get(path)
             if actual is None or expected is None:

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from rewriter.analysis.communication import collectives, summary
 from rewriter.analysis.layer_drawing import layers_drawing
-from rewriter.analysis.layer_wiring import wired_layers
 from rewriter.common.errors import RewriterError
 from rewriter.common.scratch import scratch_folder
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.reopened import find_source, reopen
 from rewriter.diff.code import code_difference
 from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
+from rewriter.diff.page import page
 from rewriter.diff.programs import layers_between, passes_between, passes_of
 from rewriter.diff.tensors import tensors_between
+from rewriter.diff.terminal import tables
 from rewriter.emit.huggingface import emit_huggingface
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
 from rewriter.emit.output_files import runtime_module
@@ -33,6 +36,18 @@ from rewriter.tracing import trace
 from rewriter.weights import Checkpoint
 
 ProgressCall = Callable[..., None]
+_NO_MODEL = "{}: no model and no output of `rewrite`. Give a directory with a config.json"
+
+
+class DiffReport(Differences):
+    """Differences that can be printed with rich and written as a page."""
+
+    def to_html(self) -> str:
+        """The report as one page that needs no network, no script and no other file."""
+        return page(self)
+
+    def __rich__(self) -> RenderableType:
+        return tables(self)
 
 
 @dataclass(frozen=True)
@@ -64,12 +79,12 @@ def diff(
     tensors: bool = True,
     trust_remote_code: bool = False,
     progress: ProgressCall = lambda *_: None,
-) -> Differences:
+) -> DiffReport:
     """What differs between `first` and `second`: passes, layers, generated code, tensors.
 
     `first` alone, an output of rewriter, is compared with its source: what the recipe changed. The source is found by
-    its name in the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is a
-    model, and is compared with what the recipe makes of it on `tp` × `sp` ranks, with nothing written. Otherwise both
+    its name in the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is
+    a model, and is compared with what the recipe makes of it on `tp` × `sp` ranks, with nothing written. Otherwise both
     are outputs or models. A model without recipe is shown on the ranks of the other side, under plain tensor
     parallelism. Raises RewriterError for bad input.
     """
@@ -124,7 +139,7 @@ def _two(first: Path, second: Path, scratch: Path, trust_remote_code: bool) -> t
     for place, (root, manifest) in enumerate(zip((first, second), manifests, strict=True)):
         if manifest is None:
             if not (root / "config.json").is_file():
-                raise RewriterError(f"{root}: no model and no output of `rewrite`. Give a directory with a config.json")
+                raise RewriterError(_NO_MODEL.format(root))
             sides.append(_model(root.name, root, trace(root, trust_remote_code=trust_remote_code), mesh))
         else:
             program = reopen(root, manifest, None, scratch / str(place), trust_remote_code).program
@@ -160,7 +175,7 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
     return Side(root.name, root, manifest, program, module, read(manifest.adapted.modeling))
 
 
-def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> Differences:
+def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
     alone = before.manifest is None
     names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
     passes: list[PassDifference] = (
@@ -171,18 +186,26 @@ def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progres
                         after.module)
     ]  # fmt: skip
     if before.modeling or after.modeling:
-        code.append(code_difference("modeling file", names[0], before.modeling, names[1], after.modeling))
+        code.append(
+            code_difference("modeling file", _modeling(before, names[0]), before.modeling, names[1], after.modeling)
+        )
     layers: list[LayerDifference] = layers_between(before.program, after.program)
     found: TensorDifferences | None = None
     if tensors and before.root is not None and after.root is not None:
         found = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
     drawings = tuple(
-        layers_drawing(wired_layers(side.program), f"{name}: {side.recipe}, {_mesh(side)}") if layers else ""
-        for name, side in zip(names, (before, after), strict=True)
+        layers_drawing(wired, f"{name}: {side.recipe}, {_mesh(side)}") if layers else ""
+        for name, side, wired in zip(
+            names, (before, after), ([x.before for x in layers], [x.after for x in layers]), strict=True
+        )
     )
-    return Differences(
+    return DiffReport(
         names[0], names[1], _facts(before, after), passes, layers, code, found, notes, (drawings[0], drawings[1])
     )  # fmt: skip
+
+
+def _modeling(side: Side, name: str) -> str:
+    return name if side.modeling else f"{name}: transformers' own"
 
 
 def _mesh(side: Side) -> str:

@@ -117,17 +117,6 @@ class Differences:
         """The report as JSON."""
         return json.dumps({"same": self.same} | self.to_dict(), indent=2, ensure_ascii=False)
 
-    def to_html(self) -> str:
-        """The report as one page that needs no network, no script and no other file."""
-        from rewriter.diff.page import page
-
-        return page(self)
-
-    def __rich__(self) -> Any:
-        from rewriter.diff.terminal import tables
-
-        return tables(self)
-
     def _repr_html_(self) -> str:
         return "".join(f"<div>{drawing}</div>" for drawing in self.drawings)
 

@@ -71,11 +71,9 @@ def _alone(step: tuple[PassRecord, Program, Program], side: str) -> PassDifferen
 
 
 def text_difference(before: str, after: str, name_before: str, name_after: str) -> list[str]:
-    """A unified diff; empty where the texts are the same."""
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), name_before, name_after, lineterm="", n=_CONTEXT
-    )
-    return list(lines)
+    """A unified diff of printed IR without its history; empty where the rest is the same."""
+    a, b = (text.partition("\nhistory\n")[0].splitlines() for text in (before, after))
+    return list(difflib.unified_diff(a, b, name_before, name_after, lineterm="", n=_CONTEXT))
 
 
 def _operators(before: Program, after: Program) -> dict[str, tuple[int, int]]:
