@@ -22,6 +22,7 @@ from rewriter.bisect.values import difference, relation
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.convert.pass_measurements import calibrate
+from rewriter.ir import Program
 from rewriter.passes import available
 from rewriter.recipes.apply import load_recipe
 from rewriter.tracing import trace
@@ -74,69 +75,154 @@ FAULTS: list[tuple[str, str, str, Any, int | None, str, str]] = [
     ("merge_reductions", "llama", "ladder", partial(faults.subtracted, layer=3, place=0), 3, "sub", ""),
     ("merge_reductions", "qwen2", "tensor-parallel", partial(faults.add_dropped, layer=1, place=1), 1, "add", ""),
     ("ladder", "llama", "ladder", partial(faults.wrong_operand, layer=2, place=0), 2, "add", ""),
-    ("ladder", "llama", "ladder", partial(faults.reads, layer=3, place=0, value=6), 3, "the read of", "input_layernorm"),
+    (
+        "ladder",
+        "llama",
+        "ladder",
+        partial(faults.reads, layer=3, place=0, value=6),
+        3,
+        "the read of",
+        "input_layernorm",
+    ),
     ("ladder", "llama", "ladder", partial(faults.add_dropped, layer=1, place=0), 1, "add", ""),
     ("desync", "llama", "desync-2x", partial(faults.scaled, layer=2, place=1, factor=2.0), 2, "mul", ""),
-    ("parallel_block", "llama", "parallel", partial(faults.reads, layer=2, place=0, value=1), 2, "the read of", "input_layernorm"),
     (
-        "tensor_parallel", "llama", "ladder",
+        "parallel_block",
+        "llama",
+        "parallel",
+        partial(faults.reads, layer=2, place=0, value=1),
+        2,
+        "the read of",
+        "input_layernorm",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "ladder",
         partial(faults.constant, path=f"{LAYERS}.2.post_attention_layernorm", target=aten.add.Tensor, value=0.1),
-        2, "aten.add.Tensor", "layers.2.post_attention_layernorm",
+        2,
+        "aten.add.Tensor",
+        "layers.2.post_attention_layernorm",
     ),
     (
-        "ladder", "llama", "ladder",
-        partial(faults.dropped, path=f"{LAYERS}.1.mlp", target=aten.silu.default), 1, "aten.silu.default", "layers.1.mlp",
+        "ladder",
+        "llama",
+        "ladder",
+        partial(faults.dropped, path=f"{LAYERS}.1.mlp", target=aten.silu.default),
+        1,
+        "aten.silu.default",
+        "layers.1.mlp",
     ),
     (
-        "tensor_parallel", "mistral", "tensor-parallel",
+        "tensor_parallel",
+        "mistral",
+        "tensor-parallel",
         partial(faults.other_operator, path=f"{LAYERS}.3.mlp", target=aten.mul.Tensor, other=aten.add.Tensor),
-        3, "aten.add.Tensor", "layers.3.mlp",
+        3,
+        "aten.add.Tensor",
+        "layers.3.mlp",
     ),
     (
-        "tensor_parallel", "llama", "tensor-parallel",
+        "tensor_parallel",
+        "llama",
+        "tensor-parallel",
         partial(faults.inserted, path=f"{LAYERS}.1.self_attn", behind="k_proj", factor=0.9),
-        1, "aten.mul.Tensor", "layers.1.self_attn",
+        1,
+        "aten.mul.Tensor",
+        "layers.1.self_attn",
     ),
     (
-        "fuse_projections", "llama", "ladder", partial(faults.attention_scale, path=f"{LAYERS}.2.self_attn", factor=0.5),
-        2, "attention", "layers.2.self_attn",
+        "fuse_projections",
+        "llama",
+        "ladder",
+        partial(faults.attention_scale, path=f"{LAYERS}.2.self_attn", factor=0.5),
+        2,
+        "attention",
+        "layers.2.self_attn",
     ),
     (
-        "overlap", "llama", "ladder", partial(faults.exchanged, path=f"{LAYERS}.0.self_attn", target=ops.attention),
-        0, "attention", "layers.0.self_attn",
+        "overlap",
+        "llama",
+        "ladder",
+        partial(faults.exchanged, path=f"{LAYERS}.0.self_attn", target=ops.attention),
+        0,
+        "attention",
+        "layers.0.self_attn",
     ),
     (
-        "tensor_parallel", "llama", "ladder",
-        partial(faults.ranks_exchanged, name=f"{LAYERS}.1.mlp.down_proj.weight"), 1, "down_proj", "mlp.down_proj",
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(faults.ranks_exchanged, name=f"{LAYERS}.1.mlp.down_proj.weight"),
+        1,
+        "down_proj",
+        "mlp.down_proj",
     ),
     (
-        "merge_reductions", "gpt2", "tensor-parallel",
+        "merge_reductions",
+        "gpt2",
+        "tensor-parallel",
         partial(faults.other_tensor, name="transformer.h.2.ln_2.weight", tensor="transformer.h.1.ln_2.weight"),
-        2, "ln_2", "h.2.ln_2",
+        2,
+        "ln_2",
+        "h.2.ln_2",
     ),
     (
-        "tensor_parallel", "llama", "ladder",
-        partial(faults.other_tensor, name=f"{LAYERS}.3.self_attn.o_proj.weight", tensor=f"{LAYERS}.0.self_attn.o_proj.weight"),
-        3, "o_proj", "layers.3.self_attn.o_proj",
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(
+            faults.other_tensor,
+            name=f"{LAYERS}.3.self_attn.o_proj.weight",
+            tensor=f"{LAYERS}.0.self_attn.o_proj.weight",
+        ),
+        3,
+        "o_proj",
+        "layers.3.self_attn.o_proj",
     ),
     (
-        "tensor_parallel", "llama", "ladder", partial(faults.buffer_changed, path="model.rotary_emb", name="inv_freq"),
-        None, "inv_freq", "rotary_emb",
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(faults.buffer_changed, path="model.rotary_emb", name="inv_freq"),
+        None,
+        "inv_freq",
+        "rotary_emb",
     ),
     (
-        "permute", "llama", "ladder-own-partial",
-        partial(faults.other_tensor, name=f"{LAYERS}.2.self_attn.v_proj.weight", tensor=f"{LAYERS}.1.self_attn.v_proj.weight"),
-        2, "v_proj", "layers.2.self_attn.v_proj",
+        "permute",
+        "llama",
+        "ladder-own-partial",
+        partial(
+            faults.other_tensor,
+            name=f"{LAYERS}.2.self_attn.v_proj.weight",
+            tensor=f"{LAYERS}.1.self_attn.v_proj.weight",
+        ),
+        2,
+        "v_proj",
+        "layers.2.self_attn.v_proj",
     ),
     (
-        "ladder", "qwen3_moe", "ladder", partial(faults.reduction_missing, layer=2, place=1), 2, "all_reduce", "",
+        "ladder",
+        "qwen3_moe",
+        "ladder",
+        partial(faults.reduction_missing, layer=2, place=1),
+        2,
+        "all_reduce",
+        "",
     ),
     (
-        "tensor_parallel", "gemma2", "tensor-parallel",
-        partial(faults.constant, path=f"{LAYERS}.2.pre_feedforward_layernorm", target=aten.add.Tensor, value=2.0, number=-1),
-        2, "aten.add.Tensor", "layers.2.pre_feedforward_layernorm",
+        "tensor_parallel",
+        "gemma2",
+        "tensor-parallel",
+        partial(
+            faults.constant, path=f"{LAYERS}.2.pre_feedforward_layernorm", target=aten.add.Tensor, value=2.0, number=-1
+        ),
+        2,
+        "aten.add.Tensor",
+        "layers.2.pre_feedforward_layernorm",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +256,7 @@ def test_where_nothing_is_wrong_nothing_is_found(
 ) -> None:
     found = bisected(saved(family), recipe, tp)
     assert found.fault is None, found.sentence()
-    assert [step.name for step in found.steps][0] == "tracing"
+    assert found.steps[0].name == "tracing"
     assert all(step.held for step in found.steps)
 
 

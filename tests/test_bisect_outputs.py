@@ -63,15 +63,42 @@ O_PROJ = '"model.layers.2.self_attn.o_proj.weight", 1, [[[0, 32]], [[32, 64]]]'
 
 # (what is done to the files, stage, layer, operator, module, part of the cause)
 FAULTS: list[tuple[Any, str, int | None, str, str, str]] = [
-    (tensor(f"{LAYERS}.3.mlp.up_proj.weight", lambda t: t * 2), "weights", 3, "up_proj", "layers.3.mlp.up_proj", "2 times"),
-    (tensor(f"{LAYERS}.1.self_attn.k_proj.weight", shuffled), "weights", 1, "k_proj", "self_attn.k_proj", "another order"),
+    (
+        tensor(f"{LAYERS}.3.mlp.up_proj.weight", lambda t: t * 2),
+        "weights",
+        3,
+        "up_proj",
+        "layers.3.mlp.up_proj",
+        "2 times",
+    ),
+    (
+        tensor(f"{LAYERS}.1.self_attn.k_proj.weight", shuffled),
+        "weights",
+        1,
+        "k_proj",
+        "self_attn.k_proj",
+        "another order",
+    ),
     (tensor(f"{LAYERS}.2.self_attn.o_proj.weight", one_element), "weights", 2, "o_proj", "o_proj", "1 of 4,096"),
     (tensor("model.norm.weight", torch.zeros_like), "weights", None, "norm", "model.norm", "zero"),
-    (text(MODULE, "F.silu(gate) * up", "F.silu(gate) + up"), "sharded module", 0, "F.silu(gate) * up", "mlp", "`*` became `+`"),
+    (
+        text(MODULE, "F.silu(gate) * up", "F.silu(gate) + up"),
+        "sharded module",
+        0,
+        "F.silu(gate) * up",
+        "mlp",
+        "`*` became `+`",
+    ),
     (text(MODELING, "+ mlp", "- mlp"), "adapted checkpoint", 0, "+ mlp", "layers.0", "`+` became `-`"),
-    (text("runtime/tp2/weights.json", O_PROJ, O_PROJ.replace("[[32, 64]]", "[[0, 32]]")), "sharded module", 2, "o_proj",
-     "self_attn.o_proj", "other elements"),
-]  # fmt: skip
+    (
+        text("runtime/tp2/weights.json", O_PROJ, O_PROJ.replace("[[32, 64]]", "[[0, 32]]")),
+        "sharded module",
+        2,
+        "o_proj",
+        "self_attn.o_proj",
+        "other elements",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fault", "stage", "layer", "operator", "module", "cause"), FAULTS, ids=range(len(FAULTS)))
@@ -101,7 +128,7 @@ def test_what_was_written_wrong_is_found_where_hashes_agree(copy: Path, source: 
     faults.sign(copy)
     found = api.bisect(copy, source=source)
     assert found.fault is not None
-    assert [s.name for s in found.steps][0] == "files"
+    assert found.steps[0].name == "files"
     assert found.steps[0].held
     assert (found.fault.stage, found.fault.operator) == ("sharded module", "x = x + self_attn"), found.fault
     assert found.fault.layer is not None
