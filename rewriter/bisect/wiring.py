@@ -51,6 +51,8 @@ def locate_in_wiring(stage: Stage, rec: Record, found: Slice) -> Fault:
             stage.name, _layer(stage.before or stage.program, lost), operator_of(lost), "", cause, lost.name,
             text_of(culprit), text_of(lost), found.error,
         )  # fmt: skip
+    if culprit is None and found.reads and _value_meant(stage, rec, found):
+        return _wrong_read(stage, rec, found)
     gone = None if culprit is not None else _gone(stage, found)
     value = rec.values.get(("", found.ends[0].name))
     how = "" if value is None or found.expected is None else relation(value, found.expected, stage.limit)
