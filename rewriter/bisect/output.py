@@ -13,7 +13,7 @@ from rewriter.bisect.files import changed_files, compare_tensors, compare_text, 
 from rewriter.bisect.finding import Bisection, Fault, Step
 from rewriter.bisect.locate import result_of
 from rewriter.bisect.passes import EXACT_SUMS, bisect_passes
-from rewriter.bisect.recipe import Weights, real_material, shrunken_material
+from rewriter.bisect.recipe import COPIES, Weights, real_material, shrunken_material
 from rewriter.bisect.recording import record
 from rewriter.bisect.values import Ranks
 from rewriter.bisect.written import compare_written, run_checkpoint, run_ranks
@@ -96,7 +96,7 @@ def _files(opened: Reopened, changed: list[str], found: Bisection) -> None:
 
 def _where_it_shows(opened: Reopened, fault: Fault, found: Bisection) -> Fault:
     """A changed value of the config, with the first module that computes something else by it, if it can be run."""
-    if any(name.endswith(".py") for name in found.steps[0].note.split(", ")) or too_large(opened.origin, 3):
+    if any(name.endswith(".py") for name in found.steps[0].note.split(", ")) or too_large(opened.origin, COPIES):
         return fault
     tried = Bisection("")
     try:
@@ -119,7 +119,7 @@ def _generated(manifest: Manifest) -> set[str]:
 def _passes(opened: Reopened, weights: Weights, scratch: Path, found: Bisection, progress: ProgressCall) -> None:
     """The recipe's passes, one by one."""
     passes = [entry.rewrite for entry in opened.program.history]
-    if weights == "real" and too_large(opened.origin, 3):
+    if weights == "real" and too_large(opened.origin, COPIES):
         found.notes.append("its weights do not fit into memory: passes were compared on a shrunken copy")
         weights = "shrunken"
     try:
@@ -138,7 +138,7 @@ def _passes(opened: Reopened, weights: Weights, scratch: Path, found: Bisection,
 def _written(opened: Reopened, found: Bisection, progress: ProgressCall) -> None:
     """The files that were written, run as their users run them."""
     program, root = opened.program, opened.root
-    if too_large(opened.origin, 3):
+    if too_large(opened.origin, COPIES):
         found.notes.append("what was written was not run: its weights do not fit into memory")
         return
     progress("running the adapted checkpoint")

@@ -15,6 +15,7 @@ import torch
 from rewriter.bisect.files import WEIGHTS, in_order_of_use, module_of, tensors_part
 from rewriter.bisect.finding import Bisection, Fault, Step
 from rewriter.bisect.locate import locate, logits_error, result_of
+from rewriter.bisect.recipe import COPIES
 from rewriter.bisect.recording import record
 from rewriter.bisect.references import Expected
 from rewriter.bisect.stage import Stage
@@ -113,7 +114,7 @@ def _recipes(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None
     meshes = [side.program.mesh for side in (a, b)]
     if passes[0] == passes[1] and meshes[0] == meshes[1]:
         return
-    if too_large(a.traced, 3):
+    if too_large(a.traced, COPIES):
         found.notes.append("passes were not compared: the weights do not fit into memory")
         return
     # passes that both have are behind each other; those of one side alone are compared with nothing new of the other
@@ -169,7 +170,7 @@ def _stage(name: str, ours: Program, theirs: Program, ids: torch.Tensor) -> Stag
 
 
 def _checkpoints(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None:
-    if too_large(a.traced, 2):
+    if too_large(a.traced, COPIES):
         found.notes.append("checkpoints were not run: their weights do not fit into memory")
         return
     ids = golden_tokens(a.traced)
@@ -181,7 +182,7 @@ def _checkpoints(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> 
 
 
 def _modules(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None:
-    if a.manifest is None or b.manifest is None or too_large(a.traced, 2):
+    if a.manifest is None or b.manifest is None or too_large(a.traced, COPIES):
         return
     mesh, ranks = mesh_name(a.manifest.mesh), ranks_of(a.manifest.mesh)
     if mesh != mesh_name(b.manifest.mesh) or ranks > MOST_RANKS:

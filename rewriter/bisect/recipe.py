@@ -30,6 +30,7 @@ from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
 
 Weights = Literal["shrunken", "real"]
 _TOKENS = 21
+COPIES = 5  # of the weights in fp32: the model, the programs before and behind a pass, what ranks hold of them
 
 
 def bisect_recipe(
@@ -46,7 +47,7 @@ def bisect_recipe(
     """The first pass of `recipe`, and in it the layer and operator, behind which `model` computes something wrong.
 
     `weights`: of a shrunken copy with large random ones (the default), or the model's own, which have to fit into
-    memory twice in fp32. Raises RewriterError for bad input, and where there is no independent reference.
+    memory five times in fp32. Raises RewriterError for bad input, and where there is no independent reference.
     """
     loaded = load_recipe(recipe, set)
     check_bound(loaded, loaded.build(), tp, sp)
@@ -70,7 +71,7 @@ def real_material(traced: Program) -> Material:
     """The model of the checkpoint that was traced. Raises RewriterError where it does not fit into memory."""
     source = traced.source
     assert source.path is not None
-    if reason := too_large(traced, 3):
+    if reason := too_large(traced, COPIES):
         raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
     if reason := cannot_load(source.path):
         raise RewriterError(f"{source.path}: transformers cannot load it ({reason}). Use --weights shrunken")
