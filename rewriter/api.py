@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rewriter.adapt.adaptation import AdaptReport
+    from rewriter.bisect.finding import Bisection
     from rewriter.convert.report import ConversionReport
+    from rewriter.diff.compare import DiffReport
     from rewriter.emit.manifest import Manifest
     from rewriter.ir import Program
     from rewriter.predict.results import RecipeComparison
@@ -104,6 +106,57 @@ def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] =
     from rewriter.verify.saved_output import verify
 
     return verify(directory, progress=progress)
+
+
+def diff(first: str | os.PathLike[str], second: str | os.PathLike[str] | None = None, **options: Any) -> DiffReport:
+    """What a recipe changed, or two outputs differ in: `rewriter.diff.compare.diff` has the options.
+
+    diff("out"); diff("out", "other"); diff("model", recipe="ladder", tp=8).to_html()
+    """
+    from rewriter.diff.compare import diff
+
+    return diff(first, second, **options)
+
+
+def bisect(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str] | None = None,
+    *,
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+    source: str | os.PathLike[str] | None = None,
+    weights: Literal["shrunken", "real"] | None = None,
+    tp: int = 1,
+    sp: int = 1,
+    set: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[..., None] = lambda *_: None,
+) -> Bisection:
+    """The first pass, layer and operator at which something computes what it should not; `fault` is None where nothing
+    does.
+
+    `first` is an output of rewriter, compared with what its recipe makes of its `source`; with `second`, both should
+    compute the same; with `recipe`, `first` is a model, and the recipe's passes are compared one by one with their
+    references on `tp` × `sp` ranks. `weights` says what passes are run on: a shrunken copy (the default with `recipe`)
+    or the real ones. Raises RewriterError for bad input.
+    """
+    common: dict[str, Any] = dict(trust_remote_code=trust_remote_code, progress=progress)
+    if recipe is not None:
+        if second is not None or source is not None:
+            raise RewriterError("--recipe bisects one model: leave out B and --source, or leave out --recipe")
+        from rewriter.bisect.recipe import bisect_recipe
+
+        return bisect_recipe(first, recipe, tp=tp, sp=sp, weights=weights or "shrunken", set=set, **common)
+    if (tp, sp) != (1, 1) or set:
+        raise RewriterError("--tp, --sp and --set are for --recipe: an output has its own")
+    if second is not None:
+        if source is not None or weights == "shrunken":
+            raise RewriterError("two directories are compared on their own weights: leave out --source and --weights")
+        from rewriter.bisect.pair import bisect_pair
+
+        return bisect_pair(first, second, **common)
+    from rewriter.bisect.output import bisect_output
+
+    return bisect_output(first, source=source, weights=weights or "real", **common)
 
 
 def reshard(directory: str | os.PathLike[str], tp: int, **options: Any) -> dict[str, Any]:

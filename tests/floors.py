@@ -19,4 +19,10 @@ COMPILER = [
     {"convert", "coverage"},
 ]
 RUNTIME = [{"runtime"}, {"training", "emulation"}]
-TOP = [{"predict", "adapt", "serving"}, {"search"}, {"api"}, {"__init__"}, {"cli"}]
+TOP = [
+    {"predict", "adapt", "serving", "bisect", "diff", "doctor"},
+    {"search"},
+    {"api"},
+    {"__init__"},
+    {"cli"},
+]

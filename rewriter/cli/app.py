@@ -15,8 +15,11 @@ import typer
 
 from rewriter.cli import (
     adapt,
+    bisect,
     convert,
     coverage,
+    diff,
+    doctor,
     export,
     fabrics,
     generate,
@@ -72,14 +75,17 @@ commands.add_typer(fabrics.app, name="fabrics", short_help="List, show or measur
 commands.command(short_help="Fine-tune a written output.")(adapt.adapt)
 commands.command(short_help="Try every rewrite on every model type.")(coverage.coverage)
 commands.command(short_help="Check a written output again.")(verify.verify)
+commands.command(short_help="Compare an output with its source, or two.")(diff.diff)
+commands.command(short_help="Find where a computation goes wrong.")(bisect.bisect)
 commands.command(short_help="Add a module for another number of ranks.")(reshard.reshard)
 commands.command(short_help="Continue a text on real ranks.")(generate.generate)
 commands.command(short_help="Serve an output by vLLM or transformers.", options_metavar="[OPTIONS]")(serve.serve)
 commands.command(short_help="Write an output as ONNX.")(export.export)
+commands.command(short_help="Show what works on this machine.")(doctor.doctor)
 
 COMMANDS = (
-    "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "reshard", "generate",
-    "serve", "export",
+    "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff", "bisect", "reshard",
+    "generate", "serve", "export", "doctor",
 )  # fmt: skip
 
 

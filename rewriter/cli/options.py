@@ -87,6 +87,13 @@ Heal = Annotated[
 ]
 SearchSeed = Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Of the text that the model writes.")]
 
+# --- of `diff` and `bisect` ---
+
+SourceModel = Annotated[
+    Path | None,
+    typer.Option("--source", metavar="DIR", help="The model that A was made of. Without it: where its name leads."),
+]
+
 # --- of `generate` ---
 
 PromptText = Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue.")]

@@ -164,6 +164,7 @@ def save(
         files=sorted([*layout.names(), CARD, MANIFEST]),
         bytes=layout.nbytes(),
         notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped],
+        program=program,
     )
     if chosen.dry_run:
         check_free(Path(out))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any
 
+from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.analysis.sequence_layout import bytes_per_token
 from rewriter.emit.manifest import Verified
 from rewriter.ir import Program
@@ -14,7 +16,10 @@ from rewriter.ir import Program
 
 @dataclass
 class ConversionReport:
-    """What a conversion did, or with `dry_run` would do. `to_json()` is what `--json` prints."""
+    """What a conversion did, or with `dry_run` would do. `to_json()` is what `--json` prints.
+
+    `program` is what was written, for the drawing in notebooks; JSON leaves it out.
+    """
 
     model: str
     recipe: str
@@ -26,10 +31,28 @@ class ConversionReport:
     files: list[str] = field(default_factory=list)
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    program: Program | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}
+        return json.dumps(values, indent=2, ensure_ascii=False)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td><b>{escape(p['name'])}</b></td><td>{escape(p['kind'])}</td><td>{escape(p['summary'])}</td></tr>"
+            for p in self.passes
+        )
+        facts = "".join(
+            f"<tr><td>{escape(str(name))}</td><td>{escape(f'{value:.3g}' if isinstance(value, float) else str(value))}"
+            "</td></tr>"
+            for name, value in {**self.verification, **self.communication}.items()
+        )
+        return (
+            f"<div><b>{escape(self.model)}</b> → <b>{escape(self.recipe)}</b>, {escape(self.out)}</div>"
+            f"{'' if self.program is None else program_drawing(self.program)}<table>{rows}</table>"
+            f"<details><summary>verification and communication</summary><table>{facts}</table></details>"
+        )
 
 
 def communication(program: Program) -> dict[str, Any]:

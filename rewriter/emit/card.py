@@ -34,6 +34,7 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
         *([] if manifest.quantized is None else ["## Quantized between ranks\n", _quantized(manifest.quantized)]),
         "## What was done\n",
         _passes(manifest),
+        _DIFF,
         *([] if manifest.adaptation is None else ["## Fine-tuning\n", _adaptation(manifest.adaptation)]),
         "## Verification\n",
         _verification(manifest),
@@ -42,6 +43,12 @@ def model_card(manifest: Manifest, source: Path | None = None) -> str:
     ]
     made = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     return "\n".join(parts) + f"\nMade with {made}. `rewrite.json` holds the sha256 of every file.\n"
+
+
+_DIFF = """`rewrite diff THIS_DIRECTORY` compares it with its source: passes, layers, generated code, tensors. With
+`--html diff.html` it writes a page with drawings of the layers. `rewrite bisect THIS_DIRECTORY` finds what is wrong if
+`rewrite verify THIS_DIRECTORY` fails.
+"""
 
 
 def _front_matter(manifest: Manifest, source: Path | None) -> str:

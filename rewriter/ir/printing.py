@@ -34,10 +34,20 @@ def program_text(program: ProgramData, fold: bool = True) -> str:
     return "\n\n".join(f"{title}\n{text}" if text else title for title, text in _sections(program, fold)) + "\n"
 
 
+_drawings: list[Callable[[Any], str]] = []
+
+
+def draw_with(drawing: Callable[[Any], str]) -> None:
+    """Let a program's HTML begin with what `drawing(program)` returns: for a room above, which knows what to draw."""
+    if drawing not in _drawings:
+        _drawings.append(drawing)
+
+
 def program_html(program: ProgramData) -> str:
-    """The same sections for a notebook, each but the first folded away; every character of the model is escaped."""
+    """The same sections for a notebook, each but the first folded away, below the drawings that `draw_with` was given;
+    every character of the model is escaped."""
     (head, _), *sections = _sections(program, True)
-    parts = [f"<div><code>{html.escape(head)}</code></div>"]
+    parts = [f"<div><code>{html.escape(head)}</code></div>", *(drawing(program) for drawing in _drawings)]
     for index, (title, text) in enumerate(sections):
         opened = " open" if index == 0 else ""
         parts.append(
@@ -113,7 +123,7 @@ def body_text(body: Body, kind: Callable[[Module], str], full: bool = False) -> 
     for node in body.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        lines.append("    " + _statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name))
+        lines.append("    " + statement(node, lambda n: str(n.target) if n.op == "get_attr" else n.name))
     return "\n".join([*lines, "  }"])
 
 
@@ -127,7 +137,8 @@ def constant(value: torch.Tensor, full: bool) -> str:
     return text
 
 
-def _statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+def statement(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
+    """`value = callee(arguments)`, with nodes as `name` calls them."""
     if node.op == "output":
         return f"return {argument(node.args[0], name)}"
     return f"{name(node)} = {_callee(node)}({_arguments(node, name)})"

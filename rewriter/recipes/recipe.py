@@ -181,6 +181,11 @@ class Recipe(Strict):
             found["measured"] = self.measured.model_dump(exclude_none=True)
         return found
 
+    def _repr_html_(self) -> str:
+        from rewriter.recipes.drawing import recipe_html
+
+        return recipe_html(self)
+
     def to_yaml(self) -> str:
         """A recipe file that `Recipe.parse` reads back as this recipe, overrides included."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=100)

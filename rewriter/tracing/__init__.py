@@ -16,9 +16,11 @@ from typing import Any
 from torch import fx
 from transformers import PreTrainedConfig
 
+from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
+from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config, require_fixed_rotary
@@ -28,6 +30,8 @@ from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
 from rewriter.weights.quantized_tensors import quantized_weights
+
+draw_with(program_drawing)  # every program comes from here
 
 
 def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = False) -> Program:

@@ -75,7 +75,7 @@ def check_shrunken(
     small = shrink(config, kept, ranks, exchanged=1 if plan is None else plan.grid[0])
     batches = [random_ids(small, length) for length in test_lengths(small)]
     with scratch_folder("shrunken") as scratch:
-        model, traced, program = _telling(small, mapped, mesh, scratch / "model", trust_remote_code, progress)
+        model, traced, program = telling_copy(small, mapped, mesh, scratch / "model", trust_remote_code, progress)
         reference, single = reference_of(program, mapped), single_device(program)
         for ids in batches:
             wanted = original_logits(model, ids)
@@ -164,7 +164,7 @@ def apply_passes(program: Program, passes: Sequence[Pass], mesh: Mapping[str, in
     return program
 
 
-def _telling(
+def telling_copy(
     config: PreTrainedConfig,
     passes: Sequence[Pass],
     mesh: Mapping[str, int],

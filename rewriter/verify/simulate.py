@@ -181,7 +181,11 @@ class Simulator:
                     ),
                     [env[n] for n in sources],
                 )
+            self.note(prefix, node, env[node])
         raise RewriterError("a graph without output")
+
+    def note(self, prefix: str, node: fx.Node, value: Shards) -> None:
+        """Called with every value as it is computed; `prefix` is the path of the body that it stands in, with a dot."""
 
     def _attribute(self, name: str, prefix: str, body: Body | None) -> RankValues:
         if body is not None and name in body.buffers:

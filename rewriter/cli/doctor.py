@@ -1,0 +1,25 @@
+"""`rewrite doctor`: what this machine has, which commands will work on it, and what is missing."""
+
+from __future__ import annotations
+
+import typer
+
+from rewriter.cli import options
+
+
+def doctor(json: options.Json = False) -> None:
+    """Show versions, devices, links, compilers and rights, and which commands work here.
+
+    Exit code 2 where something is missing that every command needs. Paste its output into a bug report.
+    """
+    from rewriter.doctor.report import examine
+
+    found = examine()
+    if json:
+        typer.echo(found.to_json())
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(found)
+    if not found.ok:
+        raise typer.Exit(2)

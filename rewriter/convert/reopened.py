@@ -1,0 +1,101 @@
+"""An output directory, opened to be looked at: its source, if that is here, and its program made again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewriter.common.errors import RewriterError
+from rewriter.convert.rewritten_source import open_output, rewritten, write_source
+from rewriter.emit import output_files
+from rewriter.emit.manifest import Manifest
+from rewriter.emit.output_directory import sha256_of
+from rewriter.ir import Program
+from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe
+from rewriter.tracing import trace
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """`program` is the recipe applied again: to the `source`, or where that is None to the output's own weights."""
+
+    root: Path
+    manifest: Manifest
+    program: Program
+    source: Path | None
+
+    @property
+    def origin(self) -> Program:
+        """The program as traced."""
+        return self.program.origin or self.program
+
+    def planned(self) -> output_files.PlannedFiles:
+        """The files that the source gives, with the options of the run that wrote the output."""
+        job: Mapping[str, Any] = self.manifest.job or {}
+        return output_files.plan(
+            self.program, job.get("dtype"), bool(job.get("materialize")), bool(job.get("dequantize"))
+        )
+
+
+def find_source(root: Path, manifest: Manifest, given: str | os.PathLike[str] | None = None) -> Path | None:
+    """The directory of the model that was rewritten: `given`, or where its name leads; None where it is not here.
+
+    Raises RewriterError where `given` is no directory, or its weights are not those that the manifest names.
+    """
+    name = manifest.source.name
+    if given is not None:
+        found = Path(given)
+        if not found.is_dir():
+            raise RewriterError(f"--source {given}: no such directory. Give the model that was rewritten ({name})")
+        if (other := _other_file(found, manifest)) is not None:
+            raise RewriterError(
+                f"--source {given}: {other} is not the one that was rewritten. Give the model that {root} was made of"
+            )
+        return found
+    for place in (Path(name), root.parent / name, root.parent / Path(name).name):
+        if place.is_dir() and place.resolve() != root.resolve() and _other_file(place, manifest) is None:
+            return place
+    with suppress(Exception):  # no such id, none in the cache
+        from huggingface_hub import snapshot_download
+
+        place = Path(snapshot_download(name, local_files_only=True))
+        if _other_file(place, manifest) is None:
+            return place
+    return None
+
+
+def _other_file(directory: Path, manifest: Manifest) -> str | None:
+    """The first weight file of a directory that is not the source's."""
+    for name, sha256 in manifest.source.files.items():
+        path = directory / name
+        if not path.is_file() or sha256_of(path) != sha256:
+            return name
+    return None
+
+
+def reopen(
+    root: Path, manifest: Manifest, source: Path | None, scratch: Path, trust_remote_code: bool = False
+) -> Reopened:
+    """The recipe applied again to `source`, or where there is none to the output's weights, linked into `scratch`.
+
+    Raises RewriterError as tracing and passes do, and without source for an output that `open_output` refuses.
+    """
+    if source is None or manifest.adaptation is not None:
+        opened = open_output(root)
+        return Reopened(root, manifest, rewritten(opened, write_source(opened, scratch / "source")), source)
+    entry = dict(manifest.recipe)
+    entry.setdefault("summary", "Rewritten by a list of passes.")
+    entry.setdefault("paper", "-")
+    recipe = Recipe.model_validate(entry)
+    skipped = {entry.name for entry in manifest.skipped}
+    kept = [spec.to_dict() for spec in recipe.passes if spec.pass_name not in skipped]
+    recipe = Recipe.model_validate({**recipe.to_dict(), "passes": kept})
+    mesh = manifest.mesh
+    traced = trace(source, trust_remote_code=trust_remote_code)
+    program, _ = apply_recipe(traced, recipe, mesh.get("tp", 1), sp=mesh.get("sp", 1))
+    return Reopened(root, manifest, program, source)

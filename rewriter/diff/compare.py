@@ -1,0 +1,232 @@
+"""`rewrite diff`: an output beside its source, two outputs, an output and a model, or a model and what a recipe makes
+of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from rewriter.analysis.communication import collectives, summary
+from rewriter.analysis.layer_drawing import layers_drawing
+from rewriter.common.errors import RewriterError
+from rewriter.common.scratch import scratch_folder
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.convert.reopened import find_source, reopen
+from rewriter.diff.code import code_difference
+from rewriter.diff.differences import CodeDifference, Differences, LayerDifference, PassDifference, TensorDifferences
+from rewriter.diff.page import page
+from rewriter.diff.programs import layers_between, passes_between, passes_of
+from rewriter.diff.tensors import tensors_between
+from rewriter.diff.terminal import tables
+from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of, read_manifest
+from rewriter.emit.output_files import runtime_module
+from rewriter.ir import Program
+from rewriter.passes.base import single_device
+from rewriter.passes.tensor_parallel import TensorParallel
+from rewriter.recipes import Recipe
+from rewriter.recipes.apply import apply_recipe, load_recipe
+from rewriter.tracing import trace
+from rewriter.weights import Checkpoint
+
+ProgressCall = Callable[..., None]
+_NO_MODEL = "{}: no model and no output of `rewrite`. Give a directory with a config.json"
+
+
+class DiffReport(Differences):
+    """Differences that can be printed with rich and written as a page."""
+
+    def to_html(self) -> str:
+        """The report as one page that needs no network, no script and no other file."""
+        return page(self)
+
+    def __rich__(self) -> RenderableType:
+        return tables(self)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: a directory (None: not written, or not here), its manifest where `rewrite` wrote it, its program,
+    the text of its runtime module and of its modeling file."""
+
+    name: str
+    root: Path | None
+    manifest: Manifest | None
+    program: Program
+    module: str
+    modeling: str
+
+    @property
+    def recipe(self) -> str:
+        return str((self.program.recipe or {}).get("name", "as it is")) if self.program.history else "as it is"
+
+
+def diff(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str] | None = None,
+    *,
+    recipe: str | os.PathLike[str] | Recipe | None = None,
+    source: str | os.PathLike[str] | None = None,
+    tp: int = 1,
+    sp: int = 1,
+    set: Mapping[str, Any] | None = None,
+    tensors: bool = True,
+    trust_remote_code: bool = False,
+    progress: ProgressCall = lambda *_: None,
+) -> DiffReport:
+    """What differs between `first` and `second`: passes, layers, generated code, tensors.
+
+    `first` alone, an output of rewriter, is compared with its source: what the recipe changed. The source is found by
+    its name in the manifest, or is `source`; where it is not here, tensors are not compared. With `recipe`, `first` is
+    a model, and is compared with what the recipe makes of it on `tp` × `sp` ranks, with nothing written. Otherwise both
+    are outputs or models. A model without recipe is shown on the ranks of the other side, under plain tensor
+    parallelism. Raises RewriterError for bad input.
+    """
+    with ExitStack() as inside:
+        scratch = inside.enter_context(scratch_folder("diff"))
+        progress("tracing")
+        notes: list[str] = []
+        if recipe is not None:
+            if second is not None:
+                raise RewriterError("--recipe makes the second side of one model: leave out B, or --recipe")
+            before, after = _by_recipe(first, recipe, tp, sp, set, trust_remote_code, progress)
+        elif second is None:
+            before, after = _with_source(Path(first), source, scratch, trust_remote_code, notes)
+        else:
+            before, after = _two(Path(first), Path(second), scratch, trust_remote_code)
+        progress("comparing")
+        return _compare(before, after, tensors and recipe is None, notes, progress)
+
+
+def _by_recipe(
+    model: str | os.PathLike[str],
+    recipe: str | os.PathLike[str] | Recipe,
+    tp: int,
+    sp: int,
+    options: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+    progress: ProgressCall,
+) -> tuple[Side, Side]:
+    traced = trace(model, trust_remote_code=trust_remote_code)
+    loaded = calibrate(load_recipe(recipe, options), traced, tp, None, progress)
+    program, _ = apply_recipe(traced, loaded, tp, sp=sp)
+    name = Path(model).name
+    return _model(name, None, traced, mesh_of(program)), _rewritten(f"{name} by {loaded.name}", program)
+
+
+def _with_source(
+    root: Path, source: str | os.PathLike[str] | None, scratch: Path, trust_remote_code: bool, notes: list[str]
+) -> tuple[Side, Side]:
+    manifest = read_manifest(root)
+    found = find_source(root, manifest, source)
+    if found is None:
+        notes.append(f"the source, {manifest.source.name}, is not here: tensors were not compared. Give --source DIR")
+    opened = reopen(root, manifest, found, scratch / "a", trust_remote_code)
+    before = _model(manifest.source.name, found, opened.origin, manifest.mesh)
+    return before, _output(root, manifest, opened.program)
+
+
+def _two(first: Path, second: Path, scratch: Path, trust_remote_code: bool) -> tuple[Side, Side]:
+    manifests = [read_manifest(root) if (root / MANIFEST).is_file() else None for root in (first, second)]
+    mesh = next((m.mesh for m in manifests if m is not None), {"tp": 1})
+    sides = []
+    for place, (root, manifest) in enumerate(zip((first, second), manifests, strict=True)):
+        if manifest is None:
+            if not (root / "config.json").is_file():
+                raise RewriterError(_NO_MODEL.format(root))
+            sides.append(_model(root.name, root, trace(root, trust_remote_code=trust_remote_code), mesh))
+        else:
+            program = reopen(root, manifest, None, scratch / str(place), trust_remote_code).program
+            sides.append(_output(root, manifest, program))
+    counts = [side.program.source.num_layers for side in sides]
+    if counts[0] != counts[1]:
+        raise RewriterError(f"{first} has {counts[0]} layers, {second} has {counts[1]}: give two of one model")
+    return sides[0], sides[1]
+
+
+def _model(name: str, root: Path | None, traced: Program, mesh: Mapping[str, int]) -> Side:
+    """A model as it is, on ranks under plain tensor parallelism."""
+    tp = mesh.get("tp", 1)
+    program = TensorParallel().apply(traced.with_(mesh={"tp": tp}, origin=traced)) if tp > 1 else traced
+    return Side(name, root, None, program, runtime_module(program)[2], "")
+
+
+def _rewritten(name: str, program: Program) -> Side:
+    """A program that was not written."""
+    modeling = emit_huggingface(single_device(program)).modeling or ""
+    return Side(name, None, None, program, runtime_module(program)[2], modeling)
+
+
+def _output(root: Path, manifest: Manifest, program: Program) -> Side:
+    """An output, with its files as they are."""
+
+    def read(file: str | None) -> str:
+        path = root / file if file else None
+        return path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else ""
+
+    entry = manifest.runtime.get(mesh_name(manifest.mesh))
+    module = read(entry.module if entry else None)
+    return Side(root.name, root, manifest, program, module, read(manifest.adapted.modeling))
+
+
+def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
+    alone = before.manifest is None
+    names = before.name, after.name if after.name != before.name else f"{after.name} (second)"
+    passes: list[PassDifference] = (
+        passes_of(after.program) if alone else passes_between(before.program, after.program, names)
+    )
+    code: list[CodeDifference] = [
+        code_difference("runtime module", f"{names[0]}, {_mesh(before)}", before.module, f"{names[1]}, {_mesh(after)}",
+                        after.module)
+    ]  # fmt: skip
+    if before.modeling or after.modeling:
+        code.append(
+            code_difference("modeling file", _modeling(before, names[0]), before.modeling, names[1], after.modeling)
+        )
+    layers: list[LayerDifference] = layers_between(before.program, after.program)
+    found: TensorDifferences | None = None
+    if tensors and before.root is not None and after.root is not None:
+        found = tensors_between(Checkpoint.open(before.root), Checkpoint.open(after.root), progress)
+    drawings = tuple(
+        layers_drawing(wired, f"{name}: {side.recipe}, {_mesh(side)}") if layers else ""
+        for name, side, wired in zip(
+            names, (before, after), ([x.before for x in layers], [x.after for x in layers]), strict=True
+        )
+    )
+    return DiffReport(
+        names[0], names[1], _facts(before, after), passes, layers, code, found, notes, (drawings[0], drawings[1])
+    )  # fmt: skip
+
+
+def _modeling(side: Side, name: str) -> str:
+    return name if side.modeling else f"{name}: transformers' own"
+
+
+def _mesh(side: Side) -> str:
+    return ", ".join(f"{axis}={n}" for axis, n in side.program.mesh.items()) or "one device"
+
+
+def _facts(before: Side, after: Side) -> dict[str, tuple[str, str]]:
+    """What is said of each side, name by name."""
+    sides = [before, after]
+    traffic = [summary(collectives(side.program)) for side in sides]
+    rows = {
+        "recipe": [side.recipe for side in sides],
+        "mesh": [_mesh(side) for side in sides],
+        "collectives": [str(t.collectives) for t in traffic],
+        "of them behind computation": [str(t.hidden) for t in traffic],
+        "bytes per token": [f"{t.bytes_per_token:,}" for t in traffic],
+        "drift (KL, nats)": [_drift(side.manifest) for side in sides],
+    }
+    return {name: (values[0], values[1]) for name, values in rows.items()}
+
+
+def _drift(manifest: Manifest | None) -> str:
+    found = None if manifest is None else manifest.verification.drift
+    return "–" if found is None else f"{found.kl:.3g}"

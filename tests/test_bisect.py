@@ -1,0 +1,350 @@
+"""`rewrite bisect`: a fault is found where it was put, by pass, layer and operator; and none where there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import bisect_faults as faults
+import pytest
+import torch
+import zoo
+
+from rewriter import ops
+from rewriter.bisect.finding import Bisection
+from rewriter.bisect.passes import bisect_passes
+from rewriter.bisect.recipe import bisect_recipe, real_material
+from rewriter.bisect.values import difference, relation
+from rewriter.cli import main
+from rewriter.common.errors import RewriterError
+from rewriter.convert.pass_measurements import calibrate
+from rewriter.ir import Program
+from rewriter.passes import available
+from rewriter.recipes.apply import load_recipe
+from rewriter.tracing import trace
+
+aten = torch.ops.aten
+LAYERS = "model.layers"
+TINY = Path(__file__).parents[1] / "examples/tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def made(family: str) -> Path:
+        zoo.save(family, root / family)
+        return root / family
+
+    return made
+
+
+@cache
+def _material(path: Path) -> Any:
+    return real_material(trace(path))
+
+
+def bisected(path: Path, recipe: str, tp: int) -> Bisection:
+    found, material = Bisection(recipe), _material(path)
+    bisect_passes(material, _passes(path, recipe, tp), {"tp": tp}, found)
+    return found
+
+
+@cache
+def _passes(path: Path, recipe: str, tp: int) -> list[Any]:
+    return calibrate(load_recipe(recipe), _material(path).traced, tp).build()
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[Program], Program]) -> None:
+    """From now on the pass makes this fault."""
+    kind = available()[name]
+    right = kind.apply
+    monkeypatch.setattr(kind, "apply", lambda self, program: fault(right(self, program)))
+
+
+# (pass, model, recipe, what is done to the program behind the pass, layer, operator, part of the module's path)
+FAULTS: list[tuple[str, str, str, Any, int | None, str, str]] = [
+    ("tensor_parallel", "llama", "ladder", partial(faults.reduction_missing, layer=1, place=0), 1, "all_reduce", ""),
+    ("tensor_parallel", "llama", "ladder", partial(faults.scaled, layer=2, place=1, factor=0.5), 2, "mul", ""),
+    ("tensor_parallel", "llama", "ladder", partial(faults.reduced_too_late, layer=2, place=0), 2, "all_reduce", ""),
+    ("merge_reductions", "llama", "ladder", partial(faults.subtracted, layer=3, place=0), 3, "sub", ""),
+    ("merge_reductions", "qwen2", "tensor-parallel", partial(faults.add_dropped, layer=1, place=1), 1, "add", ""),
+    ("ladder", "llama", "ladder", partial(faults.wrong_operand, layer=2, place=0), 2, "add", ""),
+    (
+        "ladder",
+        "llama",
+        "ladder",
+        partial(faults.reads, layer=3, place=0, value=6),
+        3,
+        "the read of",
+        "input_layernorm",
+    ),
+    ("ladder", "llama", "ladder", partial(faults.add_dropped, layer=1, place=0), 1, "add", ""),
+    ("desync", "llama", "desync-2x", partial(faults.scaled, layer=2, place=1, factor=2.0), 2, "mul", ""),
+    (
+        "parallel_block",
+        "llama",
+        "parallel",
+        partial(faults.reads, layer=2, place=0, value=1),
+        2,
+        "the read of",
+        "input_layernorm",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(faults.constant, path=f"{LAYERS}.2.post_attention_layernorm", target=aten.add.Tensor, value=0.1),
+        2,
+        "aten.add.Tensor",
+        "layers.2.post_attention_layernorm",
+    ),
+    (
+        "ladder",
+        "llama",
+        "ladder",
+        partial(faults.dropped, path=f"{LAYERS}.1.mlp", target=aten.silu.default),
+        1,
+        "aten.silu.default",
+        "layers.1.mlp",
+    ),
+    (
+        "tensor_parallel",
+        "mistral",
+        "tensor-parallel",
+        partial(faults.other_operator, path=f"{LAYERS}.3.mlp", target=aten.mul.Tensor, other=aten.add.Tensor),
+        3,
+        "aten.add.Tensor",
+        "layers.3.mlp",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "tensor-parallel",
+        partial(faults.inserted, path=f"{LAYERS}.1.self_attn", behind="k_proj", factor=0.9),
+        1,
+        "aten.mul.Tensor",
+        "layers.1.self_attn",
+    ),
+    (
+        "fuse_projections",
+        "llama",
+        "ladder",
+        partial(faults.attention_scale, path=f"{LAYERS}.2.self_attn", factor=0.5),
+        2,
+        "attention",
+        "layers.2.self_attn",
+    ),
+    (
+        "overlap",
+        "llama",
+        "ladder",
+        partial(faults.exchanged, path=f"{LAYERS}.0.self_attn", target=ops.attention),
+        0,
+        "attention",
+        "layers.0.self_attn",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(faults.ranks_exchanged, name=f"{LAYERS}.1.mlp.down_proj.weight"),
+        1,
+        "down_proj",
+        "mlp.down_proj",
+    ),
+    (
+        "merge_reductions",
+        "gpt2",
+        "tensor-parallel",
+        partial(faults.other_tensor, name="transformer.h.2.ln_2.weight", tensor="transformer.h.1.ln_2.weight"),
+        2,
+        "ln_2",
+        "h.2.ln_2",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(
+            faults.other_tensor,
+            name=f"{LAYERS}.3.self_attn.o_proj.weight",
+            tensor=f"{LAYERS}.0.self_attn.o_proj.weight",
+        ),
+        3,
+        "o_proj",
+        "layers.3.self_attn.o_proj",
+    ),
+    (
+        "tensor_parallel",
+        "llama",
+        "ladder",
+        partial(faults.buffer_changed, path="model.rotary_emb", name="inv_freq"),
+        None,
+        "inv_freq",
+        "rotary_emb",
+    ),
+    (
+        "permute",
+        "llama",
+        "ladder-own-partial",
+        partial(
+            faults.other_tensor,
+            name=f"{LAYERS}.2.self_attn.v_proj.weight",
+            tensor=f"{LAYERS}.1.self_attn.v_proj.weight",
+        ),
+        2,
+        "v_proj",
+        "layers.2.self_attn.v_proj",
+    ),
+    (
+        "ladder",
+        "qwen3_moe",
+        "ladder",
+        partial(faults.reduction_missing, layer=2, place=1),
+        2,
+        "all_reduce",
+        "",
+    ),
+    (
+        "tensor_parallel",
+        "gemma2",
+        "tensor-parallel",
+        partial(
+            faults.constant, path=f"{LAYERS}.2.pre_feedforward_layernorm", target=aten.add.Tensor, value=2.0, number=-1
+        ),
+        2,
+        "aten.add.Tensor",
+        "layers.2.pre_feedforward_layernorm",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "recipe", "fault", "layer", "operator", "module"), FAULTS,
+    ids=[f"{i}-{f[0]}-{f[3].func.__name__}" for i, f in enumerate(FAULTS)],
+)  # fmt: skip
+def test_a_fault_of_a_pass_is_found_where_it_was_put(
+    monkeypatch: pytest.MonkeyPatch, saved: Callable[[str], Path], name: str, family: str, recipe: str, fault: Any,
+    layer: int | None, operator: str, module: str,
+) -> None:  # fmt: skip
+    path = saved(family)
+    ranks = 1 if recipe == "parallel" else 2
+    _passes(path, recipe, ranks)  # measured before the fault is there
+    broken(monkeypatch, name, fault)
+    found = bisected(path, recipe, ranks)
+    assert found.fault is not None, found.steps
+    got = found.fault
+    assert (got.stage, got.layer) == (name, layer), found.sentence()
+    assert operator in got.operator, found.sentence()
+    assert module in got.module, found.sentence()
+    assert [step.held for step in found.steps] == [*[True] * (len(found.steps) - 1), False]
+    assert found.steps[-1].name == name
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "tp"),
+    [("llama", "ladder", 2), ("qwen3_moe", "desync-2x", 2), ("gemma2", "ladder", 2), ("gpt2", "ladder-own-partial", 2)],
+)
+def test_where_nothing_is_wrong_nothing_is_found(
+    saved: Callable[[str], Path], family: str, recipe: str, tp: int
+) -> None:
+    found = bisected(saved(family), recipe, tp)
+    assert found.fault is None, found.sentence()
+    assert found.steps[0].name == "tracing"
+    assert all(step.held for step in found.steps)
+
+
+@pytest.mark.parametrize(
+    ("fault", "operator", "module"),
+    [
+        (partial(faults.dropped, path=f"{LAYERS}.2.mlp", target=aten.silu.default), "aten.mul.Tensor", "layers.2.mlp"),
+        (partial(faults.scaled, layer=2, place=1, factor=3.0), "mul", ""),
+    ],
+)
+def test_a_fault_of_tracing_is_found(saved: Callable[[str], Path], fault: Any, operator: str, module: str) -> None:
+    material = replace(_material(saved("llama")), traced=fault(_material(saved("llama")).traced))
+    found = Bisection("")
+    bisect_passes(material, [], {"tp": 1}, found)
+    assert found.fault is not None
+    assert (found.fault.stage, found.fault.layer) == ("tracing", 2)
+    assert any(operator in each for each in (found.fault.operator, *found.fault.others))
+    assert module in found.fault.module
+
+
+def test_a_pass_that_cannot_be_applied_is_named(monkeypatch: pytest.MonkeyPatch, saved: Callable[[str], Path]) -> None:
+    def refuse(program: Program) -> Program:
+        raise RewriterError("no such layer")
+
+    _passes(saved("llama"), "ladder", 2)
+    broken(monkeypatch, "ladder", refuse)
+    found = bisected(saved("llama"), "ladder", 2)
+    assert found.fault is not None
+    assert found.fault.stage == "ladder"
+    assert "no such layer" in found.fault.cause
+
+
+def test_on_a_shrunken_copy_layers_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiny-llama has 6 layers, its copy 0, 1, 4 and 5: what is wrong in the copy's third layer is layer 4."""
+    broken(monkeypatch, "merge_reductions", partial(faults.dropped, path=f"{LAYERS}.2.mlp", target=aten.silu.default))
+    found = bisect_recipe(TINY, "ladder", tp=2)
+    assert found.fault is not None
+    assert (found.fault.stage, found.fault.layer, found.fault.operator) == ("merge_reductions", 4, "aten.silu.default")
+    assert found.fault.module == f"{LAYERS}.4.mlp"
+    assert "layers are 0, 1, 4, 5 of the model" in " ".join(found.notes)
+
+
+def test_the_command_says_where_and_exits_with_3(
+    monkeypatch: pytest.MonkeyPatch, saved: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved("llama")
+    broken(monkeypatch, "ladder", partial(faults.reads, layer=3, place=0, value=6))
+    words = ["bisect", str(path), "--recipe", "ladder", "--tp", "2", "--weights", "real"]
+    assert main([*words, "--json"]) == 3
+    data = json.loads(capsys.readouterr().out)
+    assert data["fault"]["stage"] == "ladder"
+    assert data["fault"]["layer"] == 3
+    assert main(words) == 3
+    assert "it reads add_5, and should read add_4" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.undo()
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fault"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bisect nothing", "nothing: no such directory"),
+        ("bisect {m}", "no rewrite.json in it"),
+        ("bisect {m} {m} --recipe ladder", "leave out B"),
+        ("bisect {m} --tp 2", "--tp, --sp and --set are for --recipe"),
+        ("bisect {m} nothing", "nothing: no model"),
+        ("bisect {m} --recipe ladder --source {m}", "leave out B and --source"),
+    ],
+)
+def test_what_cannot_be_bisected_is_refused(
+    saved: Callable[[str], Path], capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main(words.format(m=saved("llama")).split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_values_are_read_as_ranks_may_hold_them() -> None:
+    whole = torch.arange(24.0).reshape(4, 6) + 1
+    assert difference((whole,), (whole,)) == 0
+    assert difference((whole * 0.25, whole * 0.75), (whole,)) <= 1e-6  # summands
+    assert difference((whole[:, :3], whole[:, 3:]), (whole,)) == 0  # slices
+    assert difference((whole[:2], whole[:2], whole[2:], whole[2:]), (whole,)) == 0  # each on two ranks
+    assert difference((whole, whole), (whole,), partial=False) == 0
+    assert difference((whole * 0.25, whole * 0.75), (whole,), partial=False) > 0.1
+    assert difference((whole[:, 3:], whole[:, :3]), (whole,)) > 0.1  # in the wrong order
+    assert difference((whole.flatten(),), (whole,)) == 0
+    assert difference((whole[:2],), (whole,)) == float("inf")
+    assert relation((whole * 2,), (whole,), 1e-5) == "it is 2 times what it should be"
+    assert relation((whole.flip(0),), (whole,), 1e-5) == "its elements are in another order"
+    assert "not finite" in relation((whole * torch.nan,), (whole,), 1e-5)

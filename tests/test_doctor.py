@@ -1,0 +1,159 @@
+"""`rewrite doctor`: what is missing is named, with what it is needed for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from rewriter.cli import app, main
+from rewriter.doctor import checks, report
+from rewriter.doctor.checks import TRIED
+from rewriter.doctor.report import SERVER, examine
+
+ROOT = Path(__file__).parents[1]
+
+
+def states() -> dict[str, tuple[str, str]]:
+    found = examine()
+    return {f.name: (f.state, f.value) for f in found.findings}
+
+
+def works(name: str) -> tuple[str, str]:
+    return next((c.works, c.missing) for c in examine().commands if c.name == name)
+
+
+def test_here_everything_needed_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ok"]
+    names = {f["name"] for f in data["findings"]}
+    assert names >= {"python", "torch", "transformers", "CPU", "GPU", "backends", "loopback", "C++", "shared memory",
+                     "temporary files", "rate-limited links"} - {"GPU"}  # fmt: skip
+    assert data["commands"][0]["name"] == "MODEL --recipe"
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "Everything needed is here." in out
+    for word in ("torch", "transformers", "works here", "generate"):
+        assert word in out
+
+
+def test_every_command_is_listed() -> None:
+    assert {c.name for c in examine().commands} == {*app.COMMANDS, "MODEL --recipe"} - {"doctor"}
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "state"),
+    [
+        ("torch", "2.10.0", "missing"), ("torch", "2.16.0", "missing"), ("torch", "2.13.0+cu130", "ok"),
+        ("transformers", "5.24.0", "missing"), ("transformers", None, "missing"), ("vllm", None, "note"),
+    ],
+)  # fmt: skip
+def test_a_version_out_of_range_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str, version: str | None, state: str
+) -> None:
+    right = checks.installed
+    monkeypatch.setattr(
+        checks, "installed", lambda name: version if name in (package, f"{package}-cpu") else right(name)
+    )
+    assert states()[package][0] == state
+    assert main(["doctor"]) == (2 if state == "missing" else 0)
+    if state == "missing":
+        assert "Something needed is missing" in capsys.readouterr().out
+        [finding] = [f for f in examine().findings if f.name == package]
+        assert finding.next.startswith(f"pip install '{package}")
+        assert works("generate") == ("no", package)
+
+
+def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = checks.Finding("devices", "torch", "missing", "cannot be imported: libcudart.so.13", "Install torch again")
+    monkeypatch.setattr(checks, "torch_module", lambda: (None, broken))
+    assert not examine().ok
+    assert works("inspect") == ("no", "torch")
+
+
+def test_without_a_compiler_compile_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert states()["C++"] == ("note", "no-such-compiler not found")
+    assert works("generate") == ("in part", "--compile needs a C++ compiler")
+    assert examine().ok
+
+
+def test_packages_that_commands_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = checks.present
+    monkeypatch.setattr(checks, "present", lambda name: name not in ("onnxscript", "accelerate") and right(name))
+    assert works("export") == ("no", "onnxscript (pip install 'rewriter[onnx]')")
+    assert works("adapt")[0] == "no"
+    assert works("verify") == ("yes", "")
+
+
+def test_no_loopback_no_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(checks.socket, "create_server", refuse)
+    monkeypatch.setattr(checks.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    found = states()
+    assert found["loopback"] == ("missing", "no connection: Operation not permitted")
+    assert found["temporary files"][0] == "missing"
+    assert main(["doctor", "--json"]) == 2
+
+
+def test_no_rights_for_namespaces_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(checks, "_runs", lambda command: False)
+    assert states()["rate-limited links"] == (
+        "note", "no network namespace can be made: only benchmarks of links need it"
+    )  # fmt: skip
+    assert examine().ok
+
+
+def test_it_is_quick_beside_the_import_of_torch() -> None:
+    """Neither transformers nor another slow package is imported, and what is run takes little time of the processor."""
+    code = (
+        "import torch, time; begin = time.process_time(); from rewriter.cli import main; main(['doctor', '--json']); "
+    )
+    code += "import sys; sys.stderr.write(f'{time.process_time() - begin} {\"transformers\" in sys.modules}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    seconds, transformers = done.stderr.split()[-2:]
+    assert float(seconds) < 3
+    assert transformers == "False"
+    assert time.process_time() > 0
+
+
+def test_what_was_tried_is_supported_and_tested() -> None:
+    for package in ("torch", "transformers", "triton"):
+        assert all(checks.supported(package).contains(f"{version}.0") for version in TRIED[package])
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for package in ("torch", "transformers", "triton"):
+        assert ".".join(pinned[package].split(".")[:2]) in TRIED[package]
+    from rewriter.serving import command
+
+    assert TRIED["vllm"] == command.TRIED
+    assert command.NEEDED == SERVER
+
+
+def test_the_issue_template_asks_for_it_first() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    first = form["body"][0]
+    assert "rewrite doctor" in first["attributes"]["label"]
+    assert first["validations"]["required"]
+
+
+def test_the_report_holds_no_private_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert not re.search(r"/home/|/root/|hf_[A-Za-z0-9]{8}", out)
+    assert report.examine().ok
+
+
+def test_requirements_can_be_read() -> None:
+    assert Requirement(f"torch{checks.supported('torch')}").name == "torch"
