@@ -32,9 +32,9 @@ from rewriter.fabric.writing import measured_points
 US = 1e-6
 NAMES = (
     "a100-nvlink", "b200-nvlink", "ethernet-100g", "ethernet-10g", "h100-2x8-ib", "h100-no-p2p", "h100-nvlink",
-    "h20-nvlink", "h200-nvlink", "h800-nvlink", "pcie-gen4", "pcie-gen5",
+    "h20-nvlink", "h200-nvlink", "h800-nvlink", "pcie-gen4", "pcie-gen5", "roce-100g",
 )  # fmt: skip
-MODELLED = {"ethernet-100g", "ethernet-10g", "h100-2x8-ib", "h100-no-p2p", "h20-nvlink", "h800-nvlink"}
+MODELLED = {"ethernet-100g", "ethernet-10g", "h100-2x8-ib", "h100-no-p2p", "h20-nvlink", "h800-nvlink", "roce-100g"}
 
 
 # --- measured tables -------------------------------------------------------------------------------------------------
