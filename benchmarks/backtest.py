@@ -253,8 +253,8 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome], published: P
         "## Gains",
         "Tokens per second over those of standard tensor parallelism, with NCCL, prefill included; the difference is "
         "in points of 1 %. What a recipe saves per token is comparable where the rest of a step is not: Ladder "
-        "Residual's own steps of 16 and 64 sequences spend much longer in attention, by kernels that are not fused, so that the "
-        "same saving is a smaller gain.",
+        "Residual's own steps of 16 and 64 sequences spend much longer in attention, by kernels that are not fused, so "
+        "that the same saving is a smaller gain.",
         table(
             ["recipe, model, fabric", "GPUs", "batch", "published", "predicted", "difference",
              "saves, ms", "predicted"],

@@ -154,7 +154,7 @@ class Chooser:
         predictor = predictors(cluster.fabric, ladder.degree, -(-batch * ladder.degree // cluster.gpus))[0]
         programs = {one.recipe: one.program for one in self.at(ladder.degree)}
         standard, other = (predictor.simulate(programs[r], record=False) for r in ("tensor-parallel", "ladder"))
-        durations, delays = predictor._durations(programs["ladder"]), predictor._delay
+        durations, delays = predictor._durations(programs["ladder"]).without_skew(), predictor._delay
         even, note = BreakEven(standard.steps[1], durations, delays).of(other.steps[1])
         return f"{even * 1e6:.1f} µs" if even is not None else (note or "—").partition(":")[0]
 
