@@ -382,13 +382,13 @@ def test_it_answers_at_once(words: list[str], limit: float) -> None:
     assert min(spent) < limit
 
 
-NO_TORCH = (
-    "['--help']",
-    "['recipes']",
-    "['recipes', 'show', 'ladder']",
-    "['m', '--help']",
-    "['fabrics', 'show', 'pcie-gen5']",
-)
+NO_TORCH = {  # and what of the heavy packages it needs
+    "['--help']": [],
+    "['recipes']": [],
+    "['recipes', 'show', 'ladder']": [],
+    "['m', '--help']": [],
+    "['fabrics', 'show', 'pcie-gen5']": ["numpy"],  # held-out errors of its measured kernels
+}
 
 
 @pytest.mark.parametrize("words", NO_TORCH)
@@ -397,7 +397,7 @@ def test_what_needs_no_torch_imports_none(words: str) -> None:
         f"import sys; from rewriter.cli import main; main({words});"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
-    assert run_code(program).stderr.strip() == "[]"
+    assert run_code(program).stderr.strip() == str(NO_TORCH[words])
 
 
 def test_the_exit_code_reaches_the_shell() -> None:

@@ -33,6 +33,9 @@ class ConversionReport:
     notes: list[str] = field(default_factory=list)
     program: Program | None = field(default=None, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "program": None}  # what holds code of the traced model cannot be sent to other ranks
+
     def to_json(self) -> str:
         """The report as JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "program"}

@@ -107,8 +107,8 @@ def _commands(findings: Sequence[Finding], torch: Any) -> list[Command]:
 
 
 _NAMES = (
-    "MODEL --recipe", "inspect", "predict", "fabrics", "recipes", "adapt", "coverage", "verify", "diff", "bisect",
-    "reshard", "generate", "serve", "export",
+    "MODEL --recipe", "inspect", "predict", "search", "fabrics", "recipes", "adapt", "coverage", "verify", "diff",
+    "bisect", "reshard", "generate", "serve", "export",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rewriter.passes import PASSES
 from rewriter.passes.selection import runs_of
 from rewriter.recipes import Recipe
 
@@ -16,12 +17,13 @@ FORMATS = ("int8", "int4-hadamard")
 class Rewrite:
     """One rewrite of `layers` neighbouring layers. `name`: as reports call it; `passed`: its pass with its options, to
     which the layers are added. `bound`: ranks keep residuals of their own, so that the order of heads and channels
-    matters, and there have to be several ranks."""
+    matters, and there have to be several ranks. `early`: its pass merges reductions, so that it comes before others."""
 
     name: str
     layers: int
     passed: Mapping[str, Any]
     bound: bool = False
+    early: bool = False
 
 
 REWRITES = (
@@ -37,8 +39,8 @@ REWRITES = (
     ),
     Rewrite("desync-4x", 2, {"pass": "desync", "n": 4, "resync": "sum"}, True),
     Rewrite("desync-8x", 4, {"pass": "desync", "n": 8, "resync": "sum"}, True),
-    Rewrite("parallel", 1, {"pass": "parallel_block", "norm": "attention"}),
-    Rewrite("parallel-own", 1, {"pass": "parallel_block", "norm": "own"}),
+    Rewrite("parallel", 1, {"pass": "parallel_block", "norm": "attention"}, early=True),
+    Rewrite("parallel-own", 1, {"pass": "parallel_block", "norm": "own"}, early=True),
 )
 WORDS = {
     "ladder": "reads the stream one block late",
@@ -151,11 +153,12 @@ def recipe_of(
         )
     passes.append({"pass": "tensor_parallel"})
     rewired = list(_rewired(mix))
-    passes += [p for p in rewired if p["pass"] == "parallel_block"]
+    early = {rewrite.passed["pass"] for rewrite in REWRITES if rewrite.early}
+    passes += [p for p in rewired if p["pass"] in early]
     passes.append({"pass": "merge_reductions", "optional": True})
-    passes += [p for p in rewired if p["pass"] != "parallel_block"]
+    passes += [p for p in rewired if p["pass"] not in early]
     if shares_tokens:
-        passes += [p.to_dict() for p in Recipe.load(mix.base).passes if p.pass_name == "sequence_parallel"]
+        passes += [p.to_dict() for p in Recipe.load(mix.base).passes if PASSES[p.pass_name].shards_tokens]
     for format in FORMATS:
         if chosen := [layer for layer, known in mix.formats if known == format]:
             passes.append({"pass": "quantize_collectives", "format": format, "layers": _selection(chosen)})

@@ -13,6 +13,7 @@ import torch
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
+from rewriter.passes import PASSES
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
@@ -225,7 +226,7 @@ class _Search:
         one."""
         found, times = [Mix.base], {self.gains.standard.seconds}
         for name in all_recipes() if self.asked.workload.sp != 1 else ():
-            if not any(p.pass_name == "sequence_parallel" for p in Recipe.load(name).passes):
+            if not any(PASSES[p.pass_name].shards_tokens for p in Recipe.load(name).passes):
                 continue
             speed = self.gains.speed(Mix(base=name))
             if speed is None or speed.seconds in times or (self.gains.standard.fits and not speed.fits):
