@@ -40,6 +40,7 @@ _PROMISING = 2.0  # a rewrite that costs more budgets than this alone is measure
 # Of the budget: where mixes are measured in the first round, and where in those that follow.
 _WIDE = (*(0.1 * 1.4**n for n in range(24)), math.inf)
 _NEAR = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
+_BETTER = 1e-3  # a round that makes the fastest mix within the budget faster by less than this share is the last
 _STEPS = 6
 
 
@@ -176,15 +177,16 @@ class _Search:
             raise RewriterError(f"no rewrite applies to any layer of this model. {reasons}")
         costs = self._costs(applicable)
         bases = {base: self._increments(base, list(costs.placements)) for base in self._bases()}
+        before = math.inf
         for rounds in range(1, _ROUNDS + 1):
             fronts = [front(layers, *self._priced(costs, base), bases[base], base) for base in bases]
             new = self._chosen(fronts, _WIDE if rounds == 1 else _NEAR)
             self._measure(new, rounds)
-            if not new:
+            within = [p.speed.seconds for p in self.points.values() if p.rise.rise <= self.budget]
+            if not new or (rounds > 1 and min(within, default=math.inf) > before * (1 - _BETTER)):
                 break
+            before = min(within, default=math.inf)
             costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and m.base == Mix.base})
-        else:
-            rounds = _ROUNDS
         self._singles(costs, bases[Mix.base])
         return self._result(costs, rounds)
 
