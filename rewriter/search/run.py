@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from rewriter.common.errors import RewriterError
+from rewriter.convert.conversion import silent
 from rewriter.ir import Program
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
@@ -82,7 +83,7 @@ def search(
     *,
     state: Path | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> SearchResult:
     """See `rewriter.api.search`."""
     began = time.process_time()
@@ -101,7 +102,7 @@ def opened(
     asked: Asked,
     state: Path | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> tuple[Measurements, Gains]:
     """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
