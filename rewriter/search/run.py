@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
+from rewriter.analysis.sequence_layout import attention_shapes
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import silent
 from rewriter.ir import Program
+from rewriter.kernels import SMALLEST_BLOCK, parse_format
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, Mix, Placement
+from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement
 from rewriter.search.computed import Computed
 from rewriter.search.estimates import Costs, agreement
 from rewriter.search.gains import Gains, Increments, increments
@@ -178,6 +180,7 @@ class _Search:
             raise RewriterError(f"no rewrite applies to any layer of this model. {reasons}")
         costs = self._costs(applicable)
         bases = {base: self._increments(base, list(costs.placements)) for base in self._bases()}
+        self._keys_and_values(list(bases)[1:])
         before = math.inf
         for rounds in range(1, _ROUNDS + 1):
             fronts = [front(layers, *self._priced(costs, base), bases[base], base) for base in bases]
@@ -187,7 +190,7 @@ class _Search:
             if not new or (rounds > 1 and min(within, default=math.inf) > before * (1 - _BETTER)):
                 break
             before = min(within, default=math.inf)
-            costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and m.base == Mix.base})
+            costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and not m.keys})
         self._singles(costs, bases[Mix.base])
         return self._result(costs, rounds)
 
@@ -251,6 +254,20 @@ class _Search:
 
     # --- mixes ---
 
+    def _keys_and_values(self, bases: Sequence[str]) -> None:
+        """Measure what it costs that ranks which share tokens send keys and values quantized, with the fastest
+        recipe."""
+        speeds = {base: speed.seconds for base in bases if (speed := self.gains.speed(Mix(base=base))) is not None}
+        if not speeds:
+            return
+        program = self.measured.computed.original
+        sizes = [size for shape in attention_shapes(program) for size in (shape.head_dim, shape.value_dim)]
+        divisor = math.gcd(*sizes)
+        block = max(SMALLEST_BLOCK, min(parse_format(FORMATS[0]).block, divisor & -divisor))
+        for done, format in enumerate(FORMATS):
+            self.progress(_step(6, "measuring quantized keys and values"), done, len(FORMATS))
+            self.add(Mix(base=min(speeds, key=speeds.__getitem__), keys=f"{format}@{block}"))
+
     def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
         """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
         found: dict[Mix, Estimate] = {}
@@ -311,7 +328,7 @@ class _Search:
         chosen = self._choose()
         points = with_front(self.points.values())
         chosen = next(p for p in points if p.mix == chosen.mix)
-        shown = [p for p in points if p.front and p.mix.touched]
+        shown = [p for p in points if p.front and p.mix.touched and not p.mix.keys]
         order = agreement([costs.of(p.mix) for p in shown], [p.rise.kl for p in shown], [p.rise.error for p in shown])
         load, gains = self.asked.workload, self.gains
         result = SearchResult(
