@@ -1,17 +1,15 @@
 """Is what `rewrite search` finds better than what ships, and than chance?
 
-python examples/real_models.py smollm2-135m-instruct models/smollm2 python benchmarks/search.py models/smollm2 --tp 3
---fabric pcie-gen4 --loss 1% --state build/search python benchmarks/search.py examples/tiny-llama --tp 4 --fabric
-pcie-gen4 --loss 3%
+    python examples/real_models.py smollm2-135m-instruct models/smollm2
+    python benchmarks/search.py models/smollm2 --tp 3 --fabric pcie-gen4 --loss 1% --state build/search
+    python benchmarks/search.py examples/tiny-llama --tp 4 --fabric pcie-gen4 --loss 3%
 
 Searches, then measures every shipped recipe (with its own measurements, as a conversion takes them) and mixes drawn at
 random, on the same windows of the same text, and predicts them on the same fabric. Exits with 1 where
 
 - the chosen recipe is not faster than every shipped recipe and every random mix whose loss rises by no more than its
-budget;
+  budget;
 - the rise of the chosen recipe on held-out text is not within its budget;
-- for a shipped recipe beyond the budget, neither the front nor that of a search with its rise as the budget has a mix
-that is faster and rises by no more;
 - for a shipped recipe or a random mix beyond the budget, neither the front nor that of a search with its rise as the
   budget has a mix that is faster (of a random one: as fast) and rises by no more;
 - the search takes more than 30 minutes.
