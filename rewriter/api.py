@@ -298,7 +298,7 @@ def search(
     seed: int = 0,
     state: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
-    progress: Callable[..., None] = lambda *_: None,
+    progress: Callable[..., None] | None = None,
 ) -> SearchResult:
     """The fastest mix of rewrites whose loss is at most the share `loss` above the original's, and the front around it.
 
@@ -323,7 +323,8 @@ def search(
         seed=seed, healing=Healing(heal, place) if heal else None,
     )  # fmt: skip
     kept = None if state is None else Path(state)
-    return run(model, asked, state=kept, trust_remote_code=trust_remote_code, progress=progress)
+    watched = {} if progress is None else {"progress": progress}
+    return run(model, asked, state=kept, trust_remote_code=trust_remote_code, **watched)
 
 
 def load(directory: str | os.PathLike[str], *, check: bool = False, **options: Any) -> nn.Module:

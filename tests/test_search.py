@@ -42,6 +42,10 @@ def test_a_mix_is_found_again_by_its_key() -> None:
     assert parse(mix.key) == mix
     assert mix.key == "ulysses ladder@0 drop+permute@3 int4-hadamard@0 int8@2"
     assert parse(Mix().key) == Mix()
+    shared = Mix(base="ulysses", keys="int4-hadamard@16")
+    assert parse(shared.key) == shared
+    options = {p.pass_name: p.options for p in recipe_of(shared).passes}["quantize_collectives"]
+    assert options == {"axis": "sp", "format": "int4-hadamard@16", "min_bytes": 0}
 
 
 def test_every_rewrite_is_described() -> None:

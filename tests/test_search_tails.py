@@ -139,6 +139,19 @@ def test_a_mix_is_what_the_emitted_checkpoint_loses(
         same(change, expected(old, new, ids))
 
 
+def test_quantized_keys_and_values_are_what_another_grid_loses(program: Program, measured: Measurements) -> None:
+    mix = Mix(base="attention2d", keys="int8@16")
+    recipe = recipe_of(mix).with_options(2, {"grid": [1, 1, RANKS]})
+    rewritten, _ = apply_recipe(program, recipe, sp=RANKS, disable=["overlap"])
+    weights = load_weights(program)
+    wanted = 0.0
+    for ids in IDS:
+        before, after = (simulate(p, ids[None], weights=weights)[0] for p in (program, rewritten))
+        wanted += expected(before, after, ids)[0] / IDS.numel()
+    assert wanted > 1e-6
+    assert measured.mixed(mix).kl == pytest.approx(wanted, rel=0.02)
+
+
 def test_an_order_is_of_the_weights_and_of_no_other_block(measured: Measurements) -> None:
     (mix,) = measured.orders([searched.mix("drop@2")], lambda *_: None)
     (path, ranks), *more = measured.order_of(mix).items()

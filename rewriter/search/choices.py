@@ -80,17 +80,20 @@ class Placement:
 class Mix:
     """What every layer is: placements, and formats of messages by layer. What is not named is standard and exact.
 
-    `base` is the exact recipe around them: tensor-parallel, or one that shards tokens.
+    `base` is the exact recipe around them: tensor-parallel, or one that shards tokens; `keys` is the format in which
+    keys and values travel between ranks that share tokens, "" where they are exact.
     """
 
     placements: tuple[Placement, ...] = ()
     formats: tuple[tuple[int, str], ...] = ()
     base: str = "tensor-parallel"
+    keys: str = ""
 
     @property
     def key(self) -> str:
         """A name by which it is found again."""
-        named = [*map(str, self.placements), *(f"{name}@{layer}" for layer, name in self.formats)]
+        named = [f"{_KEYS}{self.keys}"] if self.keys else []
+        named += [*map(str, self.placements), *(f"{name}@{layer}" for layer, name in self.formats)]
         return " ".join([self.base, *named])
 
     @property
@@ -113,9 +116,8 @@ class Mix:
             found[name] = found.get(name, 0) + 1
         return found
 
-    def exactly(self) -> Mix:
-        """The same with exact messages."""
-        return replace(self, formats=())
+
+_KEYS = "keys-and-values-"
 
 
 def mix_of(placements: Sequence[Placement], formats: Mapping[int, str] | None = None, base: str = Mix.base) -> Mix:
@@ -126,15 +128,18 @@ def mix_of(placements: Sequence[Placement], formats: Mapping[int, str] | None = 
 def parse(key: str) -> Mix:
     """The mix of a `Mix.key`."""
     base, *words = key.split(" ")
-    placements, formats = [], {}
+    placements, formats, keys = [], {}, ""
     for word in words:
+        if word.startswith(_KEYS):
+            keys = word.removeprefix(_KEYS)
+            continue
         name, _, layer = word.rpartition("@")
         if name in FORMATS:
             formats[int(layer)] = name
         else:
             rewrite, _, ordered = name.partition("+")
             placements.append(Placement(int(layer), rewrite, bool(ordered)))
-    return mix_of(placements, formats, base)
+    return replace(mix_of(placements, formats, base), keys=keys)
 
 
 def recipe_of(
@@ -159,6 +164,8 @@ def recipe_of(
     passes += [p for p in rewired if p["pass"] not in early]
     if shares_tokens:
         passes += [p.to_dict() for p in Recipe.load(mix.base).passes if PASSES[p.pass_name].shards_tokens]
+        if mix.keys:
+            passes.append({"pass": "quantize_collectives", "axis": "sp", "format": mix.keys, "min_bytes": 0})
     for format in FORMATS:
         if chosen := [layer for layer, known in mix.formats if known == format]:
             passes.append({"pass": "quantize_collectives", "format": format, "layers": _selection(chosen)})

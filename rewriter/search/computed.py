@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rewriter.analysis.residual import by_layer, residual_blocks
 from rewriter.common.errors import RewriterError
@@ -17,6 +17,7 @@ from rewriter.search.choices import Mix, recipe_of
 from rewriter.verify.stream_segments import between, given_names
 
 SCHEDULES = ("fuse_projections", "overlap")
+_ANY_GRID = "ring-attention"  # it asks nothing of the number of heads
 
 
 def keep_shared(known: Applied) -> None:
@@ -70,6 +71,12 @@ class Computed:
         disable = [name for name in (*SCHEDULES, "permute") if name in passes]
         rewritten, _ = apply_recipe(self.original, recipe, self.ranks, disable, known=self.known)
         return always_quantized(rewritten) if is_quantized(rewritten) else single_device(rewritten)
+
+    def sharing(self, mix: Mix) -> Program:
+        """What ranks compute that share tokens, with keys and values quantized: the same on every grid of ranks."""
+        recipe = recipe_of(replace(mix, base=_ANY_GRID))
+        disable = [p.pass_name for p in recipe.passes if p.pass_name in SCHEDULES]
+        return always_quantized(apply_recipe(self.original, recipe, 1, disable, sp=self.ranks, known=self.known)[0])
 
     def boundary(self, layer: int) -> int:
         """The number of the stream value that `layer` begins with; of the number of layers, the last one's."""

@@ -122,12 +122,15 @@ class Measurements:
         windows = self.text.held_out if held_out else self.text.calibration
         what = "held out" if held_out else "mix"
         loss = self.loss(held_out)
-        function = replace(mix, base=Mix.base)  # ranks that share tokens compute the same
+        function = replace(mix, base=Mix.base)  # ranks that share tokens compute the same, on every grid
         key = f"{what} {function.key}"
-        if not function.touched:
+        if not function.touched and not function.keys:
             return Rise(loss, 0.0, 0.0, 0.0)
         if key not in self.store:
-            made = self.tails.mixed(self.part(function), self.weights(function), windows)
+            if function.keys:
+                made = self.tails.whole(self.computed.sharing(function), windows)
+            else:
+                made = self.tails.mixed(self.part(function), self.weights(function), windows)
             self.store.put({key: [_plain(change) for change in made]})
         return rise_of([Change(*change) for change in self.store[key]], loss, self.text.own)
 

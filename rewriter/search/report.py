@@ -74,6 +74,7 @@ def headline(found: SearchResult) -> str:
 def layers_of(mix: Mix) -> list[str]:
     """What each rewrite is, and the layers that it has."""
     lines = [] if mix.base == Mix.base else [f"{mix.base}: ranks share the tokens of a sequence"]
+    lines += [f"keys and values travel as {mix.keys}"] if mix.keys else []
     layers: dict[str, list[int]] = {}
     for p in mix.placements:
         layers.setdefault(p.rewrite, []).extend(p.layers)
@@ -117,6 +118,7 @@ def named(mix: Mix) -> str:
     """A mix in few words: how many layers each rewrite has."""
     counts = [f"{count} {name}" for name, count in mix.counts().items()]
     words = [] if mix.base == Mix.base else [mix.base]
+    words += [f"keys and values {mix.keys}"] if mix.keys else []
     return ", ".join([*words, *counts]) or mix.base
 
 

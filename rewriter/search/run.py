@@ -11,14 +11,17 @@ from pathlib import Path
 
 import torch
 
+from rewriter.analysis.sequence_layout import attention_shapes
 from rewriter.common.errors import RewriterError
+from rewriter.convert.conversion import silent
 from rewriter.ir import Program
+from rewriter.kernels import SMALLEST_BLOCK, parse_format
 from rewriter.passes import PASSES
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
 from rewriter.recipes import Recipe
-from rewriter.search.choices import BY_NAME, Mix, Placement
+from rewriter.search.choices import BY_NAME, FORMATS, Mix, Placement
 from rewriter.search.computed import Computed
 from rewriter.search.estimates import Costs, agreement
 from rewriter.search.gains import Gains, Increments, increments
@@ -41,6 +44,7 @@ _PROMISING = 2.0  # a rewrite that costs more budgets than this alone is measure
 # Of the budget: where mixes are measured in the first round, and where in those that follow.
 _WIDE = (*(0.1 * 1.4**n for n in range(24)), math.inf)
 _NEAR = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35)
+_BETTER = 1e-3  # a round that makes the fastest mix within the budget faster by less than this share is the last
 _STEPS = 6
 
 
@@ -82,7 +86,7 @@ def search(
     *,
     state: Path | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> SearchResult:
     """See `rewriter.api.search`."""
     began = time.process_time()
@@ -101,7 +105,7 @@ def opened(
     asked: Asked,
     state: Path | None = None,
     trust_remote_code: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Progress = silent,
 ) -> tuple[Measurements, Gains]:
     """What measures mixes of a model on its text, and what predicts them. Raises RewriterError as a search does: what
     can be refused without work is refused first."""
@@ -177,15 +181,17 @@ class _Search:
             raise RewriterError(f"no rewrite applies to any layer of this model. {reasons}")
         costs = self._costs(applicable)
         bases = {base: self._increments(base, list(costs.placements)) for base in self._bases()}
+        self._keys_and_values(list(bases)[1:])
+        before = math.inf
         for rounds in range(1, _ROUNDS + 1):
             fronts = [front(layers, *self._priced(costs, base), bases[base], base) for base in bases]
             new = self._chosen(fronts, _WIDE if rounds == 1 else _NEAR)
             self._measure(new, rounds)
-            if not new:
+            within = [p.speed.seconds for p in self.points.values() if p.rise.rise <= self.budget]
+            if not new or (rounds > 1 and min(within, default=math.inf) > before * (1 - _BETTER)):
                 break
-            costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and m.base == Mix.base})
-        else:
-            rounds = _ROUNDS
+            before = min(within, default=math.inf)
+            costs = costs.fitted({m: p.rise.kl for m, p in self.points.items() if m.touched and not m.keys})
         self._singles(costs, bases[Mix.base])
         return self._result(costs, rounds)
 
@@ -249,6 +255,20 @@ class _Search:
 
     # --- mixes ---
 
+    def _keys_and_values(self, bases: Sequence[str]) -> None:
+        """Measure what it costs that ranks which share tokens send keys and values quantized, with the fastest
+        recipe."""
+        speeds = {base: speed.seconds for base in bases if (speed := self.gains.speed(Mix(base=base))) is not None}
+        if not speeds:
+            return
+        program = self.measured.computed.original
+        sizes = [size for shape in attention_shapes(program) for size in (shape.head_dim, shape.value_dim)]
+        divisor = math.gcd(*sizes)
+        block = max(SMALLEST_BLOCK, min(parse_format(FORMATS[0]).block, divisor & -divisor))
+        for done, format in enumerate(FORMATS):
+            self.progress(_step(6, "measuring quantized keys and values"), done, len(FORMATS))
+            self.add(Mix(base=min(speeds, key=speeds.__getitem__), keys=f"{format}@{block}"))
+
     def _chosen(self, fronts: Sequence[Sequence[Estimate]], shares: Iterable[float]) -> list[Estimate]:
         """Of each front the fastest mixes within shares of the budget that were not measured yet, the exact one too."""
         found: dict[Mix, Estimate] = {}
@@ -309,7 +329,7 @@ class _Search:
         chosen = self._choose()
         points = with_front(self.points.values())
         chosen = next(p for p in points if p.mix == chosen.mix)
-        shown = [p for p in points if p.front and p.mix.touched]
+        shown = [p for p in points if p.front and p.mix.touched and not p.mix.keys]
         order = agreement([costs.of(p.mix) for p in shown], [p.rise.kl for p in shown], [p.rise.error for p in shown])
         load, gains = self.asked.workload, self.gains
         result = SearchResult(

@@ -176,6 +176,15 @@ class Tails:
         return self._streams[key]
 
     @torch.no_grad()
+    def whole(self, program: Program, windows: torch.Tensor) -> list[Change]:
+        """What a program over the same weights changes on each of `windows`, int64 [N, T], computed as a whole."""
+        changes = []
+        for ids in windows:
+            *_, (_, final) = self.streams(ids)
+            changes.append(self.reference(ids, final).change(self._run(program, ids[None], {})[0]))
+        return changes
+
+    @torch.no_grad()
     def loss(self, windows: torch.Tensor) -> float:
         """The original's loss on `windows`, int64 [N, T], nats per token."""
         total = 0.0

@@ -20,6 +20,7 @@ def recipe_with_measurements(result: SearchResult, orders: Mapping[str, str]) ->
     name = re.sub(r"[^a-z0-9]+", "-", f"searched-{result.fabric}-tp{result.ranks['tp'] * result.ranks['sp']}".lower())
     parts = ", ".join(f"{name} in {count}" for name, count in chosen.mix.counts().items())
     around = "" if chosen.mix.base == Mix.base else f"{chosen.mix.base} with "
+    around += f"keys and values in {chosen.mix.keys}, " if chosen.mix.keys else ""
     words = f"{around}{parts} of the layers" if parts else f"{around}nothing rewritten"
     summary = f"Found by a search on {result.fabric} within a rise in loss of {result.budget:.3g}: {words}."
     recipe = recipe_of(chosen.mix, orders, name[:64], summary, result.text)
