@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rewriter.passes import PASSES
+from rewriter.passes import available
 from rewriter.passes.selection import runs_of
 from rewriter.recipes import Recipe
 
@@ -163,7 +163,8 @@ def recipe_of(
     passes.append({"pass": "merge_reductions", "optional": True})
     passes += [p for p in rewired if p["pass"] not in early]
     if shares_tokens:
-        passes += [p.to_dict() for p in Recipe.load(mix.base).passes if PASSES[p.pass_name].shards_tokens]
+        known = available()
+        passes += [p.to_dict() for p in Recipe.load(mix.base).passes if known[p.pass_name].shards_tokens]
         if mix.keys:
             passes.append({"pass": "quantize_collectives", "axis": "sp", "format": mix.keys, "min_bytes": 0})
     for format in FORMATS:

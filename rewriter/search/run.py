@@ -16,7 +16,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import silent
 from rewriter.ir import Program
 from rewriter.kernels import SMALLEST_BLOCK, parse_format
-from rewriter.passes import PASSES
 from rewriter.predict.candidates import all_recipes
 from rewriter.predict.entry import traced
 from rewriter.predict.workload import Cluster, Workload
@@ -232,7 +231,7 @@ class _Search:
         one."""
         found, times = [Mix.base], {self.gains.standard.seconds}
         for name in all_recipes() if self.asked.workload.sp != 1 else ():
-            if not any(PASSES[p.pass_name].shards_tokens for p in Recipe.load(name).passes):
+            if not any(rewrite.shards_tokens for rewrite in Recipe.load(name).build()):
                 continue
             speed = self.gains.speed(Mix(base=name))
             if speed is None or speed.seconds in times or (self.gains.standard.fits and not speed.fits):
