@@ -29,7 +29,7 @@ _SLOTS = 8  # sums that may be under way
 _LINE = 8  # int64 of a cache line, of which each flag has one for itself
 _PATIENCE = 600.0  # seconds for a peer
 _VIEWS = 256  # that are kept
-_SPINS = 1000  # before other processes may have the core
+_SPINS = 20_000  # before other processes may have the core: about 2 ms, as what yields may wait for a whole time slice
 
 
 def on_one_host(group: ProcessGroup) -> bool:
