@@ -23,22 +23,24 @@ if "REWRITER_TEST_MODULES" not in os.environ:
     os.environ["HF_MODULES_CACHE"] = os.environ["REWRITER_TEST_MODULES"] = tempfile.mkdtemp(prefix="rewriter-modules-")
     atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 
-import hypothesis
 import pytest
 import torch
 import traced_once
 
 # Results must not depend on the number of cores, and parallel test processes must not fight for them.
 torch.set_num_threads(1)
-# How long an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the project's markers, so that a misspelt one is an error under `--strict-markers`."""
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (real processes, long generations)")
     config.addinivalue_line("markers", "tracer: tests the tracer, which traces every model anew")
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # the environment of vLLM has none
+        from hypothesis import HealthCheck, settings
+
+        # How long an example takes depends on what else the machine does.
+        settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures trace
