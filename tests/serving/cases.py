@@ -78,7 +78,8 @@ def prompts(family: str = "llama") -> list[list[int]]:
     if family in REAL:
         tokenizer = AutoTokenizer.from_pretrained(os.environ[REAL[family]])
         made = [tokenizer(question)["input_ids"] for question in QUESTIONS]
-        return [*made, made[1] * 2 + made[3]]
+        made[1] *= 2  # longer than a block of the cache
+        return [*made, made[1] + made[3]]
     generator = torch.Generator().manual_seed(1)
     lengths = (5, 40, 17, 3, 9, 1, 12, 23)
     made = [torch.randint(3, tiny_models.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
