@@ -9,7 +9,8 @@ import json
 import math
 import re
 import statistics
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from subprocesses import run_code
 
+from rewriter.cli import main
 from rewriter.common.errors import RewriterError
 from rewriter.fabric import KINDS, Call, Delay, DelayModel, Fabric, Link, Links, WhatIf, fabrics, load_fabric
 from rewriter.fabric.alpha_beta import AlphaBeta, nccl
@@ -30,6 +32,7 @@ from rewriter.fabric.shipped_tables import CSV, find, shipped
 from rewriter.fabric.writing import measured_points
 
 US = 1e-6
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 NAMES = (
     "a100-nvlink", "b200-nvlink", "ethernet-100g", "ethernet-10g", "h100-2x8-ib", "h100-no-p2p", "h100-nvlink",
     "h20-nvlink", "h200-nvlink", "h800-nvlink", "pcie-gen4", "pcie-gen5", "roce-100g",
@@ -370,19 +373,50 @@ def test_models_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     installed = tmp_path / "flat_delays-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-delays\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[rewriter.delay_models]\nflat = flat_delays:Flat\n")
+    (installed / "entry_points.txt").write_text(
+        "[rewriter.delay_models]\nflat = flat_delays:Flat\nuseless = flat_delays:Useless\nword = flat_delays:word\n"
+        "wrong = flat_delays:Flta\nlost = flat_delay:Flat\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("flat_delays:Flat", "flat"):
-        model = with_model(name).delay_model()
+    import flat_delays  # type: ignore[import-not-found]
+
+    for fabric in (with_model("flat"), replace(load_fabric("h100-nvlink"), model=flat_delays.Flat)):
+        model = fabric.delay_model()
         assert isinstance(model, DelayModel)
         assert model.delay(Call("all_reduce", 1, range(8))).seconds == pytest.approx(8e-6)
     for name, why in (
-        ("flat_delays:Flta", "cannot be imported"), ("flat_delay:Flat", "cannot be imported"), ("flta", "'flat'"),
-        ("flat_delays:Useless", "no method delay"), ("flat_delays:word", "is no class"),
-        ("os:path.absent", "cannot be imported"),
+        ("wrong", "cannot be imported"), ("lost", "cannot be imported"), ("flta", "'flat'"),
+        ("useless", "no method delay"), ("word", "is no class"),
     ):  # fmt: skip
         with pytest.raises(RewriterError, match=why):
             with_model(name).delay_model()
+
+
+@pytest.mark.parametrize("name", ["left_here:Model", "os:system", "subprocess:Popen", "left_here.Model"])
+def test_a_file_runs_no_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a module that lies beside the file, nor one that is installed."""
+    (tmp_path / "left_here.py").write_text("open('ran', 'w').close()\n" + PLUGIN.replace("Flat", "Model"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RewriterError, match="names no code" if ":" in name else "nor an entry point"):
+        with_model(name).delay_model()
+    assert "left_here" not in sys.modules
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_with_code_stops_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (LIBRARY / "h100-nvlink.yaml").read_text().replace("model: measured", "model: left_here:Model")
+    Path("mine.yaml").write_text(text)
+    Path("left_here.py").write_text("open('ran', 'w').close()\n" + PLUGIN.replace("Flat", "Model"))
+    assert main(["fabrics", "show", "mine.yaml"]) == 2
+    assert main(["predict", str(EXAMPLE), "--recipe", "ladder", "--fabric", "mine.yaml", "--tp", "2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("A fabric's file names no code") == 2
+    assert "line " in said
+    assert not Path("ran").exists()
 
 
 # --- fabrics as files ------------------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from importlib.metadata import entry_points
+from typing import Any, TypeAlias
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.suggestions import did_you_mean
@@ -25,6 +24,12 @@ from rewriter.fabric.shipped_tables import Table, TableKey, find
 # NCCL_LL_THREAD_THRESHOLD); kernels like vLLM's once each of 512 has 16 bytes to load (csrc/custom_all_reduce.cuh).
 _NCCL_BLOCK, _CUSTOM_BLOCK = 8 * 512, 16 * 512
 _MODELS = "rewriter.delay_models"  # the group of entry points of other packages' delay models
+NO_CODE = (
+    " A fabric's file names no code, since importing it would run it. Register the class as an entry point of the "
+    f"group {_MODELS}, or hand it over in Python: dataclasses.replace(fabric, model=Class)."
+)
+MakeModel: TypeAlias = Callable[..., DelayModel]
+"""Makes a delay model of (fabric, library, graphed)."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,11 @@ class Fabric:
     """Nodes of `node` ranks each, their devices and links.
 
     `modelled`: its durations come from formulas, no measurement of it is known. `model`: "measured" (`tables`, shipped
-    or its own), "alpha-beta", or a model of someone else's: an entry point in the group `rewriter.delay_models`, or
-    `module:Class`. `algorithm` and `protocols` are those of the α-β model. `blocks`: CUDA blocks that a library's
-    collective holds at most, by library; empty for devices that are no GPUs. `overlap`: what overlap costs. `fused`:
-    the all-reduce that servers have for a sum that is added to a residual and normed. `sources`: where each figure is
-    from, by its place in the file.
+    or its own), "alpha-beta", or a model of someone else's: the name of an entry point in the group
+    `rewriter.delay_models`, or from Python the class itself. `algorithm` and `protocols` are those of the α-β model.
+    `blocks`: CUDA blocks that a library's collective holds at most, by library; empty for devices that are no GPUs.
+    `overlap`: what overlap costs. `fused`: the all-reduce that servers have for a sum that is added to a residual and
+    normed. `sources`: where each figure is from, by its place in the file.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Fabric:
     between: Link | None = None
     summary: str = ""
     modelled: bool = False
-    model: str = "alpha-beta"
+    model: str | MakeModel = "alpha-beta"
     algorithm: Algorithm = "auto"
     protocols: tuple[Protocol, ...] = (PLAIN,)
     tables: tuple[TableChoice | Table, ...] = ()
@@ -184,31 +189,35 @@ class _Holding:
         return replace(delay, blocks=max(1, min(self.blocks[library], needed)), memory_bytes=traffic)
 
 
-def find_model(name: str) -> Callable[..., DelayModel]:
-    """What makes a delay model of (fabric, library, graphed): `module:Class`, or an entry point of the group
-    `rewriter.delay_models`. Modules are found as by `python`, in the working directory too.
+def find_model(model: str | MakeModel) -> MakeModel:
+    """What makes a delay model of (fabric, library, graphed): `model` itself where it is no name, else what an
+    installed package registers under that name in the group `rewriter.delay_models`.
 
-    Raises RewriterError for what cannot be imported or has no such name.
+    A name comes from a file, and files come from elsewhere: nothing else is imported for one. Raises RewriterError for
+    a name that no package registers, and for what cannot be imported or makes no delay model.
     """
-    known = {point.name: point for point in entry_points(group=_MODELS)}
-    if ":" not in name and name not in known:
-        raise RewriterError(
-            f"delay model {name!r:.60}: neither built in, nor an entry point of {_MODELS}, nor module:Class. "
-            f"{did_you_mean(name, ('measured', 'alpha-beta', *known))}"
-        )
-    if "" not in sys.path:
-        sys.path.append("")
-    try:
-        found: Any = (EntryPoint(name, name, _MODELS) if ":" in name else known[name]).load()
-    except (ImportError, ValueError, AttributeError) as error:
-        raise RewriterError(f"delay model {name!r:.60}: cannot be imported: {error}. Write module:Class.") from None
+    name, found = str(model), model
+    if isinstance(model, str):
+        known = {point.name: point for point in entry_points(group=_MODELS)}
+        if model not in known:
+            raise RewriterError(
+                f"delay model {name!r:.60}: neither built in, nor an entry point of {_MODELS}. "
+                f"{did_you_mean(name, ('measured', 'alpha-beta', *known))}{NO_CODE if ':' in name else ''}"
+            )
+        try:
+            found = known[model].load()
+        except (ImportError, ValueError, AttributeError) as error:
+            raise RewriterError(
+                f"delay model {name!r:.60}: its entry point cannot be imported: {error}. Install its package again."
+            ) from None
     if not callable(found):
-        raise RewriterError(f"delay model {name!r:.60}: {type(found).__name__} is no class. Write module:Class.")
+        raise RewriterError(f"delay model {name!r:.60}: {type(found).__name__} is no class. Name a class.")
+    maker = found
 
     def make(*arguments: object) -> DelayModel:
-        model = found(*arguments)
-        if not isinstance(model, DelayModel):
+        made = maker(*arguments)
+        if not isinstance(made, DelayModel):
             raise RewriterError(f"delay model {name!r:.60}: it has no method delay(call), which a model has.")
-        return model
+        return made
 
     return make

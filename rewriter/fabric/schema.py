@@ -16,7 +16,7 @@ from rewriter.fabric.alpha_beta import PLAIN, Algorithm, Wire, nccl
 from rewriter.fabric.backends import FusedSum
 from rewriter.fabric.calls import Kind
 from rewriter.fabric.curves import Curve, Point
-from rewriter.fabric.fabric import Fabric, TableChoice
+from rewriter.fabric.fabric import NO_CODE, Fabric, TableChoice
 from rewriter.fabric.links import Device, Link
 from rewriter.fabric.overlap import NONE, SOURCES, Overlap
 from rewriter.fabric.shipped_kernels import kernel_systems
@@ -177,6 +177,8 @@ class FabricFile(_Strict):
             found.append(("node", "no link `inside`, which nodes of several ranks have."))
         if self.model == "measured" and not self.tables and self.measurements is None:
             found.append(("model", "measured, but there are neither `tables` nor `measurements`."))
+        if ":" in self.model:
+            found.append(("model", f"{self.model!r:.60}.{NO_CODE}"))
         known = [table.library for table in self.tables]
         if self.fused and self.fused.library.value not in known:
             found.append(
