@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 # Transformers' own loading: a checkpoint's names on disk are not the runtime names (Mixtral's experts are stored one by
 # one and run fused).
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Expression, Stack, Transpose
@@ -50,8 +50,10 @@ def checkpoint_expressions(
     renamings, converters = _transforms(model)
     known = dict.fromkeys(wanted, True)
     collected: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in sorted(tensors, key=_natural):
+    for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if target not in known and name in known:  # a name of the running model, which only looks like one to rename
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
         collected[target][pattern or name].append(name)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     expressions: dict[str, Expression] = {}
@@ -120,10 +122,6 @@ def _sizes(shape: Iterable[int]) -> str:
 def _listing(what: str, names: list[str], total: int | None = None) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{what} {shown}." + (f" The model has {total} parameters." if total else "")
-
-
-def _natural(name: str) -> list[Any]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _transforms(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
