@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DEMO   := build/demo
 PROMPT := def read_lines(path):
 
-.PHONY: venv demo test test-all lint format typecheck serving-venv test-serving clean
+.PHONY: venv demo test test-all lint format typecheck docs package serving-venv test-serving clean
 
 venv: $(READY)
 
@@ -28,6 +28,8 @@ demo: $(READY)
 	@rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
 	$(BIN)/rewrite examples/tiny-llama --recipe ladder-upper-half --tp 2 --out $(DEMO)
 	$(BIN)/rewrite generate $(DEMO) --prompt '$(PROMPT)' --max-new-tokens 64
+	@$(BIN)/rewrite diff $(DEMO) --html $(DEMO).html >/dev/null
+	@echo 'what the recipe changed, drawn: $(DEMO).html'
 
 lint: $(READY)
 	@$(BIN)/ruff check --quiet .
@@ -46,6 +48,21 @@ test: lint typecheck
 
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
+
+# The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link is an error.
+docs: $(VENV)/.docs
+	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo build/site/index.html
+
+$(VENV)/.docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# What would be uploaded: source archive and wheel, and what the package index would refuse of them.
+package: $(VENV)/.docs
+	@rm -rf build/dist
+	@$(BIN)/python -m build --outdir build/dist .
+	@$(BIN)/python -m twine check --strict build/dist/*
 
 # An environment of its own for vLLM on CPUs: its pins differ from ours, and what it needs for pictures and sound does not
 # fit its torch.

@@ -20,7 +20,7 @@ import rewriter
 from rewriter.passes import available
 
 ROOT = Path(rewriter.__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "action.yml", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "action.yml", *sorted((ROOT / "docs").rglob("*.md"))]
 # Emitted modules import from `rewriter.runtime`, which exports for them.
 COMMANDS = {"rewriter.cli", "rewriter.cli.__main__", "rewriter.api"}
 EXPORTS = {"rewriter", "rewriter.runtime"}

@@ -203,7 +203,7 @@ def as_torchrun(group: Any) -> dist.Store | None:
 
 
 def on_lines(group: Any, blocks: list[str], directory: str, ids: torch.Tensor) -> dict[str, Any]:
-    """What the README's lines for ranks compute."""
+    """What the lines for ranks of docs/howto/long-sequences.md compute."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     os.environ |= {"RANK": str(group.rank()), "WORLD_SIZE": str(group.size())}  # as torchrun does
@@ -224,10 +224,9 @@ def on_lines(group: Any, blocks: list[str], directory: str, ids: torch.Tensor) -
     return {"loss": loss, "trained": trained, "logits": logits, "local": names["own"].shape[1], "attention": error}
 
 
-def test_the_lines_of_the_readme_for_ranks(grid: Path, original: PreTrainedModel) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    section = readme.partition("## Long sequences")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_lines_of_the_page_for_ranks(grid: Path, original: PreTrainedModel) -> None:
+    page = (Path(__file__).parent.parent / "docs/howto/long-sequences.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ids = batch(21)
     with torch.no_grad():
         expected = original(ids, labels=ids)

@@ -125,4 +125,6 @@ def _mark(row: Coverage, name: str, wrong: str, yes: str, no: str) -> str:
 
 def _plain(text: str | None) -> str:
     """Text that markdown does not read as markup."""
-    return (text or "").replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;").replace("|", "\\|")
+    for mark, plain in (("*", "\\*"), ("_", "\\_"), ("<", "&lt;"), ("|", "\\|"), ("][", "]\\[")):
+        text = (text or "").replace(mark, plain)
+    return text or ""

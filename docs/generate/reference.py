@@ -1,0 +1,167 @@
+"""Reference pages made from the code: the command line, the recipes, the fabrics, the manifest."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+import typer
+from pydantic import BaseModel
+
+from rewriter.cli.app import COMMANDS, commands, conversion
+from rewriter.emit import manifest
+from rewriter.fabric.shipped_fabrics import LIBRARY, fabrics, load_fabric
+from rewriter.recipes import Recipe
+from rewriter.recipes.catalogue import entries, find
+
+
+def pages() -> dict[str, str]:
+    """The generated pages by place."""
+    return {
+        "reference/cli.md": command_line(),
+        "reference/library.md": recipes(),
+        "reference/fabrics.md": fabric_table(),
+        "reference/manifest.md": manifest_schema(),
+    }
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, as `--help` has them."""
+    parts = ["# Command line", "Made from the commands themselves. `rewrite COMMAND --help` says the same."]
+    parts += _command(typer.main.get_command(conversion), "rewrite MODEL", 2)
+    group = typer.main.get_command(commands)
+    for name in COMMANDS:
+        parts += _command(group.commands[name], f"rewrite {name}", 2)  # type: ignore[attr-defined]
+    return "\n\n".join(parts) + "\n"
+
+
+def _command(command: Any, title: str, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {title}"
+    yield _plain(command.help or command.short_help or "")
+    with click.Context(command, info_name=title) as context:  # type: ignore[arg-type]
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield f"```\n{title.removesuffix(' MODEL') if 'MODEL' in usage else title} {usage}\n```"
+        rows = [row for p in command.params if (row := _parameter(p, context))]
+    if rows:
+        yield _table(("", ""), rows)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _command(inner, f"{title} {name}", level + 1)
+
+
+def _parameter(parameter: Any, context: Any) -> tuple[str, str] | None:
+    if getattr(parameter, "hidden", False):
+        return None
+    record = parameter.get_help_record(context)
+    if record is None:
+        name = parameter.make_metavar(context)
+        return (f"`{name}`", _cell(getattr(parameter, "help", None) or "")) if parameter.param_type_name else None
+    return f"`{record[0]}`".replace("|", "\\|"), _cell(record[1])
+
+
+def recipes() -> str:
+    """Every recipe that ships, whole."""
+    parts = [
+        "# The recipes that ship",
+        "Made from the files of the package. `rewrite recipes show NAME` prints one. "
+        "[Recipes](recipes.md) compares them; [Rewrites](../REWRITES.md) has the equations.",
+    ]
+    for entry in entries():
+        recipe = Recipe.load(entry.name)
+        paper = f"Paper: {recipe.paper}." if recipe.paper else ""
+        text = find(entry.name).read_text(encoding="utf-8").rstrip()
+        parts += [f"## {entry.name}", _plain(f"{recipe.summary} {paper}"), f"```yaml\n{text}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def fabric_table() -> str:
+    """Every fabric that ships, and the fields of each."""
+    parts = [
+        "# The fabrics that ship",
+        "A fabric says what a cluster's links cost. Made from the files of the package; every figure names its source. "
+        "`rewrite fabrics show NAME` prints one. [Predict](../howto/predict.md) uses them.",
+        _table(
+            ("fabric", "device", "figures", "what it is"),
+            [
+                (f"[`{name}`](#{name})", f.device.name, "by formula" if f.modelled else "measured", _cell(f.summary))
+                for name, f in ((name, load_fabric(name)) for name in fabrics())
+            ],
+        ),
+    ]
+    for name in fabrics():
+        text = (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
+        parts += [f"## {name}", f'??? note "{name}.yaml"\n\n' + _indented(f"```yaml\n{text}\n```")]
+    return "\n\n".join(parts) + "\n"
+
+
+def manifest_schema() -> str:
+    """The fields of rewrite.json, from the model that reads it."""
+    parts = [
+        "# The manifest, `rewrite.json`",
+        "Every output has one. It says what was made, from what, by which passes, and what was compared. "
+        "Made from the model that reads it; a file with an unknown field is refused.",
+    ]
+    for model in _models(manifest.Manifest):
+        rows = []
+        for name, field in model.model_fields.items():
+            needed = "required" if field.is_required() else f"default `{field.get_default(call_default_factory=True)}`"
+            rows.append((f"`{field.alias or name}`", f"`{_type(field.annotation)}`".replace("|", "\\|"), needed))
+        parts += [f"## {model.__name__}", _plain(inspect.getdoc(model) or "")]
+        parts.append(_table(("field", "type", ""), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _models(start: type[BaseModel]) -> list[type[BaseModel]]:
+    """A model and those that its fields are made of, in the order of use."""
+    found: list[type[BaseModel]] = [start]
+    for model in found:
+        for field in model.model_fields.values():
+            found += [m for m in _inside(field.annotation) if m not in found]
+    return found
+
+
+def _inside(hint: Any) -> Iterator[type[BaseModel]]:
+    if inspect.isclass(hint) and issubclass(hint, BaseModel):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _inside(part)
+
+
+def _type(hint: Any) -> str:
+    name = hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:rewriter|typing|collections\.abc)\.(?:\w+\.)*", "", name)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(_escaped(text).split()).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Help text as Markdown; what click keeps as it stands (after \\b) as code."""
+    found = []
+    for part in inspect.cleandoc(text).split("\n\n"):
+        if part.startswith("\b"):
+            found.append("```\n" + inspect.cleandoc(part.removeprefix("\b\n")) + "\n```")
+        else:
+            found.append(_escaped(part))
+    return "\n\n".join(found)
+
+
+def _escaped(text: str) -> str:
+    """Outside of `code`: no HTML, no links, no emphasis by chance."""
+    parts = text.split("`")
+    for i in range(0, len(parts), 2):
+        parts[i] = re.sub(r"([<*\[\]])", r"\\\1", parts[i])
+    return "`".join(parts)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
