@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from backtest_points import Gain, Point, Published, read_published, traced
+from backtest_points import Design, Gain, Point, Published, read_published, traced
 
 from rewriter import api
 from rewriter.common.errors import RewriterError
@@ -76,7 +76,8 @@ class Predictions:
             self.known[key] = api.predict(
                 self.program(job.model, job.dtype), recipes, fabric=fabric, tp=job.gpus, batch=batch, prompt=prompt,
                 generate=generate, graphed=job.graphed, compiled=job.compiled,
-                library=library_of(job, fabric.libraries), what_if=self.what_if,
+                library=library_of(job, fabric.libraries), what_if=self.what_if, served=job.served,
+                **options_of(job.design, job.gpus),
             ).predictions  # fmt: skip
         return self.known[key]
 
@@ -84,6 +85,9 @@ class Predictions:
         if (model, dtype) not in self.programs:
             self.programs[model, dtype] = traced(model, dtype)
         return self.programs[model, dtype]
+
+
+USUAL = Design()
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,14 @@ class Job:
     software: str = ""
     graphed: bool = True
     compiled: bool = True
+    served: bool = False
+    design: Design = USUAL
+
+
+def options_of(design: Design, gpus: int) -> dict[str, Any]:
+    """A design as options of `rewriter.api.predict`."""
+    whole = {"tensor_parallel.vocabulary": False} if design.whole_head and gpus > 1 else None
+    return {"attention": design.attention, "all_logits": design.all_logits, "set": whole}
 
 
 def library_of(job: Job, known: Sequence[str]) -> str | None:
@@ -116,7 +128,7 @@ def outcome(point: Point, predictions: Predictions) -> Outcome:
     entry, source = point.entry, point.source
     job = Job(
         entry.model, point.dtype, source.fabric, entry.gpus, point.all_reduce, source.software,
-        source.launch == "graphed", source.compiled,
+        source.launch == "graphed", source.compiled, source.measured == "server", source.design,
     )  # fmt: skip
 
     def predicted(batch: int, prompt: int, generate: int) -> Prediction:
@@ -127,17 +139,17 @@ def outcome(point: Point, predictions: Predictions) -> Outcome:
         step = predicted(entry.batch, entry.prompt + context, 1)
     except RewriterError as error:
         return Outcome(point, why=str(error).partition(". ")[0])
-    steps, added = 1.0, 0.0
+    steps, prefills, first = 1.0, 0.0, step
     if source.measured == "generation":
         first = predicted(entry.batch, entry.prompt, entry.generate)
-        steps, added = (entry.generate - 1) / entry.generate, first.prefill.seconds / entry.generate
+        steps, prefills = (entry.generate - 1) / entry.generate, 1 / entry.generate
     elif source.measured == "server" and entry.batch > 1:
-        added = (entry.batch - 1) * predicted(1, entry.prompt, 1).prefill.seconds / entry.generate
-    low, high = (bound and bound * steps + added for bound in interval(step))
+        first, prefills = predicted(1, entry.prompt, 1), (entry.batch - 1) / entry.generate
+    low, high = bounds(step, steps, first, prefills)
     why = entry.not_counted or ""
     if point.dtype == "float8" and any("not simulated" in note for note in step.notes):
         why = "weights of 8 bits are not simulated: they count as bf16"
-    seconds = step.seconds_per_token * steps + added
+    seconds = step.seconds_per_token * steps + first.prefill.seconds * prefills
     return Outcome(point, seconds, low, high, step.exposed_communication_seconds_per_token, why)
 
 
@@ -156,16 +168,22 @@ class GainOutcome:
 
 def gain_outcome(gain: Gain, predictions: Predictions) -> GainOutcome:
     """The prediction of one gain."""
-    job = Job(gain.model, "bfloat16", gain.fabric, gain.gpus, gain.all_reduce)
+    job = Job(gain.model, "bfloat16", gain.fabric, gain.gpus, gain.all_reduce, design=gain.design)
     recipes = ["tensor-parallel", gain.recipe]
     standard, other = predictions.of(job, recipes, gain.batch, gain.prompt, gain.generate)
     saved = gain.batch / standard.tokens_per_second - gain.batch / other.tokens_per_second
     return GainOutcome(gain, other.speedup, saved)
 
 
-def interval(found: Prediction) -> tuple[float | None, float | None]:
-    """The bounds of a decode step's interval of 80 %."""
-    return found.seconds_per_token_interval or (None, None)
+def bounds(
+    step: Prediction, steps: float, first: Prediction, prefills: float
+) -> tuple[float, float] | tuple[None, None]:
+    """The interval of 80 % of so many decode steps and prefills, which are off together: kernels are the same."""
+    if step.seconds_per_token_interval is None or first.prefill_interval is None:
+        return None, None
+    pairs = zip(step.seconds_per_token_interval, first.prefill_interval, strict=True)
+    low, high = (decode * steps + prefill * prefills for decode, prefill in pairs)
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -248,13 +266,14 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome], published: P
         f"**{Summary.of(outcomes)}.**",
         "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
         "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "
-        "the prefills of other clients' requests that fall between.",
+        "the prefills of other clients' requests that fall between. Its interval also holds what servers differ in "
+        "beyond kernels.",
         table(["points", "number", "median abs. error", "within 20 %", "mean error", "in intervals"], kinds),
         "## Gains",
         "Tokens per second over those of standard tensor parallelism, with NCCL, prefill included; the difference is "
-        "in points of 1 %. What a recipe saves per token is comparable where the rest of a step is not: Ladder "
-        "Residual's own steps of 16 and 64 sequences spend much longer in attention, by kernels that are not fused, so "
-        "that the same saving is a smaller gain.",
+        "in points of 1 %. Both are predicted in the design of Ladder Residual's code, which is gpt-fast's: embedding "
+        "and head whole on every rank, attention that is no fused kernel, logits of the whole prompt. *saves* is per "
+        "token.",
         table(
             ["recipe, model, fabric", "GPUs", "batch", "published", "predicted", "difference",
              "saves, ms", "predicted"],

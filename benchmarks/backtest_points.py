@@ -30,6 +30,15 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Design(_Strict):
+    """What runs beside the recipe, where it is not what servers have: `attention` and `all_logits` as
+    `rewriter.api.predict` takes them; `whole_head`: embedding and head are whole on every rank."""
+
+    attention: Literal["fused", "plain"] = "fused"
+    all_logits: bool = False
+    whole_head: bool = False
+
+
 class PointEntry(_Strict):
     """One figure. `value` in the source's `unit`; `quote` is the line that holds it. `dtype` and `all_reduce` override
     the source's; `not_counted` says why a figure is shown, and not counted."""
@@ -66,6 +75,7 @@ class Source(_Strict):
     all_reduce: AllReduce | None = None
     cache: Literal["static", "paged"] = "static"
     compiled: bool = True
+    design: Design = Design()
 
 
 class Gain(_Strict):
@@ -85,6 +95,7 @@ class Gain(_Strict):
     where: Text
     quote: Text
     standard: Annotated[float, Field(gt=0)] | None = None
+    design: Design = Design()
 
     @property
     def saved(self) -> float | None:

@@ -93,8 +93,10 @@ def grid(cells: Iterable[tuple[tuple[Any, ...], float]], axes: Sequence[str]) ->
     return {**dict(zip(axes, places, strict=True)), "us": values}
 
 
-def products(source: Path, system: str, version: str) -> dict[str, Any]:
-    found = rows(source, f"{system}/gemm/vllm/{version}/gemm_perf.parquet", ("gemm_dtype", "m", "n", "k", "latency"))
+def products(source: Path, system: str, version: str, library: str = "vllm") -> dict[str, Any]:
+    found = rows(
+        source, f"{system}/gemm/{library}/{version}/gemm_perf.parquet", ("gemm_dtype", "m", "n", "k", "latency")
+    )
     return {
         dtype: grid(cells, ("columns", "depth", "rows"))
         for dtype, name in (("bfloat16", "bfloat16"), ("float8", "fp8"))
@@ -102,11 +104,11 @@ def products(source: Path, system: str, version: str) -> dict[str, Any]:
     }
 
 
-def attention(source: Path, system: str, version: str, phase: str) -> dict[str, Any]:
+def attention(source: Path, system: str, version: str, phase: str, library: str = "vllm") -> dict[str, Any]:
     """By size of a head, query heads per head of keys, streams, and tokens (of a prompt, or of the cache)."""
     columns = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim", "window_size", "latency")
     found = rows(
-        source, f"{system}/attention/vllm/{version}/{phase}_attention_perf.parquet", (*columns, "kv_cache_dtype")
+        source, f"{system}/attention/{library}/{version}/{phase}_attention_perf.parquet", (*columns, "kv_cache_dtype")
     )
     cells = []
     for r in found:

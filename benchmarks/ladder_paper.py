@@ -2,11 +2,16 @@
 
     python benchmarks/ladder_paper.py
 
-1,024 + 512 tokens, graphed, NCCL, which the paper has. Each line: model, fabric, batch, the share of a decode
-step of the standard model that waits for communication, and speedups with their intervals.
+1,024 + 512 tokens, graphed, NCCL, which the paper has, in the design of its code: embedding and head whole on every
+rank, attention that is no fused kernel, logits of the whole prompt. `--usual`: as servers have it instead. Each line:
+model, fabric, batch, the share of a decode step of the standard model that waits for communication, and speedups with
+their intervals.
 """
 
 from __future__ import annotations
+
+import argparse
+from typing import Any
 
 from transformers import LlamaConfig
 
@@ -24,9 +29,13 @@ CASES = [
     ("8B", "h100-nvlink", 8, (1, 64), ("ladder-upper-half", "ladder", "desync-4x")),
     ("8B", "h100-no-p2p", 8, (64,), ("desync-4x",)),
 ]
+DESIGN = {"attention": "plain", "all_logits": True, "set": {"tensor_parallel.vocabulary": False}}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--usual", action="store_true", help="sharded vocabulary, fused attention, last logits alone")
+    design: dict[str, Any] = {} if parser.parse_args().usual else DESIGN
     for name, fabric, tp, batches, recipes in CASES:
         hidden, wide, layers, heads = SIZES[name]
         config = LlamaConfig(
@@ -37,8 +46,9 @@ def main() -> None:
         library = None if fabric == "h100-no-p2p" else "nccl"
         for batch in batches:
             found = api.predict(
-                config, ["tensor-parallel", *recipes], fabric=fabric, tp=tp, batch=batch, library=library
-            ).predictions
+                config, ["tensor-parallel", *recipes], fabric=fabric, tp=tp, batch=batch, library=library,
+                **design,
+            ).predictions  # fmt: skip
             share = found[0].decode.exposed_seconds / found[0].decode.seconds
             gains = []
             for p in found[1:]:

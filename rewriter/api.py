@@ -196,6 +196,9 @@ def predict(
     generate: int = 512,
     graphed: bool = True,
     compiled: bool | None = None,
+    attention: Literal["fused", "plain"] = "fused",
+    all_logits: bool = False,
+    served: bool = False,
     what_if: Sequence[str] = (),
     library: str | None = None,
     pareto: bool = False,
@@ -210,7 +213,9 @@ def predict(
     that (None: all), the rest share heads. `fabric`: a name of `rewriter.fabric.fabrics()`, a YAML file or a Fabric;
     `nodes`: over how many of its nodes the ranks are spread (None: as few as hold them). `batch` sequences of `prompt`
     tokens get `generate` more. `graphed`: the module is replayed from CUDA graphs; otherwise the host launches each
-    kernel. `compiled`: a compiler fuses its glue (None: where it is graphed). `what_if`: changes such as
+    kernel. `compiled`: a compiler fuses its glue (None: where it is graphed). `attention`: one kernel, or "plain":
+    products, with scores in memory and keys repeated for each query head. `all_logits`: a prefill computes those of
+    every position. `served`: intervals are of what a server's clients measure. `what_if`: changes such as
     "all_reduce=+5us", "bandwidth=x0.5", "jitter=x0". `library`: whose collectives ("nccl", "vllm", "fused", "best"),
     one of the fabric's `backends` (None: its first). `baselines`: also what users have today. `pareto`: also other TP
     degrees and batches.
@@ -222,7 +227,7 @@ def predict(
         from rewriter.predict.entry import compare
         from rewriter.predict.workload import Cluster, Workload
 
-        workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes, compiled)
+        workload = Workload(batch, prompt, generate, graphed, tp, sp, nodes, compiled, attention, all_logits, served)
         return compare(
             model, recipes, workload, Cluster(fabric, tuple(what_if), library), pareto=pareto, baselines=baselines,
             set=set, trust_remote_code=trust_remote_code,

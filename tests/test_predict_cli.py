@@ -63,7 +63,8 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
 def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict org/model --recipe tensor-parallel --recipe ladder --fabric h100-2x8-ib --tp 16 --nodes 2 --sp 2"
     more = "--batch 4 --prompt 2048 --generate 128 --what-if all_reduce=+5us --what-if bandwidth=x0.5 --eager --pareto"
-    assert main([*words.split(), *more.split()]) == 0
+    design = "--attention plain --all-logits --served"
+    assert main([*words.split(), *more.split(), *design.split()]) == 0
     assert api.calls == [
         (
             "predict",
@@ -71,7 +72,7 @@ def test_what_is_asked_reaches_the_api(api: Api, capsys: pytest.CaptureFixture[s
             dict(
                 fabric="h100-2x8-ib", library=None, tp=16, nodes=2, sp=2, batch=4, prompt=2048, generate=128,
                 graphed=False, what_if=("all_reduce=+5us", "bandwidth=x0.5"), pareto=True, compiled=None,
-                baselines=True, trust_remote_code=False,
+                attention="plain", all_logits=True, served=True, baselines=True, trust_remote_code=False,
             ),
         )
     ]  # fmt: skip

@@ -59,6 +59,14 @@ Compiled = Annotated[
         "--compiled/--uncompiled", help="Fuse glue, or run every operator as a kernel.", show_default="if graphed"
     ),
 ]
+AttentionKernels = Annotated[
+    str,
+    typer.Option("--attention", metavar="KIND", help="fused: one kernel; plain: products with scores in memory."),
+]
+AllLogits = Annotated[bool, typer.Option("--all-logits", help="A prefill computes logits of every position.")]
+ServerIntervals = Annotated[
+    bool, typer.Option("--served", help="Intervals hold what servers and their schedulers differ in.")
+]
 Pareto = Annotated[bool, typer.Option("--pareto", help="Try other numbers of ranks and many batches too.")]
 Measure = Annotated[bool, typer.Option("--measure", help="Run one rank for real on this machine, its peers emulated.")]
 Validate = Annotated[

@@ -32,6 +32,9 @@ def predict(
     library: options.Library = None,
     graphed: options.Graphed = True,
     compiled: options.Compiled = None,
+    attention: options.AttentionKernels = "fused",
+    all_logits: options.AllLogits = False,
+    served: options.ServerIntervals = False,
     pareto: options.Pareto = False,
     measure: options.Measure = False,
     validate: options.Validate = False,
@@ -47,6 +50,10 @@ def predict(
     if measure and compiled is not None:
         raise RewriterError(
             "--compiled, --uncompiled: with --measure the module runs as it does. Leave out one of the two."
+        )
+    if measure and (attention != "fused" or all_logits or served):
+        raise RewriterError(
+            "--attention, --all-logits, --served: with --measure the module runs as it does. Leave out one of the two."
         )
     if measure and pareto:
         raise RewriterError("--pareto: with --measure one job runs, so there are no points. Leave out one of the two.")
@@ -64,7 +71,8 @@ def predict(
     if measure:
         found = api.measure(model, recipe, **place, **job)
     else:
-        found = api.predict(model, recipe, **place, compiled=compiled, pareto=pareto, baselines=True, **job)
+        how: dict[str, Any] = dict(compiled=compiled, attention=attention, all_logits=all_logits, served=served)
+        found = api.predict(model, recipe, **place, **how, pareto=pareto, baselines=True, **job)
     if validate and (what_if or nodes is not None):
         note = "--validate leaves out --nodes and --what-if: real ranks run on this machine as it is"
         typer.echo(f"note: {note}", err=True)

@@ -45,8 +45,8 @@ class TensorParallel(Pass):
     The axis size is the mesh's "tp"; at 1 the program is returned as it is. Entry projections are split by output
     (heads whole), exit projections by input, so each block ends in one all-reduce; its bias is added by one rank.
     Key/value heads that do not divide are replicated as needed. Embedding and head are split by vocabulary where it
-    divides, both or neither when tied. A block that cannot be split is replicated, exactly, and noted with the
-    reason.
+    divides, both or neither when tied; with `vocabulary` false both are whole on every rank, as gpt-fast has them,
+    and nothing is gathered. A block that cannot be split is replicated, exactly, and noted with the reason.
 
     Raises RewriterError when query heads do not divide by the axis size, naming the nearest sizes that do.
     """
@@ -55,6 +55,7 @@ class TensorParallel(Pass):
     effect: ClassVar[Effect] = "exact"
     scope: ClassVar[Scope] = "runtime"
     makes_partials: ClassVar[bool] = True
+    vocabulary: bool = True
 
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
@@ -66,7 +67,8 @@ class TensorParallel(Pass):
         sharder = _Sharder(program, graph, ranks)
         sharder.layers()
         sharder.chains()
-        sharder.vocabulary()
+        if self.vocabulary:
+            sharder.vocabulary()
         counts = ", ".join(f"{n} {what}" for what, n in sharder.counts.items())
         summary = f"{ranks} ranks: {counts or 'nothing'} split"
         return record(

@@ -117,9 +117,10 @@ class Predictor:
 
     def simulate(self, program: Program, batch: int | None = None, record: bool = True) -> _Simulated:
         load, place = self.workload, self._place(program)
-        fuse, batch = load.fused, batch or load.batch
-        prefill = self.runner.run(program, ForwardPass(batch, load.prompt, fused=fuse))
-        decode = self.runner.run(program, ForwardPass(batch, 1, keys=load.prompt + load.generate, fused=fuse))
+        fuse, batch, keys = load.fused, batch or load.batch, load.prompt + load.generate
+        logits, plain = 0 if load.all_logits else 1, keys if load.attention == "plain" else 0
+        prefill = self.runner.run(program, ForwardPass(batch, load.prompt, logits=logits, fused=fuse, plain=plain))
+        decode = self.runner.run(program, ForwardPass(batch, 1, keys=keys, fused=fuse, plain=plain))
         made = (steps(prefill, place, fuse), steps(decode, place, fuse))
         first, later = (Timeline(self._durations(program), self._delay, record).phase(listed) for listed in made)
         return _Simulated(first, later, made, tuple(dict.fromkeys(prefill.notes + decode.notes)))
@@ -140,6 +141,9 @@ class Predictor:
 
             first, later = (Timeline(durations, delays, record=False).run(listed) for listed in done.steps)
             found.append((first, later))
+        if self.workload.served:
+            times = math.exp(uncertainty.SERVER)
+            found.append((done.prefill.seconds * times, done.decode.seconds * times))
         return replace(done, changed=tuple(found))
 
     def point(self, program: Program, batch: int) -> PredictedPoint:
@@ -147,7 +151,7 @@ class Predictor:
         load, ranks = self.workload, math.prod(program.mesh.values())
         done = self.simulate(program, batch, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
-        held = bytes_per_rank(program, batch, load.prompt, load.generate)
+        held = self._held(program, batch)
         return PredictedPoint(
             tp=program.mesh.get("tp", 1),
             sp=program.mesh.get("sp", 1),
@@ -187,7 +191,7 @@ class Predictor:
     ) -> Prediction:
         load, program = self.workload, candidate.program
         rate = load.batch * load.generate / generation_seconds(done.prefill, done.decode, load.generate)
-        held = bytes_per_rank(program, load.batch, load.prompt, load.generate)
+        held = self._held(program, load.batch)
         even: list[tuple[float | None, str | None]] = [(None, "the first recipe")] * 2
         if first:
             even = [compared.of(made) for compared, made in zip(first, done.steps, strict=True)]
@@ -247,6 +251,12 @@ class Predictor:
         calls = [p for made in done.steps for s in made if isinstance(s, Begin) for p in s.parts if isinstance(p, Call)]
         found = dict.fromkeys(note for call in dict.fromkeys(calls) if (note := self.known[call].note))
         return (said, *found)
+
+    def _held(self, program: Program, batch: int) -> int:
+        load = self.workload
+        return bytes_per_rank(
+            program, batch, load.prompt, load.generate, plain=load.attention == "plain", all_logits=load.all_logits
+        )
 
     # --- the fabric ---
 

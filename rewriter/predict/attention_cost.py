@@ -37,12 +37,12 @@ def attention_items(
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
     if options.get("bias") is None and mask.unbounded(tokens):
-        found = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read)
+        found = _kernels(shape, float(shape.visible_pairs(tokens)), tokens, tokens, options, read, given)
         return _together([*cache, *found], given.fused)
     # a kernel that is given a mask computes what it hides, too
     every = float(tokens * tokens)
     masks = [Kernel("mask", "glue", every) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, every, tokens, tokens, options, read + every)
+    found = _kernels(shape, every, tokens, tokens, options, read + every, given)
     return [*_together([*cache, *found], given.fused), *masks]
 
 
@@ -57,9 +57,17 @@ def _together(kernels: list[Kernel], fused: bool) -> list[Item]:
 
 
 def _kernels(
-    shape: AttentionShape, pairs: float, queries: int, keys: int, options: Mapping[str, Any], read: float
+    shape: AttentionShape,
+    pairs: float,
+    queries: int,
+    keys: int,
+    options: Mapping[str, Any],
+    read: float,
+    given: ForwardPass,
 ) -> list[Kernel]:
     """Attention of `pairs` of a query and a key (per head and sequence) that reads `read` bytes."""
+    if given.plain:
+        return _plain(shape, queries, keys if given.is_decode else max(keys, given.plain), given.fused)
     size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
     out = float(rows * queries * shape.value_dim * size)
     flops = 2.0 * pairs * rows * (shape.head_dim + shape.value_dim)
@@ -73,6 +81,30 @@ def _kernels(
         Kernel("softmax", "glue", scores * (4 * size + 8)),
         Kernel("values", "product", scores * size + out, 2.0 * scores * value, 0, rows, queries, value, keys),
     ]
+
+
+def _plain(shape: AttentionShape, queries: int, keys: int, compiled: bool) -> list[Kernel]:
+    """Products of every query with every key, as PyTorch's math backend of scaled_dot_product_attention runs them:
+    scores and their softmax are written and read, keys and values are those of each query head. A compiler makes the
+    products of one query reductions that read a head's keys once per query head; else they are repeated in memory."""
+    size, rows = shape.dtype_bytes, shape.batch * shape.q_heads
+    scores, repeats = float(rows * queries * keys), shape.q_heads // shape.kv_heads
+    read = {"scores": float(rows * keys * shape.head_dim * size), "values": float(rows * keys * shape.value_dim * size)}
+    other = {name: rows * queries * dim * size for name, dim in (("q", shape.head_dim), ("out", shape.value_dim))}
+    copied = repeats > 1 and not (compiled and queries == 1)
+    copies = [Kernel("repeat", "glue", nbytes * (1 + 1 / repeats)) for nbytes in read.values()] if copied else []
+    return [
+        *copies,
+        Kernel(
+            "scores", "product", read["scores"] + other["q"] + scores * size, 2.0 * scores * shape.head_dim, 0, rows,
+            queries, keys, shape.head_dim,
+        ),
+        Kernel("softmax", "glue", scores * (4 * size + 8)),
+        Kernel(
+            "values", "product", scores * size + read["values"] + other["out"], 2.0 * scores * shape.value_dim, 0, rows,
+            queries, shape.value_dim, keys,
+        ),
+    ]  # fmt: skip
 
 
 def _attention(shape: AttentionShape, nbytes: float, flops: float, queries: int, keys: int) -> Kernel:
@@ -100,7 +132,7 @@ def _behind_prompt(
     read += shape.batch * queries * shape.q_heads * shape.head_dim * size
     small = float(shape.batch * keys)
     masks = [Kernel("mask", "glue", small) for _ in range(1 if given.fused else _MASK_KERNELS)]
-    found = _kernels(shape, float(queries * keys), queries, keys, options, read)
+    found = _kernels(shape, float(queries * keys), queries, keys, options, read, given)
     items = _together([*cache, *masks, *found], given.fused)
     if across > 1:
         rows = shape.batch * shape.q_heads * queries

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rewriter.common.errors import RewriterError, shortened
 
 MOST_TOKENS = 1 << 32
+AttentionKernels = Literal["fused", "plain"]
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,13 @@ class Workload:
     """`batch` sequences of `prompt` tokens get `generate` more on `tp` ranks in all.
 
     `graphed`: replayed from CUDA graphs; otherwise the host launches every kernel. `compiled`: glue that stands
-    together is one kernel, otherwise every operator is one (None: as `graphed`). `sp`: ranks
-    that share tokens, in recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few
-    as hold them). Raises RewriterError for a number below 1, and for more
-    tokens than 2^32.
+    together is one kernel, otherwise every operator is one (None: as `graphed`). `sp`: ranks that share tokens, in
+    recipes that do (None: all). `nodes`: over how many nodes the ranks are spread (None: as few as hold them).
+    `attention`: one kernel, or "plain": products with the scores between them in memory, over keys and values that are
+    repeated for every query head, and over the whole static cache in a prefill, too (ranks that share the tokens of a
+    prompt keep their own kernels). `all_logits`: a prefill computes those of every position, not of the last alone.
+    `served`: intervals are of what a server's clients measure. Raises RewriterError for a number below 1, for more
+    tokens than 2^32, and for attention of another name.
     """
 
     batch: int = 1
@@ -29,8 +33,13 @@ class Workload:
     sp: int | None = None
     nodes: int | None = None
     compiled: bool | None = None
+    attention: AttentionKernels = "fused"
+    all_logits: bool = False
+    served: bool = False
 
     def __post_init__(self) -> None:
+        if self.attention not in get_args(AttentionKernels):
+            raise RewriterError(f"--attention {self.attention}: expected {' or '.join(get_args(AttentionKernels))}")
         for name in ("tp", "nodes", "sp"):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise RewriterError(f"--{name} {number}: expected 1 or more")
@@ -69,7 +78,8 @@ class ForwardPass:
     where there are earlier ones (0: the prompt, of which each token sees those before it).
 
     The static cache of `rewriter.runtime` is read in full, so `keys` is its length. `logits` is of how many last tokens
-    the head is wanted (0: of all). `fused`: the module is compiled.
+    the head is wanted (0: of all). `fused`: the module is compiled. `plain`: over how many keys a prefill's attention
+    goes where no kernel is fused, the cache's length (0: kernels are fused).
     """
 
     batch: int
@@ -77,6 +87,7 @@ class ForwardPass:
     keys: int = 0
     logits: int = 1
     fused: bool = True
+    plain: int = 0
 
     @property
     def is_decode(self) -> bool:
