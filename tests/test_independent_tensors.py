@@ -55,7 +55,9 @@ def test_a_program_of_any_type_computes_with_what_transformers_reads(model_type:
     agree(Types(model_type, tmp_path))
 
 
-@pytest.mark.parametrize(("model_type", "spelling"), [("gpt2", "as saved"), ("mixtral", "as run")])
+@pytest.mark.parametrize(
+    ("model_type", "spelling"), [("gpt2", "as saved"), ("mixtral", "as run"), ("cohere_compass_text", "as saved")]
+)
 def test_ranks_and_adapted_checkpoint_agree_with_the_source(model_type: str, spelling: str, tmp_path: Path) -> None:
     found = differences(Types(model_type, tmp_path), spelling)
     assert max(found.values()) <= LIMIT, found

@@ -275,12 +275,14 @@ def substituted(expression: Expression, by: Mapping[Expression, Expression]) -> 
 class Reference:
     """A tensor made by `expression`, of which rank r holds `ranges[r]` along `dim`, one after the other.
 
-    Without `ranges` every rank holds all of it.
+    Without `ranges` every rank holds all of it. `dtype` is safetensors' name of the one that ranks cast it to, None
+    where they compute with what is stored.
     """
 
     expression: Expression
     dim: int | None = None
     ranges: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    dtype: str | None = None
 
     def on_rank(self, rank: int) -> Expression:
         """The part of one rank. Raises IndexError for a rank that `ranges` do not name."""

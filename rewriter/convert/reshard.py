@@ -19,7 +19,7 @@ from rewriter.convert.shrunken_copy import check_shrunken_copy
 from rewriter.emit.manifest import MANIFEST, Manifest, mesh_name, mesh_of
 from rewriter.emit.output_directory import sha256_of
 from rewriter.emit.output_files import runtime_module
-from rewriter.emit.weight_references import weight_references
+from rewriter.emit.weight_references import cast_dtypes, weight_references
 from rewriter.ir import Program
 from rewriter.verify.comparison import Verification
 from rewriter.verify.real_ranks import compare_ranks
@@ -104,7 +104,7 @@ def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path
         if path.is_file() and path.name != MANIFEST:
             (view / path.name).symlink_to(path)
     checkpoint = Checkpoint.open(view)
-    references = weight_references(program, {}, checkpoint.shapes)
+    references = weight_references(program, {}, checkpoint.shapes, cast_dtypes(program, checkpoint))
     _to_disk(view / entry.module, module)
     _to_disk(view / entry.weights, references_text(references, checkpoint))
     manifest.runtime[name] = entry

@@ -194,13 +194,15 @@ def is_infix(node: fx.Node) -> bool:
 
 def _slice(p: NodePrinter, node: fx.Node) -> str:
     x, dim, start, end, step = (*args_of(node), *(None,) * 5)[:5]
-    rank = node.meta["val"].dim()
-    dim = (dim or 0) % rank
+    dim, value = dim or 0, node.meta.get("val")  # between modules nothing says how many dimensions there are
+    if value is not None:
+        dim, rank = dim % value.dim(), value.dim()
+        dim = -1 if dim == rank - 1 and rank > 1 else dim
     stop = None if end is None or (isinstance(end, int) and end >= 1 << 62) else end
     piece = f"{p.value(start) if start else ''}:{'' if stop is None else p.value(stop)}"
     piece += f":{step}" if step not in (None, 1) else ""
-    before = "..., " if dim == rank - 1 and rank > 1 else ":, " * dim
-    return f"{p.atom(x)}[{before}{piece}]"
+    before, after = ("..., ", ", :" * (-dim - 1)) if dim < 0 else (":, " * dim, "")
+    return f"{p.atom(x)}[{before}{piece}{after}]"
 
 
 def _getitem(p: NodePrinter, node: fx.Node) -> str:

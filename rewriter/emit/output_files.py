@@ -20,17 +20,16 @@ from rewriter.emit.kept_tensors import kept_tensors
 from rewriter.emit.manifest import FileHeader, PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
-from rewriter.emit.weight_references import weight_references
+from rewriter.emit.weight_references import FLOATS, cast_dtypes, weight_references
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.checkpoint import INDEX, SINGLE
+from rewriter.weights.checkpoint import INDEX, SINGLE, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import read_header
 from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _BESIDE_WEIGHTS = (
     "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "spiece.model", "sentencepiece*.model", "*.tiktoken", "LICENSE*", "NOTICE*",
@@ -117,18 +116,22 @@ def plan(
     mesh, entry, module = runtime_module(program)
     texts[entry.module] = module
     references: dict[str, Mapping[str, Reference]] = {}
+    casts = cast_dtypes(program, checkpoint) if target is None and kept.dequantized is None else {}
     if materialize:
         entry.weights, folder = None, f"runtime/{mesh}"
         entry.ranks = [f"{folder}/rank-{rank}.tensors" for rank in range(program.mesh.get("tp", 1))]
         for rank, name in enumerate(entry.ranks):
             shards[name] = {
-                parameter: (expression := kept.stored(spec.on_rank(rank)), _cast(checkpoint, expression, target))
+                parameter: (
+                    expression := kept.stored(spec.on_rank(rank)),
+                    _rank_dtype(checkpoint, expression, target, casts.get(parameter)),
+                )
                 for parameter, spec in program.parameters.items()
             }
             metadata[name] = {"format": "pt", "rank": str(rank), "mesh": mesh}
     else:
         assert entry.weights is not None
-        references[entry.weights] = weight_references(program, changed, kept.shapes)
+        references[entry.weights] = weight_references(program, changed, kept.shapes, casts)
     per_rank = None
     if (bound := bound_ranks(program)) is not None:
         untied = untied_tensors(changed)
@@ -205,7 +208,13 @@ def _kept_quantized(dtype: str | None, materialize: bool) -> str | None:
 
 
 def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:
-    return target if target is not None and expression.dtypes(checkpoint.dtypes) <= set(_FLOATS) else None
+    return target if target is not None and expression.dtypes(checkpoint.dtypes) <= FLOATS else None
+
+
+def _rank_dtype(
+    checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None, cast: str | None
+) -> torch.dtype | None:
+    return _cast(checkpoint, expression, target) if cast is None else torch_dtype(cast, str(expression))
 
 
 def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import (
@@ -20,10 +22,43 @@ from rewriter.common.expressions import (
 )
 from rewriter.emit.changed_weights import lowered
 from rewriter.ir import Program
+from rewriter.weights import Checkpoint
+from rewriter.weights.checkpoint import mixed_dtypes
+from rewriter.weights.narrowing import is_dequantized
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_OF_TORCH = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def weight_references(program: Program, changed: Mapping[str, Expression], shapes: Shapes) -> dict[str, Reference]:
-    """By parameter of `program`, how ranks make it from the adapted checkpoint.
+def cast_dtypes(program: Program, checkpoint: Checkpoint) -> dict[str, str]:
+    """By parameter, the dtype to cast it to, as safetensors calls it, of those stored in another than that.
+
+    A model whose parameters are stored in several dtypes computes in one: transformers casts all to the config's, or
+    where that says none to the first tensor's, but for those that its class keeps in fp32. Where all are stored alike
+    none is cast. Raises RewriterError for a parameter that is made of tensors of several dtypes.
+    """
+    stored = {
+        name: spec.expression.dtypes(checkpoint.dtypes)
+        for name, spec in program.parameters.items()
+        if spec.expression is not None and not is_dequantized(spec.expression)
+    }
+    for name, dtypes in stored.items():
+        if len(dtypes) > 1 and (expression := program.parameters[name].expression) is not None:
+            raise mixed_dtypes(checkpoint, expression)
+    if len(set().union(*stored.values()) & FLOATS) < 2:
+        return {}
+    inside = sorted(checkpoint.headers[checkpoint.files[0]].tensors)
+    first = next((dtype for name in inside if (dtype := checkpoint.dtypes[name]) in FLOATS), "F32")
+    usual = _OF_TORCH.get(str(program.source.config.get("dtype")), first)
+    kept = [pattern.replace("*", ".*") for pattern in program.source.fp32]
+    wanted = {n: "F32" if any(re.search(pattern, n) for pattern in kept) else usual for n in stored}
+    return {name: wanted[name] for name, dtypes in stored.items() if dtypes <= FLOATS and dtypes != {wanted[name]}}
+
+
+def weight_references(
+    program: Program, changed: Mapping[str, Expression], shapes: Shapes, casts: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Reference]:
+    """By parameter of `program`, how ranks make it from the adapted checkpoint. `casts`: see `cast_dtypes`.
 
     `changed` are the tensors that the adapted checkpoint stores in place of the source's, as expressions over the
     source's, whose `shapes` are given. Raises RewriterError for a parameter without weights, or one that needs
@@ -35,7 +70,7 @@ def weight_references(program: Program, changed: Mapping[str, Expression], shape
         if spec.expression is None:
             raise RewriterError("this program was traced from a config: it has no weights to read")
         expression = _adapted(spec.expression, changed, stored, shapes) if changed else spec.expression
-        found[name] = Reference(expression, spec.dim, spec.ranges)
+        found[name] = Reference(expression, spec.dim, spec.ranges, casts.get(name))
     return found
 
 

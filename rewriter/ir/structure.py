@@ -158,7 +158,8 @@ class Source:
 
     `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
     first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
-    without, because the model leaves them None.
+    without, because the model leaves them None. `fp32` are patterns of the parameters that transformers keeps in fp32
+    whatever the model's dtype is.
     """
 
     path: str | None
@@ -177,6 +178,7 @@ class Source:
     layer_kinds: tuple[int, ...]
     absent: tuple[tuple[str, ...], ...]
     remote_code: bool = False
+    fp32: tuple[str, ...] = ()
 
     def alike(self, layer: int, other: int) -> bool:
         """Whether two layers are of one class and were traced without the same arguments."""

@@ -136,6 +136,12 @@ def require_fixed_rotary(model: PreTrainedModel) -> None:
                 )
 
 
+def kept_in_fp32(model: PreTrainedModel) -> set[str]:
+    """Patterns of the tensors that loading in the config's dtype leaves in fp32 (`PreTrainedModel._get_dtype_plan`)."""
+    strict = set(model._keep_in_fp32_modules_strict or ())
+    return strict | set(model._keep_in_fp32_modules or ()) if model.config.dtype == torch.float16 else strict
+
+
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
     """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,10 @@ def references_text(references: Mapping[str, Reference], checkpoint: Checkpoint)
         path.relative_to(checkpoint.directory).as_posix(): {"size": header.size, "header": header.sha256}
         for path, header in checkpoint.headers.items()
     }
-    table = {name: [encoded(r.expression), r.dim, r.ranges] for name, r in references.items()}
+    table = {
+        name: [encoded(r.expression), r.dim, r.ranges, *([r.dtype] if r.dtype else [])]
+        for name, r in references.items()
+    }
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
     head = f'{{\n "schema": {SCHEMA},\n "files": {json.dumps(files)},\n "parameters": {{\n'
     return f"{head}{lines}\n }}\n}}\n"
@@ -56,11 +59,13 @@ def references_text(references: Mapping[str, Reference], checkpoint: Checkpoint)
 
 @dataclass(frozen=True)
 class RankWeights:
-    """The tensors of one rank, by name; nothing but headers is read until one is asked for."""
+    """The tensors of one rank, by name; nothing but headers is read until one is asked for. `casts`: to which dtype, as
+    safetensors calls it, of those that are not computed with as they are stored."""
 
     path: Path
     checkpoint: Checkpoint
     parameters: Mapping[str, Expression]
+    casts: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, root: Path, path: Path, rank: int) -> RankWeights:
@@ -75,14 +80,17 @@ class RankWeights:
                 name: (int(entry["size"]), str(entry["header"])) for name, entry in table["files"].items()
             }
             references = {
-                name: Reference(decoded(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges))
-                for name, (source, dim, ranges) in table["parameters"].items()
+                name: Reference(
+                    decoded(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges), *dtype
+                )
+                for name, (source, dim, ranges, *dtype) in table["parameters"].items()
             }
+            casts = {name: reference.dtype for name, reference in references.items() if reference.dtype is not None}
             parameters = {name: reference.on_rank(rank) for name, reference in references.items()}
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise RewriterError(f"{path}: not as `rewrite` wrote it (at {error}). Rewrite the model again") from error
         checkpoint = Checkpoint(root, {root / name: _unchanged(root, name, *known) for name, known in files.items()})
-        return cls(path, checkpoint, parameters)
+        return cls(path, checkpoint, parameters, casts)
 
     @classmethod
     def of_file(cls, path: Path, known: tuple[int, str] | None = None, **expected: str) -> RankWeights:
@@ -104,7 +112,9 @@ class RankWeights:
         return cls(path, checkpoint, {name: Tensor(name) for name in checkpoint.tensors})
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in, or stands for where it is stored quantized."""
+        """The dtype that a tensor is cast to, else that it is stored in, or stands for where it is stored quantized."""
+        if name in self.casts:
+            return torch_dtype(self.casts[name], name)
         expression = self.parameters[name]
         dtypes = expression.dtypes(self.checkpoint.dtypes)
         if len(dtypes) > 1:
@@ -132,6 +142,8 @@ class RankWeights:
         def one(item: tuple[str, torch.dtype | None]) -> tuple[str, torch.Tensor]:
             name, dtype = item
             expression = self.parameters[name]
+            if dtype is None and name in self.casts:
+                dtype = self.dtype(name)
             kept = stored(expression, self.checkpoint.read) if keep_quantized and is_dequantized(expression) else None
             if kept is not None:
                 there = kept.moved(lambda part: _staged(part, where) if where.type == "cuda" else part.contiguous())
