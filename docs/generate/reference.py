@@ -47,7 +47,7 @@ def _command(command: Any, title: str, level: int) -> Iterator[str]:
         yield f"```\n{title.removesuffix(' MODEL') if 'MODEL' in usage else title} {usage}\n```"
         rows = [row for p in command.params if (row := _parameter(p, context))]
     if rows:
-        yield _table(("", ""), rows)
+        yield _table(("argument or option", "what it does"), rows)
     for name, inner in getattr(command, "commands", {}).items():
         yield from _command(inner, f"{title} {name}", level + 1)
 
@@ -59,7 +59,7 @@ def _parameter(parameter: Any, context: Any) -> tuple[str, str] | None:
     if record is None:
         name = parameter.make_metavar(context)
         return (f"`{name}`", _cell(getattr(parameter, "help", None) or "")) if parameter.param_type_name else None
-    return f"`{record[0]}`".replace("|", "\\|"), _cell(record[1])
+    return f"`{record[0]}`", _cell(record[1])
 
 
 def recipes() -> str:
@@ -108,7 +108,7 @@ def manifest_schema() -> str:
         rows = []
         for name, field in model.model_fields.items():
             needed = "required" if field.is_required() else f"default `{field.get_default(call_default_factory=True)}`"
-            rows.append((f"`{field.alias or name}`", f"`{_type(field.annotation)}`".replace("|", "\\|"), needed))
+            rows.append((f"`{field.alias or name}`", f"`{_type(field.annotation)}`", needed))
         parts += [f"## {model.__name__}", _plain(inspect.getdoc(model) or "")]
         parts.append(_table(("field", "type", ""), rows))
     return "\n\n".join(parts) + "\n"
@@ -141,7 +141,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(_escaped(text).split()).replace("|", "\\|")
+    return " ".join(_escaped(text).split())
 
 
 def _plain(text: str) -> str:
@@ -159,7 +159,7 @@ def _escaped(text: str) -> str:
     """Outside of `code`: no HTML, no links, no emphasis by chance."""
     parts = text.split("`")
     for i in range(0, len(parts), 2):
-        parts[i] = re.sub(r"([<*\[\]])", r"\\\1", parts[i])
+        parts[i] = re.sub(r"([<*|\[\]])", r"\\\1", parts[i])
     return "`".join(parts)
 
 

@@ -1,0 +1,154 @@
+"""The README's commands run, its picture and the drawings are what the code makes, and pages stay short and whole."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rewriter.cli.app import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NEW = sorted(p for room in ("tutorial", "howto", "concepts", "reference") for p in (ROOT / "docs" / room).glob("*.md"))
+for folder in ("docs/generate", "benchmarks"):
+    sys.path.insert(0, str(ROOT / folder))
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def quickstart() -> list[list[str]]:
+    """The `rewrite` lines of the README's first block."""
+    [block] = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [line[0] for line in lines[:2]] == ["make", "python"]
+    assert all(line[0] == "rewrite" for line in lines[2:])
+    return [line[1:] for line in lines[2:]]
+
+
+def small_model(directory: Path) -> None:
+    """In place of the one that the README downloads: as many heads and layers that differ, random weights, bytes as
+    tokens and a chat template."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=72, intermediate_size=144, num_hidden_layers=4, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=512, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    small_model(tmp_path / "models/smollm2")
+    said = {}
+    for words in quickstart():
+        command = [sys.executable, "-m", "rewriter.cli", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        said[words[0]] = done.stdout
+    assert "ladder" in said["diff"]
+    assert all(recipe in said["predict"] for recipe in ("tensor-parallel", "ladder-upper-half"))
+    assert said["generate"].strip()
+    assert (tmp_path / "ladder/runtime/tp3/module.py").is_file()
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples/tiny-llama", tmp_path / "path/to/model")
+    monkeypatch.chdir(tmp_path)
+    names = {"input_ids": torch.arange(32)[None]}
+    [block] = python_blocks(README)
+    exec(block, names)
+    with torch.no_grad():
+        again = names["model"].eval()(names["input_ids"]).logits
+    assert torch.allclose(again.float(), names["logits"].float(), atol=0.1)
+
+
+def test_the_readme_names_every_command() -> None:
+    listed = set(re.findall(r"\brewrite ([a-z]+)\b", README))
+    assert set(COMMANDS) <= listed
+
+
+def test_the_readme_and_the_pages_are_short() -> None:
+    assert README.count("\n") <= 150
+    assert {p.name: n for p in NEW if (n := p.read_text(encoding="utf-8").count("\n")) > 250} == {}
+
+
+def test_the_lines_of_the_readme_are_links_to_files() -> None:
+    targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", README) if not t.startswith("http")]
+    assert len(targets) > 15
+    assert [t for t in targets if not (ROOT / t).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_picture_shows_what_is_predicted_today() -> None:
+    import decode_figure
+
+    drawn = re.findall(r"([\d.]+) ms a step", decode_figure.FIGURE.read_text(encoding="utf-8"))
+    predicted = [row.phase.seconds * 1e3 for row in decode_figure.rows()]
+    assert [float(d) for d in drawn] == pytest.approx(predicted, rel=0.05), "python benchmarks/decode_figure.py"
+
+
+def test_the_drawings_are_those_of_the_programs() -> None:
+    import drawings
+
+    made = drawings.drawings()
+    kept = {name: (drawings.FIGURES / name).read_text(encoding="utf-8") for name in made}
+    assert made == kept, "python docs/generate/drawings.py"
+
+
+def test_links_out_of_the_documentation_become_pages() -> None:
+    import links
+
+    text = "[a](../../benchmarks/README.md#x) [b](../GPU.md) [c](https://x.y) `code`\n\n```\n[d](../../Makefile)\n```\n"
+    assert list(links.outside(text, "docs/howto/new.md")) == ["benchmarks/README.md"]
+    placed = links.rewritten(text, "docs/howto/new.md", "howto/new.md")
+    assert "[a](../files/benchmarks/README.md#x) [b](../GPU.md)" in placed
+    assert "[d](../../Makefile)" in placed
+    assert "files/benchmarks/README.md" in links.pages({"docs/howto/new.md": text})
+
+
+def test_the_generated_reference_has_every_command_recipe_and_field() -> None:
+    import reference
+
+    from rewriter.emit.manifest import Manifest
+    from rewriter.fabric.shipped_fabrics import fabrics
+    from rewriter.recipes.catalogue import library
+
+    pages = reference.pages()
+    assert all(f"## rewrite {name}\n" in pages["reference/cli.md"] for name in COMMANDS)
+    assert "`--trust-remote-code`" in pages["reference/cli.md"]
+    assert all(f"## {name}\n" in pages["reference/library.md"] for name in library())
+    assert all(f"## {name}\n" in pages["reference/fabrics.md"] for name in fabrics())
+    fields = [field.alias or name for name, field in Manifest.model_fields.items()]
+    assert all(f"| `{name}` |" in pages["reference/manifest.md"] for name in fields)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_no_tests(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "rewriter", source / "rewriter", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    (source / "tests").mkdir()
+    (source / "tests/test_seeded.py").write_text("")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "rewriter/recipes/library/ladder.yaml" in names
+    assert "rewriter/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {"rewriter", "rewriter-0.1.0.dist-info"}
