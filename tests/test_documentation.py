@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rewriter.cli.app import COMMANDS
+from rewriter.recipes import Recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -91,6 +92,14 @@ def test_the_lines_of_the_readme_are_links_to_files() -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", README) if not t.startswith("http")]
     assert len(targets) > 15
     assert [t for t in targets if not (ROOT / t).exists()] == []
+
+
+def test_the_recipes_of_the_pages_are_valid() -> None:
+    blocks = [b for p in NEW for b in re.findall(r"^```yaml\n(.*?)^```", p.read_text(encoding="utf-8"), re.S | re.M)]
+    written = [block for block in blocks if "passes:" in block]
+    assert len(written) >= 2
+    for block in written:
+        Recipe.parse(block).build()
 
 
 @pytest.mark.slow
