@@ -23,6 +23,13 @@ ROWS = dict(re.findall(r"^\| ([\w-]+) \|(.*)\|$", (ROOT / "docs" / "COVERAGE.md"
 BUILDS = [name for name in registered_types() if ROWS.get(name, "").startswith(" yes |")]
 TRACES = [name for name in BUILDS if ROWS[name].startswith(" yes | yes |")]
 LADDERS = [name for name in TRACES if ROWS[name].startswith(" yes | yes | yes |")]
+# transformers builds these from a config inside theirs, which it does not know alone. A recipe that leaves the function
+# as it is writes that one, and transformers refuses to load the adapted checkpoint.
+INNER = ("emu3", "mllama")
+WRITTEN = [
+    pytest.param(name, marks=pytest.mark.xfail(raises=ValueError, strict=True)) if name in INNER else name
+    for name in TRACES
+]
 
 
 def agree(types: Types) -> None:
@@ -64,7 +71,7 @@ def test_ranks_and_adapted_checkpoint_agree_with_the_source(model_type: str, spe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", TRACES)
+@pytest.mark.parametrize("model_type", WRITTEN)
 def test_ranks_and_adapted_checkpoint_of_any_type_agree(model_type: str, tmp_path: Path) -> None:
     found = differences(Types(model_type, tmp_path), "as saved")
     assert max(found.values()) <= LIMIT, found
