@@ -22,7 +22,7 @@ def run(out: Path, resume: bool = False, files: tuple[Path, Path, Path] | None =
     directory, data, evaluation = files or own_files()
     return adapt(
         directory, data=data, evaluation=evaluation, out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **options),
+        options=Options(length=adapted.LENGTH, settings=settings, **{"method": "sft", "too_long": "truncate", **options}),
     )  # fmt: skip
 
 

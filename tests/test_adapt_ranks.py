@@ -40,7 +40,7 @@ def train_one(
     settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
     adapt(
         files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **options),
+        options=Options(length=adapted.LENGTH, settings=settings, **{"method": "sft", "too_long": "truncate", **options}),
     )  # fmt: skip
 
 
