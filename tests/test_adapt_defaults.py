@@ -23,6 +23,7 @@ from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
 from rewriter.adapt.students import HuggingFaceModel
+from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
@@ -298,6 +299,32 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     first = read_metrics(tmp_path / "all" / "training")[0]
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
     assert whole.adaptation["options"]["train"] == "all"
+
+
+def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = (adapted.directory("ladder-upper-half"), adapted.text_file(), adapted.text_file(20, 1))
+    options: dict[str, Any] = {"files": files, "method": "distill", "settings": {"learning_rate": 1e-3}}
+    run(tmp_path / "whole", **options)
+    step, calls = AdaptTrainer.training_step, []
+
+    def broken(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 10:  # two backward passes a step: in the fifth
+            raise RuntimeError("interrupted")
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AdaptTrainer, "training_step", broken)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            run(tmp_path / "cut", **options)
+    run(tmp_path / "cut", resume=True, **options)
+    whole, cut = (read_metrics(tmp_path / name / "training") for name in ("whole", "cut"))
+    assert [line["step"] for line in cut] == [1, 2, 3, 4, 5, 6]
+    assert [(line["loss"], line["grad_norm"]) for line in cut] == [(line["loss"], line["grad_norm"]) for line in whole]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_parts_that_do_not_train_apart_are_refused() -> None:
