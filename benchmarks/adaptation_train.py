@@ -47,7 +47,6 @@ def train(student: Path, run: Run, settings: Settings, texts: list[str], held_ou
         out=scratch / "out",
         verify="none",
         method=run.method,
-        train="all",
         **distils,
         refit=run.refit,
         anneal=round(run.anneal * steps),

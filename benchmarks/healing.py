@@ -30,7 +30,7 @@ from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.verify.drift import CALIBRATION
 
-WAYS: dict[str, list[str]] = {"defaults": [], "all weights": ["--train", "all"]}
+WAYS: dict[str, list[str]] = {"defaults": [], "from the first rewritten layer": ["--train", "rewritten"]}
 """What is compared, by the options that differ from the defaults."""
 STEP = (8, 256)  # rows and tokens of a row, of the step that is timed
 REPEATS = 3  # of a timed step, unless --repeats says otherwise
@@ -102,7 +102,7 @@ def timed_steps(model: Path, directory: Path, repeats: int) -> dict[str, list[fl
     for way in WAYS:
         student = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
         teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().requires_grad_(False)
-        if way == "defaults":
+        if WAYS[way]:
             freeze_unchanged(student)
             share_frozen(student, teacher)
         steps[way] = _step(student, teacher, batch)

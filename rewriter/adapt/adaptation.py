@@ -97,7 +97,8 @@ def adapt(
         for what in (named, evaluation)
     ]
     rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)
-    settings, sizes = plan(recipe_of(opened).adapt, chosen, rows, ranks.replicas, device)
+    count = len(rows.rows)  # type: ignore[arg-type]
+    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, ranks.replicas, device)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),

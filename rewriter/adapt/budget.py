@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from rewriter.adapt.options import DEFAULTS, Options, Schedule, defaults, schedule
 from rewriter.recipes.recipe import Adaptation
-
-if TYPE_CHECKING:
-    from rewriter.adapt.run_data import RunData
 
 OWN_TEXT = 98_304  # tokens, where neither data nor --tokens are given
 WARMUP = 0.05  # of the steps
@@ -68,22 +65,22 @@ def tokens_of_run(options: Options, tokens_of_data: int) -> int:
 
 
 def plan(
-    adapt: Adaptation | None, options: Options, data: RunData, replicas: int, device: torch.device
+    adapt: Adaptation | None, options: Options, rows: int, length: int, replicas: int, device: torch.device
 ) -> tuple[dict[str, Any], Schedule]:
-    """The Trainer's settings, and the sizes that follow: from the tokens of the run, or from the recipe's `adapt`
-    section (else the paper's), and above all from what the options set."""
-    rows, given = len(data.rows), options.settings  # type: ignore[arg-type]
+    """The Trainer's settings, and the sizes that follow, for so many `rows` of `length` tokens: from the tokens of the
+    run, or from the recipe's `adapt` section (else the paper's), and above all from what the options set."""
+    given = options.settings
     if not options.budgeted:
         settings = {**defaults(adapt), **given}
         sizes = schedule(settings, adapt, rows, replicas)
         # a warm-up longer than the run would end below the learning rate that was asked for
         return settings | {"warmup_steps": min(settings["warmup_steps"], max(0, sizes.steps - 1))}, sizes
-    tokens = tokens_of_run(options, rows * data.length)
+    tokens = tokens_of_run(options, rows * length)
     budget = Budget(tokens)
-    sizes = schedule(given, adapt, rows, replicas, budget.rows(data.length, replicas))
+    sizes = schedule(given, adapt, rows, replicas, budget.rows(length, replicas))
     if not given.get("max_steps", 0) > 0:
-        sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * data.length)))
-    done = Budget(sizes.steps * sizes.batch * data.length)
+        sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
+    done = Budget(sizes.steps * sizes.batch * length)
     found = {**DEFAULTS, **done.settings(device), "warmup_steps": math.ceil(WARMUP * sizes.steps)}
     if "lr_scheduler_type" in given:
         del found["lr_scheduler_kwargs"]  # of another schedule

@@ -54,12 +54,13 @@ MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing els
 class Options:
     """How to train; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
-    `method`, `train` and `too_long` are None where they follow from the run: see `resolved`.
+    `method` is None where it follows from the run (`resolved`); without `too_long`, texts are split and conversations
+    truncated.
     """
 
     method: Method | None = None
     tokens: int | None = None
-    train: Train | None = None
+    train: Train = "all"
     temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden_states: float = 0.0
@@ -81,7 +82,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("--method", self.method, Method, optional=True)
-        _one_of("--train", self.train, Train, optional=True)
+        _one_of("--train", self.train, Train)
         _one_of("--zero", self.zero, Zero, optional=True)
         _one_of("--ep-order", self.ep_order, ExpertOrder)
         _one_of("--too-long", self.too_long, TooLong, optional=True)
@@ -99,13 +100,9 @@ class Options:
         self._check_combinations()
 
     def resolved(self, original_known: bool) -> Options:
-        """With a method: distillation where there is an original to learn from. It trains what is rewritten and what
-        follows it, where one device holds the whole model."""
+        """With a method: distillation where there is an original to learn from."""
         distills = original_known and not self.from_scratch
-        method = self.method or ("distill" if distills else "sft")
-        apart = self.sharded or self.fully_sharded or self.lora or self.ep > 1 or self.anneal
-        train = self.train or ("rewritten" if method == "distill" and not apart else "all")
-        return replace(self, method=method, train=train)
+        return replace(self, method=self.method or ("distill" if distills else "sft"))
 
     @property
     def budgeted(self) -> bool:

@@ -206,8 +206,7 @@ Method = Annotated[
     ),
 ]
 Train = Annotated[
-    Literal["all", "rewritten"] | None,
-    typer.Option(help="All weights, or from the first rewritten layer on. Without it: distill trains the latter."),
+    Literal["all", "rewritten"], typer.Option(help="All weights, or those from the first rewritten layer on.")
 ]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]

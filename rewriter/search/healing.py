@@ -70,7 +70,7 @@ def heal(
         }  # fmt: skip
         adapt(
             place / "rewritten", data=data, out=healing.out, verify="none",
-            options=Options(method="distill", train="all", length=length, settings=settings), progress=progress,
+            options=Options(method="distill", length=length, settings=settings), progress=progress,
         )  # fmt: skip
         opened = open_output(healing.out)
         after = _rise(rewritten(opened, write_source(opened, place / "source")), tails, text)
