@@ -76,8 +76,8 @@ def save(program: Program, out: str | os.PathLike[str], **options: Any) -> Conve
 def adapt(
     directory: str | os.PathLike[str],
     *,
-    data: str | os.PathLike[str],
     out: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
     eval: str | os.PathLike[str] | None = None,
     teacher: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -88,7 +88,7 @@ def adapt(
 ) -> AdaptReport:
     """Fine-tune what `rewrite` wrote: `rewriter.adapt.adaptation.adapt`. The other arguments are its `Options`.
 
-    adapt("out", data="train.jsonl", out="healed", method="distill", set={"learning_rate": 1e-4, "max_steps": 500})
+    adapt("out", out="healed", data="train.jsonl"); adapt("out", out="healed", data="self:100000", eval="heldout.jsonl")
     """
     from rewriter.adapt.adaptation import adapt
     from rewriter.adapt.options import Options

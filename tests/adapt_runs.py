@@ -16,13 +16,16 @@ SETTINGS = {
 }  # fmt: skip
 
 
+PLAIN = {"method": "sft", "too_long": "truncate"}
+
+
 def run(out: Path, resume: bool = False, files: tuple[Path, Path, Path] | None = None, **options: Any) -> AdaptReport:
     """Six short steps on the small llama; `files` are the model and the data of another process."""
     settings = {**SETTINGS, **options.pop("settings", {})}
     directory, data, evaluation = files or own_files()
     return adapt(
         directory, data=data, evaluation=evaluation, out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **options),
+        options=Options(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rewriter.cli import main
 
-SETTINGS = ["--length", "48", "--verify", "none"]
+SETTINGS = ["--length", "48", "--verify", "none", "--method", "sft"]
 for setting in ("max_steps=1", "learning_rate=1e-2", "use_cpu=true", "gradient_accumulation_steps=1"):
     SETTINGS += ["--set", setting]
 

@@ -33,6 +33,9 @@ def train(group: Any, files: dict[str, Path], out: Path, cases: list[Case]) -> N
         train_one(files, name, out / str(index), replicas, **options)
 
 
+PLAIN = {"method": "sft", "too_long": "truncate"}
+
+
 def train_one(
     files: dict[str, Path], name: str, out: Path, replicas: int = 1, resume: bool = False, **options: Any
 ) -> None:
@@ -40,7 +43,7 @@ def train_one(
     settings = SETTINGS | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": ROWS // 2 // replicas}
     adapt(
         files[name], data=files["text"], evaluation=files["evaluation"], out=out, verify="none", resume=resume,
-        options=Options(length=adapted.LENGTH, settings=settings, **options),
+        options=Options(length=adapted.LENGTH, settings=settings, **(PLAIN | options)),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
+from rewriter.adapt.budget import plan
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
@@ -21,6 +22,7 @@ from rewriter.adapt.run import Run
 from rewriter.adapt.run_data import read_data
 from rewriter.adapt.run_log import tensorboard
 from rewriter.adapt.run_ranks import join
+from rewriter.adapt.self_data import own_text, source_of
 from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
@@ -50,8 +52,8 @@ class AdaptReport:
 def adapt(
     directory: str | os.PathLike[str],
     *,
-    data: str | os.PathLike[str],
     out: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
     evaluation: str | os.PathLike[str] | None = None,
     teacher: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -61,20 +63,22 @@ def adapt(
 ) -> AdaptReport:
     """Train the checkpoint in `directory`, which `rewrite` wrote, on `data`, and write the result to `out`.
 
-    `data` and `evaluation` are files of one JSON object per line ("messages" or "text"), or ids of the Hub; without
+    `data` and `evaluation` are files of one JSON object per line ("messages" or "text"), ids of the Hub, or `self:N`:
+    N tokens that the original writes itself, which is also what is read where no `data` are given. Without
     `evaluation`, some rows of the data are held out. `teacher` is the directory of the original model; by default it is
-    the same weights under the original wiring. Under torchrun, ranks that `options` does not give to tensors (tp) or
-    sequences (sp) are data-parallel. Every rank calls it; all get the report.
+    the same weights under the original wiring. Where it is known, the method is distillation unless `options` say
+    otherwise, and settings follow from the number of tokens (`Budget`). Under torchrun, ranks that `options` does not
+    give to tensors (tp) or sequences (sp) are data-parallel. Every rank calls it; all get the report.
 
     An interrupted run leaves its checkpoints in `.NAME.adapting` beside `out`, where `resume` continues it: step for
     step with the same losses. Raises RewriterError for bad input, before anything is written, and for a loss that is
     not finite; VerificationError where what was written does not compute what the recipe says.
     """
-    chosen = options or Options()
+    opened, final = open_output(directory), Path(os.path.abspath(out))
+    known = teacher is not None or opened.manifest.adaptation is None
+    chosen = (options or Options()).resolved(known)
     given = settings_of.check_settings(chosen.settings)
-    opened = open_output(directory)
     student_setup.require_serves(opened, chosen)
-    final = Path(os.path.abspath(out))
     place = place_of(final)
     original = original_directory(opened, chosen, place / "source", teacher)
     device = rank_device("cpu" if given.get("use_cpu") else None)
@@ -86,17 +90,20 @@ def adapt(
             f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
         )
     progress = progress if ranks.first else silent
-    recipe = recipe_of(opened)
-    settings = {**settings_of.defaults(recipe.adapt), **given}
-    rows = read_data(opened, chosen, os.fspath(data), evaluation, int(settings["seed"]), progress)
-    sizes = settings_of.schedule(settings, recipe.adapt, len(rows.rows), ranks.replicas)  # type: ignore[arg-type]
-    # a warm-up longer than the run would end below the learning rate that was asked for
-    settings["warmup_steps"] = min(settings["warmup_steps"], max(0, sizes.steps - 1))
+    seed = int(given.get("seed", settings_of.DEFAULTS["seed"]))
+    named = data if data is not None else own_text(opened, known, chosen.tokens)
+    files = [
+        source_of(opened, what, teacher, known, ranks, device, progress, held_out=what is evaluation)
+        for what in (named, evaluation)
+    ]
+    rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)
+    count = len(rows.rows)  # type: ignore[arg-type]
+    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, ranks.replicas, device)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),
-        "data": identity(os.fspath(data)),
-        "evaluation": None if evaluation is None else identity(os.fspath(evaluation)),
+        "data": identity(str(files[0])),
+        "evaluation": None if files[1] is None else identity(files[1]),
         "teacher": None if teacher is None else os.path.abspath(teacher),
         "options": {k: v for k, v in asdict(chosen).items() if k != "settings"},
         "settings": {k: v for k, v in settings.items() if k not in settings_of.FREE},
@@ -125,10 +132,11 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     built = student_setup.student(run, resumed=kept is not None)
     theirs, facts = _measured_before(run, built)
     step = 0 if kept is None else checkpoints.step_of(kept)
-    trainer = AdaptTrainer(run, built, loss_of(run, theirs), _callbacks(run, built, step))
+    trunk = student_setup.trunk(built, theirs, run)
+    trainer = AdaptTrainer(run, built, loss_of(run, theirs, trunk), _callbacks(run, built, step))
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
-    del theirs, trainer
+    del theirs, trunk, trainer
     run.progress("writing the result")
     adapted_output.merge(built)
     adapted_output.round_to(built.model.module, getattr(torch, run.opened.dtype))

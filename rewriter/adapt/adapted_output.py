@@ -94,9 +94,9 @@ def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
     """What the manifest says of a run."""
     options, data, sizes = run.options, run.data, run.sizes
     plain = {f.name: f.default for f in dataclasses.fields(Options)}
-    given = {k: v for k, v in asdict(options).items() if k != "settings" and v != plain[k]}
+    given = {k: v for k, v in asdict(options).items() if k not in ("settings", "method") and v != plain[k]}
     return AdaptationEntry(
-        method=options.method,
+        method=str(options.method),
         data=data.data,
         counts=data.counts,
         evaluation=data.evaluation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
@@ -9,10 +11,12 @@ from rewriter.adapt import losses
 from rewriter.adapt.run import Run
 from rewriter.adapt.students import Batch, Model
 from rewriter.adapt.trainer import Loss
+from rewriter.adapt.trunk import Trunk
 
 
-def loss_of(run: Run, theirs: Model | None) -> Loss:
-    """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation."""
+def loss_of(run: Run, theirs: Model | None, trunk: Trunk | None = None) -> Loss:
+    """The loss that the options ask for, as sums over a rank's targets; `theirs` is the teacher of a distillation, and
+    `trunk` what the student takes over from it."""
     options = run.options
 
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
@@ -23,9 +27,11 @@ def loss_of(run: Run, theirs: Model | None) -> Loss:
     def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         assert theirs is not None
         hidden = options.hidden_states > 0
-        with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16):
+        kept = contextlib.nullcontext() if trunk is None else trunk.kept(every=hidden)
+        with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16), kept:
             taught = theirs(batch, hidden)
-        computed = student(batch, hidden, module)
+        with contextlib.nullcontext() if trunk is None else trunk.given():
+            computed = student(batch, hidden, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         kl = losses.divergence(computed, taught, targets, options.temperature)
         sums = {"loss": kl, "divergence": kl}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rewriter.common.errors import RewriterError
@@ -16,6 +16,7 @@ Method = Literal["sft", "distill"]
 Zero = Literal["1", "2", "3", "plus-plus", "node-local"]
 ExpertOrder = Literal["D+E", "E+D"]
 TooLong = Literal["truncate", "split", "refuse"]
+Train = Literal["all", "rewritten"]
 AnnealOrder = Literal["together", "first-to-last", "last-to-first"]
 
 _SETTINGS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
@@ -51,9 +52,15 @@ MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing els
 
 @dataclass(frozen=True)
 class Options:
-    """How to train; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`)."""
+    """How to train; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
-    method: Method = "sft"
+    `method` is None where it follows from the run (`resolved`); without `too_long`, texts are split and conversations
+    truncated.
+    """
+
+    method: Method | None = None
+    tokens: int | None = None
+    train: Train = "all"
     temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden_states: float = 0.0
@@ -69,20 +76,21 @@ class Options:
     sp: int = 1
     from_scratch: bool = False
     length: int | None = None
-    too_long: TooLong = "truncate"
+    too_long: TooLong | None = None
     packing: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("--method", self.method, Method)
+        _one_of("--method", self.method, Method, optional=True)
+        _one_of("--train", self.train, Train)
         _one_of("--zero", self.zero, Zero, optional=True)
         _one_of("--ep-order", self.ep_order, ExpertOrder)
-        _one_of("--too-long", self.too_long, TooLong)
+        _one_of("--too-long", self.too_long, TooLong, optional=True)
         _one_of("--anneal-order", self.anneal_order, AnnealOrder)
         for name, value, least in (
             ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
             ("--lora", self.lora, 0), ("--refit", self.refit, 0),
-            ("--length", self.length, 2), ("--cross-entropy", self.cross_entropy, 0),
+            ("--length", self.length, 2), ("--tokens", self.tokens, 1), ("--cross-entropy", self.cross_entropy, 0),
             ("--hidden-states", self.hidden_states, 0),
         ):  # fmt: skip
             if value is not None and not value >= least:
@@ -90,6 +98,16 @@ class Options:
         if not self.temperature > 0:
             raise RewriterError(f"--temperature {self.temperature}: expected more than 0")
         self._check_combinations()
+
+    def resolved(self, original_known: bool) -> Options:
+        """With a method: distillation where there is an original to learn from."""
+        distills = original_known and not self.from_scratch
+        return replace(self, method=self.method or ("distill" if distills else "sft"))
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether settings follow from the tokens of the run, not from the recipe."""
+        return self.method == "distill" or self.tokens is not None
 
     @property
     def sharded(self) -> bool:
@@ -103,11 +121,24 @@ class Options:
 
     def _check_combinations(self) -> None:
         self._check_method()
+        self._check_train()
         self._check_base()
         if self.ep > 1:
             self._check_experts()
         if self.sharded:
             self._check_sharded()
+
+    def _check_train(self) -> None:
+        for name, used, why in (
+            ("--lora", self.lora, "adapters are on all linear layers"),
+            ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
+            ("--anneal", self.anneal, "an annealed run begins at the original wiring"),
+            ("--tp or --sp", self.sharded, "the sharded module trains whole"),
+            (f"--zero {self.zero}", self.fully_sharded, "its shards hold trained and frozen weights alike"),
+            ("--ep", self.ep > 1, "the ranks that share experts train all of them"),
+        ):
+            if used and self.train == "rewritten":
+                raise RewriterError(f"--train rewritten with {name}: {why}. Leave out --train")
 
     def _check_base(self) -> None:
         if self.base is None:
@@ -137,7 +168,7 @@ class Options:
     def _check_method(self) -> None:
         distills = self.method == "distill"
         for name, used in (("--hidden-states", self.hidden_states), ("--cross-entropy", self.cross_entropy)):
-            if used and not distills:
+            if used and self.method == "sft":
                 raise RewriterError(f"{name} {used} is a part of the distillation loss. Add --method distill")
         if distills and self.from_scratch:
             raise RewriterError(
@@ -230,12 +261,14 @@ def defaults(adapt: Adaptation | None) -> dict[str, Any]:
     return found
 
 
-def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, replicas: int) -> Schedule:
+def schedule(
+    settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, replicas: int, budgeted: int | None = None
+) -> Schedule:
     """The sizes for `rows` rows of data and so many data-parallel ranks.
 
     A step sees `gradient_accumulation_steps × per_device_train_batch_size × replicas` rows where the former is set;
-    else as many as the recipe's `batch_size`, on any number of ranks. Raises RewriterError where that does not
-    divide.
+    else as many as are `budgeted`, or as the recipe's `batch_size` says, on any number of ranks. Raises RewriterError
+    where that does not divide.
     """
     micro = settings.get("per_device_train_batch_size")
     accumulation = settings.get("gradient_accumulation_steps")
@@ -243,7 +276,7 @@ def schedule(settings: Mapping[str, Any], adapt: Adaptation | None, rows: int, r
         micro = micro or MICRO_BATCH
         batch = _count("gradient_accumulation_steps", accumulation) * micro * replicas
     else:
-        batch = BATCH if adapt is None else adapt.batch_size
+        batch = budgeted or (BATCH if adapt is None else adapt.batch_size)
         if batch % replicas:
             raise RewriterError(
                 f"a step of {batch} rows cannot be divided over {replicas} data-parallel ranks. Use a number of ranks "

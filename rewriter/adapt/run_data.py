@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from rewriter.adapt.budget import LONGEST_ROW, Budget, tokens_of_run
 from rewriter.adapt.evaluate import hold_out
 from rewriter.adapt.options import Options
 from rewriter.adapt.token_rows import load_rows
@@ -17,8 +18,6 @@ from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.convert.rewritten_source import Opened
 from rewriter.verify.drift import load_tokenizer
-
-LONGEST_ROW = 4096  # tokens of a row where --length does not say, if the model has so many positions
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ def read_data(
 ) -> RunData:
     """Read `data`, and `evaluation` or some rows of the data in its place (drawn by `seed`).
 
+    Without --length, rows are as long as the tokens of the run make them.
+
     Raises RewriterError for a directory without a tokenizer, a length beyond the model's positions, and faults of the
     data, with their places.
     """
@@ -54,6 +55,11 @@ def read_data(
     progress("reading the data")
     how: dict[str, Any] = {"length": length, "packing": options.packing, "too_long": options.too_long}
     read = load_rows(data, tokenizer, **how)
+    if options.length is None and options.budgeted:
+        shorter = Budget(tokens_of_run(options, read.counts.tokens)).length(positions)
+        if shorter != length:  # known only now
+            length = how["length"] = shorter
+            read = load_rows(data, tokenizer, **how)
     rows: Dataset = read
     held: Dataset
     if evaluation is not None:

@@ -24,6 +24,7 @@ from rewriter.adapt.options import Options
 from rewriter.adapt.refit import refit_to_original
 from rewriter.adapt.run import Run
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
+from rewriter.adapt.trunk import Trunk, freeze_unchanged, share_frozen, trunk_of
 from rewriter.adapt.unshard import shares, write_model
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import save
@@ -148,6 +149,8 @@ def _hugging_face_student(run: Run, resumed: bool) -> Student:
     if options.refit and not resumed:
         losses = refit_to_original(run, module)
         ranks.on_first(lambda: remember(run.place, **losses))
+    if options.train == "rewritten":
+        freeze_unchanged(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
     built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
@@ -257,7 +260,18 @@ def teacher(built: Student, run: Run, original: Path) -> Model:
         shard_experts(whole, built.experts.mesh)
     elif built.mesh is not None:
         _fully_shard(whole, built.mesh, False)
+    elif options.train == "rewritten":
+        share_frozen(built.model.module, whole)
     return HuggingFaceModel(whole, group)
+
+
+def trunk(built: Student, theirs: Model | None, run: Run) -> Trunk | None:
+    """The layers that student and teacher compute alike, to be computed once; None where noise or sharding is in the
+    way, or nothing is alike."""
+    noisy = bool(run.settings.get("neftune_noise_alpha"))
+    if theirs is None or run.options.train != "rewritten" or built.mesh is not None or noisy:
+        return None
+    return trunk_of(built.model.module, theirs.module)
 
 
 def require_serves(opened: Opened, options: Options) -> None:

@@ -100,7 +100,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def load_rows(
-    source: str | Path, tokenizer: Any, *, length: int, too_long: TooLong = "truncate", packing: bool = True
+    source: str | Path, tokenizer: Any, *, length: int, too_long: TooLong | None = "truncate", packing: bool = True
 ) -> Rows:
     """The examples of `source` as rows of `length` tokens.
 
@@ -118,7 +118,7 @@ def load_rows(
     """
     if length < 2:
         raise RewriterError(f"length {length}: a row needs a token to predict from and one to predict. Give 2 or more")
-    if too_long not in get_args(TooLong):
+    if too_long is not None and too_long not in get_args(TooLong):
         raise RewriterError(f"too_long {too_long!r}: unknown. Choose {', '.join(get_args(TooLong))}")
     reader = _SegmentCollector(tokenizer, length, too_long)
     faults = Faults()
@@ -143,7 +143,7 @@ def load_rows(
 class _SegmentCollector:
     """Collects the segments of examples in arrays that hold 5 bytes for each token."""
 
-    def __init__(self, tokenizer: Any, length: int, too_long: TooLong) -> None:
+    def __init__(self, tokenizer: Any, length: int, too_long: TooLong | None) -> None:
         self.tokenizer, self.length, self.too_long = tokenizer, length, too_long
         self.chat: ChatEncoder | None = None
         self.ids, self.targets, self.ends = array("i"), bytearray(), array("q")
@@ -187,22 +187,23 @@ class _SegmentCollector:
     def _fitted(self, ids: list[int], targets: list[bool], splits: bool) -> Iterator[tuple[list[int], list[bool]]]:
         """The segments that an example makes, each of `length` tokens at most."""
         excess = len(ids) - self.length
+        too_long = self.too_long or ("split" if splits else "truncate")
         if excess <= 0:
             yield ids, targets
-        elif self.too_long == "truncate":
+        elif too_long == "truncate":
             dropped = not any(targets[1 : self.length])
             self.counts.truncated += 1
             self.counts.truncated_tokens += len(ids) if dropped else excess
             self.counts.dropped += dropped
             if not dropped:
                 yield ids[: self.length], targets[: self.length]
-        elif self.too_long == "split" and splits:
+        elif too_long == "split" and splits:
             self.counts.split += 1
             for start in range(0, len(ids) - 1, self.length - 1):
                 part = slice(start, start + self.length)
                 yield ids[part], targets[part]
         else:
-            why = "conversations cannot be split" if self.too_long == "split" else "too long examples are refused"
+            why = "conversations cannot be split" if too_long == "split" else "too long examples are refused"
             raise BadExample(
                 f"{len(ids)} tokens, more than the length of {self.length}, and {why}. Give a greater length, or "
                 "truncate"

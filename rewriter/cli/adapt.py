@@ -1,4 +1,4 @@
-"""`rewrite adapt DIR --data FILE --out DIR2`: a rewritten checkpoint, healed by a light fine-tuning."""
+"""`rewrite adapt DIR --out DIR2`: a rewritten checkpoint, healed by a light fine-tuning."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from rewriter.cli import launching, options
 def adapt(
     context: typer.Context,
     directory: options.Output,
-    data: options.Data,
     out: options.AdaptedTo,
+    data: options.Data = None,
+    tokens: options.Tokens = None,
     eval: options.EvaluationData = None,
     teacher: options.Teacher = None,
-    method: options.Method = "sft",
+    method: options.Method = None,
+    train: options.Train = "all",
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
     hidden_states: options.HiddenStates = 0.0,
@@ -30,7 +32,7 @@ def adapt(
     sp: options.SequenceRanks = 1,
     from_scratch: options.FromScratch = False,
     length: options.Length = None,
-    too_long: options.TooLong = "truncate",
+    too_long: options.TooLong = None,
     packing: options.Packing = True,
     set: options.TrainerSettings = None,
     resume: options.ResumeRun = False,
@@ -39,8 +41,8 @@ def adapt(
 ) -> None:
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.
 
-    Settings are the recipe's, or the paper's, where --set does not say. With --tp, --sp or --ep it starts so many ranks
-    on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
+    Settings follow from the tokens of the run, or for sft from the recipe, where --set does not say. With --tp, --sp or
+    --ep it starts so many ranks on this machine; under torchrun, ranks beyond tp × sp are data-parallel.
     """
     given = {name: value for name, value in locals().items() if name not in ("context", "directory", "set", "json")}
     if tp * sp * ep > 1 and not launching.is_rank():

@@ -190,7 +190,17 @@ Dequantize = Annotated[
 
 # --- of `adapt` ---
 
-Data = Annotated[str, _File(help='One {"messages": […]} or {"text": …} per line, or a hub id.')]
+Data = Annotated[
+    str | None,
+    _File(
+        help='One {"messages": […]} or {"text": …} per line, a hub id, or self:N: the original writes N tokens. '
+        "Without it: self, for --tokens."
+    ),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Tokens to train on; settings follow from them. Without it: the data once."),
+]
 AdaptedTo = Annotated[Path, typer.Option(metavar="DIR2", help="Output directory.")]
 EvaluationData = Annotated[str | None, _File(help="Data to measure on. Without it, some rows are held out.")]
 Teacher = Annotated[
@@ -198,7 +208,13 @@ Teacher = Annotated[
     typer.Option(metavar="ORIGINAL", help="The original model. Without it: DIR's weights, wired as they were."),
 ]
 Method = Annotated[
-    Literal["sft", "distill"], typer.Option(help="Learn from the data, or from what the original predicts on them.")
+    Literal["sft", "distill"] | None,
+    typer.Option(
+        help="Learn from the data, or from what the original predicts on them. Without it: distill, if it is known."
+    ),
+]
+Train = Annotated[
+    Literal["all", "rewritten"], typer.Option(help="All weights, or those from the first rewritten layer on.")
 ]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
@@ -229,10 +245,11 @@ ExpertOrder = Annotated[
 ]
 FromScratch = Annotated[bool, typer.Option("--from-scratch", help="Start from random weights.")]
 Length = Annotated[
-    int | None, typer.Option(metavar="TOKENS", help="Tokens of a row. Without it: the model's positions, ≤ 4096.")
+    int | None, typer.Option(metavar="TOKENS", help="Tokens of a row. Without it: by the tokens of the run.")
 ]
 TooLong = Annotated[
-    Literal["truncate", "split", "refuse"], typer.Option(help="What becomes of an example longer than a row.")
+    Literal["truncate", "split", "refuse"] | None,
+    typer.Option(help="What becomes of an example longer than a row. Without it: texts are split, others truncated."),
 ]
 Packing = Annotated[bool, typer.Option(help="Put several examples into a row.")]
 TrainerSettings = Annotated[

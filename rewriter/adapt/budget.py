@@ -1,0 +1,88 @@
+"""Settings of a run that follow from how many tokens it may see: none has to be given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rewriter.adapt.options import DEFAULTS, Options, Schedule, defaults, schedule
+from rewriter.recipes.recipe import Adaptation
+
+OWN_TEXT = 98_304  # tokens, where neither data nor --tokens are given
+WARMUP = 0.05  # of the steps
+SHORTEST_ROW, LONGEST_ROW = 256, 4096  # tokens, where --length does not say
+ROWS = 4  # of a step, at least, where its tokens allow it
+
+# By tokens of the whole run: those of a step, and the highest learning rate. At 33 million they are those of arXiv
+# 2609.13846, at 3 billion those of Ladder Residual (2501.06589). Few tokens need small steps more than exact ones.
+_TOKENS = (24_576, 1_000_000, 33_000_000, 3_000_000_000)
+_STEP = (1_024, 4_096, 16_384, 131_072)
+_RATE = (1e-4, 1e-4, 5e-5, 5e-6)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A run of `tokens`: those of an optimizer step, and the highest learning rate."""
+
+    tokens: int
+
+    @property
+    def step(self) -> int:
+        """Tokens of an optimizer step, a power of two."""
+        found = 1 << round(math.log2(_between(self.tokens, _STEP)))
+        return max(1, min(found, self.tokens))
+
+    def length(self, positions: int) -> int:
+        """Tokens of a row: at least `ROWS` rows a step, and no more than the model's `positions`."""
+        return max(2, min(positions, max(SHORTEST_ROW, min(LONGEST_ROW, self.step // ROWS))))
+
+    def rows(self, length: int, replicas: int) -> int:
+        """Rows of an optimizer step, as many on each of the data-parallel `replicas`."""
+        return replicas * max(1, round(self.step / length / replicas))
+
+    def settings(self, device: torch.device) -> dict[str, Any]:
+        """The Trainer's settings, the warm-up apart, which depends on the steps that are done."""
+        return {
+            "optim": "adamw_torch", "learning_rate": float(f"{_between(self.tokens, _RATE):.2g}"), "adam_beta2": 0.95,
+            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            # weights and optimizer stay in fp32
+            "bf16": device.type == "cuda" and torch.cuda.is_bf16_supported(),
+        }  # fmt: skip
+
+
+def _between(tokens: int, values: tuple[float, ...]) -> float:
+    """Straight lines between the points, in logarithms; level outside of them."""
+    return float(np.exp(np.interp(math.log(tokens), np.log(_TOKENS), np.log(values))))
+
+
+def tokens_of_run(options: Options, tokens_of_data: int) -> int:
+    """How many tokens a run sees: those that --tokens asks for, else those of the data in its epochs (one)."""
+    return options.tokens or max(1, int(tokens_of_data * float(options.settings.get("num_train_epochs", 1))))
+
+
+def plan(
+    adapt: Adaptation | None, options: Options, rows: int, length: int, replicas: int, device: torch.device
+) -> tuple[dict[str, Any], Schedule]:
+    """The Trainer's settings, and the sizes that follow, for so many `rows` of `length` tokens: from the tokens of the
+    run, or from the recipe's `adapt` section (else the paper's), and above all from what the options set."""
+    given = options.settings
+    if not options.budgeted:
+        settings = {**defaults(adapt), **given}
+        sizes = schedule(settings, adapt, rows, replicas)
+        # a warm-up longer than the run would end below the learning rate that was asked for
+        return settings | {"warmup_steps": min(settings["warmup_steps"], max(0, sizes.steps - 1))}, sizes
+    tokens = tokens_of_run(options, rows * length)
+    budget = Budget(tokens)
+    sizes = schedule(given, adapt, rows, replicas, budget.rows(length, replicas))
+    if not given.get("max_steps", 0) > 0:
+        sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
+    done = Budget(sizes.steps * sizes.batch * length)
+    found = {**DEFAULTS, **done.settings(device), "warmup_steps": math.ceil(WARMUP * sizes.steps)}
+    if "lr_scheduler_type" in given:
+        del found["lr_scheduler_kwargs"]  # of another schedule
+    found |= given
+    return found | {"warmup_steps": min(found["warmup_steps"], max(0, sizes.steps - 1))}, sizes

@@ -1,0 +1,183 @@
+"""Text that the original model writes itself: training data without a data set (LLM-QAT, arXiv 2305.17888)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rewriter.adapt.teacher import frozen, load_model
+from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.errors import RewriterError
+from rewriter.emit.output_directory import sha256_of
+from rewriter.verify.drift import load_tokenizer
+from rewriter.weights import Checkpoint
+
+ROW = 512  # tokens that the model writes in one stream, if it has so many positions
+STREAMS = 32  # written at once; a part of the cache has so many
+QUESTION = 0.25  # of a stream: the longest turn of a user
+_HELD_OUT = 1 << 31  # the first seed of text to measure on; of a seed, 32 bits count
+_FORMAT = 1  # of the cache: counts up where the same source would give another text
+_MARKS = ("FIRSTQUESTION", "FIRSTANSWER", "NEXTQUESTION")
+
+
+def cache_directory() -> Path:
+    """Where what models wrote is kept: `rewriter/self-written` below XDG_CACHE_HOME, or below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rewriter" / "self-written"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Tokens that a stream does not draw, but is given: at its start, behind a question, behind an answer."""
+
+    start: list[int]
+    answer: list[int] = field(default_factory=list)
+    question: list[int] = field(default_factory=list)
+
+
+def self_written(
+    source: Path, tokens: int, device: torch.device, progress: Callable[..., None], held_out: bool = False
+) -> Path:
+    """A file of one {"text": …} per line that the model in `source` wrote, of about `tokens` tokens.
+
+    Temperature 1. A model with a chat template writes conversations in half of its streams, both roles; what else is
+    written begins with a token at random. Seeds are fixed; what is to be `held_out` has others. Parts of `STREAMS`
+    streams are kept in `cache_directory()` by the hash of weights and config, and are not written again. Raises
+    RewriterError for a source without a tokenizer.
+    """
+    tokenizer = load_tokenizer(str(source))
+    if tokenizer is None:
+        raise RewriterError(f"{source}: it has no tokenizer, so what the model writes cannot be read. Give --data FILE")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    length = min(context_length(config), ROW)
+    hashes = [sha256_of(file) for file in Checkpoint.open(source).files]
+    known = json.dumps([_FORMAT, length, hashes, config, tokenizer.chat_template], sort_keys=True)
+    place = cache_directory() / hashlib.sha256(known.encode()).hexdigest()[:32]
+    name = "held-out" if held_out else "part"
+    parts = [place / f"{name}-{n:05}.jsonl" for n in range(-(-tokens // (STREAMS * length)))]
+    missing = [number for number, part in enumerate(parts) if not part.is_file()]
+    if missing:
+        place.mkdir(parents=True, exist_ok=True)
+        model = frozen(load_model(source, device))
+        for done, number in enumerate(missing):
+            written, total = done * STREAMS * length, len(missing) * STREAMS * length
+
+            def tell(step: int, before: int = written, whole: int = total) -> None:
+                progress("writing text", before + step * STREAMS, whole)
+
+            texts = _Writer(model, tokenizer, length, number + held_out * _HELD_OUT).texts(tell)
+            _replace(parts[number], [json.dumps(text) + "\n" for text in texts])
+    kept, left = [], tokens
+    for line in (line for part in parts for line in part.read_text("utf-8").split("\n")[:-1]):
+        if left <= 0:
+            break
+        example = json.loads(line)
+        left -= example.pop("tokens")
+        kept.append(json.dumps(example) + "\n")
+    joined = place / f"self-{'held-out-' if held_out else ''}{tokens}.jsonl"
+    _replace(joined, kept)
+    return joined
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text("".join(lines), encoding="utf-8")
+    os.replace(partial, path)
+
+
+class _Writer:
+    """Writes one part: `STREAMS` streams of `length` tokens each, in step, so that nothing is padded."""
+
+    def __init__(self, model: Any, tokenizer: Any, length: int, number: int) -> None:
+        self.model, self.tokenizer, self.length = model, tokenizer, length
+        self.random = torch.Generator().manual_seed(number)
+        special = set(tokenizer.all_special_ids)
+        size = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+        self.plain = [token for token in range(size) if token not in special]
+        self.begin = [i for i in tokenizer("a")["input_ids"][:1] if i in special]  # what begins every text
+        self.ends = _ends(model, tokenizer)
+        self.chat = chat_turns(tokenizer)
+        if self.chat is not None:
+            self.ends |= set(self.chat.answer[:1]) & special
+
+    @torch.no_grad()
+    def texts(self, progress: Callable[[int], None]) -> list[dict[str, Any]]:
+        """What was written, each text with its number of tokens; `progress` is told the step."""
+        chats = [self.chat is not None and stream % 2 == 0 for stream in range(STREAMS)]
+        given = [list(self.chat.start) if self.chat and chat else self._opening() for chat in chats]
+        asks, since = list(chats), [0] * STREAMS
+        written: list[list[list[int]]] = [[[]] for _ in range(STREAMS)]
+        device, cache = next(self.model.parameters()).device, None
+        drawn = [0] * STREAMS  # behind the first step, that of the step before
+        for step in range(self.length):
+            progress(step)
+            tokens = []
+            for stream in range(STREAMS):
+                token = drawn[stream]
+                over = token in self.ends or (asks[stream] and since[stream] >= self.length * QUESTION)
+                if not given[stream] and over:
+                    given[stream] = self._after(chats[stream], asks[stream])
+                    asks[stream], since[stream] = chats[stream] and not asks[stream], 0
+                    if not chats[stream]:
+                        written[stream].append([])
+                if given[stream]:
+                    token = given[stream].pop(0)
+                else:
+                    since[stream] += 1
+                tokens.append(token)
+                written[stream][-1].append(token)
+            if step + 1 < self.length:
+                ids = torch.tensor(tokens, device=device)[:, None]
+                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
+                drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.random)[:, 0].tolist()
+        return [self._example(ids) for stream in written for ids in stream if len(ids) > 1]
+
+    def _opening(self) -> list[int]:
+        chosen = int(torch.randint(len(self.plain), (1,), generator=self.random))
+        return [*self.begin, self.plain[chosen]]
+
+    def _after(self, chat: bool, asks: bool) -> list[int]:
+        """What is given behind the end of a turn, or of a text."""
+        if not chat or self.chat is None:
+            return self._opening()
+        return list(self.chat.answer if asks else self.chat.question)
+
+    def _example(self, ids: list[int]) -> dict[str, Any]:
+        # the tokenizer puts its own token in front again
+        held = ids[len(self.begin) :] if ids[: len(self.begin)] == self.begin else ids
+        text = self.tokenizer.decode(held, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return {"text": text, "tokens": len(ids)}
+
+
+def _ends(model: Any, tokenizer: Any) -> set[int]:
+    stops = getattr(model.generation_config, "eos_token_id", None)
+    listed = stops if isinstance(stops, list) else [stops]
+    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}
+
+
+def chat_turns(tokenizer: Any) -> Turns | None:
+    """What the chat template writes around questions and answers; None where there is no template, or one that does not
+    write messages as they are."""
+    if not tokenizer.chat_template:
+        return None
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+    try:
+        whole = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception:  # templates raise what they like
+        return None
+    pieces, rest = [], whole
+    for mark in _MARKS:
+        before, found, rest = rest.partition(mark)
+        if not found:
+            return None
+        pieces.append(before)
+    start, answer, question = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+    return Turns(list(start), list(answer), list(question)) if answer and question else None

@@ -1,0 +1,334 @@
+"""`rewrite adapt` without settings: what follows from the number of tokens, text of the original's own, and layers
+that are computed once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import adapted
+import pytest
+import torch
+from adapt_runs import run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rewriter import RewriterError
+from rewriter.adapt import losses, self_written, student_setup
+from rewriter.adapt.adaptation import adapt
+from rewriter.adapt.budget import Budget
+from rewriter.adapt.options import Options
+from rewriter.adapt.run_log import read_metrics
+from rewriter.adapt.self_written import chat_turns
+from rewriter.adapt.self_written import self_written as write
+from rewriter.adapt.students import HuggingFaceModel
+from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
+from rewriter.emit.manifest import read_manifest
+from rewriter.verify.drift import load_tokenizer
+
+CPU = torch.device("cpu")
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache for what models write that is this test's alone."""
+    place = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    return place
+
+
+# What follows from the number of tokens
+
+
+def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
+    budgets = [Budget(tokens) for tokens in (10_000, 24_576, 10**6, 33 * 10**6, 3 * 10**9)]
+    rates = [budget.settings(CPU)["learning_rate"] for budget in budgets]
+    assert rates == sorted(rates, reverse=True)
+    assert (rates[2], rates[3], rates[4]) == (1e-4, 5e-5, 5e-6)
+    steps = [budget.tokens // (budget.length(8192) * budget.rows(budget.length(8192), 1)) for budget in budgets]
+    assert steps == sorted(steps)
+    assert steps[1] >= 20, "with fewer steps a small run learns nothing"
+    assert [budget.length(8192) for budget in budgets] == [256, 256, 1024, 4096, 4096]
+    for budget in budgets:
+        for replicas in (1, 3, 8):
+            assert budget.rows(64, replicas) % replicas == 0
+
+
+def test_without_settings_a_run_distils_what_the_original_wrote(tmp_path: Path, own_cache: Path) -> None:
+    directory = adapted.directory("ladder-upper-half")
+    report = adapt(directory, out=tmp_path / "out", verify="none", options=Options(tokens=6144, settings=ON_CPU))
+    done = read_manifest(tmp_path / "out").adaptation
+    assert done is not None
+    assert (done.method, done.options) == ("distill", {"tokens": 6144})
+    assert 0.8 * 6144 < done.tokens <= 6144
+    assert done.settings["learning_rate"] == Budget(done.tokens).settings(CPU)["learning_rate"]
+    assert done.settings["warmup_steps"] == -(-done.steps // 20)
+    assert report.losses["after"] < report.losses["before"]
+    assert done.data.startswith("self-")
+    assert len(list(own_cache.rglob("part-*.jsonl"))) == 5, "of 1,536 tokens each"
+
+
+ON_CPU = {"use_cpu": True}
+
+
+def test_settings_that_are_given_stay_and_steps_follow_from_the_tokens(tmp_path: Path) -> None:
+    given = {**ON_CPU, "learning_rate": 1e-2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
+    options = Options(tokens=960, length=48, settings=given)
+    adapt(adapted.directory("ladder"), data=adapted.text_file(), out=tmp_path / "out", verify="none", options=options)
+    done = read_manifest(tmp_path / "out").adaptation
+    assert done is not None
+    assert (done.settings["learning_rate"], done.rows_per_step, done.steps) == (1e-2, 2, 10)
+
+
+def test_what_was_trained_learns_from_the_data_where_no_original_is_given(tmp_path: Path) -> None:
+    settings = {**ON_CPU, "max_steps": 1}
+    run(tmp_path / "first", settings=settings)
+    where: dict[str, Any] = {"out": tmp_path / "second", "verify": "none"}
+    adapt(tmp_path / "first", data=adapted.text_file(), **where, options=Options(length=48, settings=settings))
+    done = read_manifest(tmp_path / "second").adaptation
+    assert done is not None
+    assert done.method == "sft"
+    for data in (None, "self:100"):
+        with pytest.raises(RewriterError, match=r"the original is not known.*--teacher"):
+            adapt(tmp_path / "first", data=data, out=tmp_path / "third", options=Options())
+
+
+def test_a_text_that_is_too_long_is_split_and_a_conversation_cut(tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"text": "word " * 40}) + "\n" for _ in range(3)))
+    options = Options(length=48, settings={**ON_CPU, "max_steps": 1})
+    adapt(adapted.directory("ladder"), data=long, out=tmp_path / "out", verify="none", options=options)
+    done = read_manifest(tmp_path / "out").adaptation
+    assert done is not None
+    assert (done.counts["split"], done.counts["truncated"]) == (3, 0)
+
+
+# Text of the original's own
+
+
+def silent(*_: Any) -> None:
+    return None
+
+
+def test_text_is_written_once_and_again_the_same(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted.directory("ladder")
+    source = adapted.root() / "llama"
+    first = write(source, 2000, CPU, silent).read_text()
+    held = write(source, 2000, CPU, silent, held_out=True).read_text()
+    assert not set(first.splitlines()) & set(held.splitlines())
+    parts = sorted(own_cache.rglob("part-*.jsonl"))
+    assert len(parts) == 2
+    kept = parts[0].read_text()
+    parts[0].unlink()
+    fewer = write(source, 1000, CPU, silent).read_text()
+    assert first.startswith(fewer)
+    assert 0 < len(fewer) < len(first)
+    assert parts[0].read_text() == kept
+    monkeypatch.setattr(self_written, "load_model", lambda *_: pytest.fail("it was written already"))
+    assert write(source, 2000, CPU, silent).read_text() == first
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    model.save_pretrained(tmp := own_cache / "other")
+    load_tokenizer(str(source)).save_pretrained(tmp)
+    with pytest.raises(pytest.fail.Exception, match="written already"):
+        write(tmp, 2000, CPU, silent)
+
+
+def test_what_is_written_follows_what_the_model_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the original's own loss: its text is likely under it, the same tokens in another order are not."""
+    monkeypatch.setattr(self_written, "ROW", 48)  # tokens
+    source = Path(__file__).parents[1] / "examples" / "tiny-llama"
+    lines = write(source, 1500, CPU, silent).read_text().splitlines()
+    tokenizer = load_tokenizer(str(source))
+    rows = [tokenizer(json.loads(line)["text"], return_tensors="pt")["input_ids"] for line in lines]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+
+    def loss(of: list[torch.Tensor]) -> float:
+        with torch.no_grad():
+            return sum(float(model(input_ids=ids, labels=ids).loss) for ids in of) / len(of)
+
+    shuffled = [row[:, torch.randperm(row.shape[1], generator=torch.Generator().manual_seed(0))] for row in rows]
+    assert loss(rows) < loss(shuffled) - 1
+
+
+def test_an_instruct_model_writes_both_sides_of_a_conversation(tmp_path: Path) -> None:
+    source = adapted.write_source(tmp_path / "chat")
+    tokenizer = load_tokenizer(str(source))
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(source)
+    turns = chat_turns(load_tokenizer(str(source)))
+    assert turns is not None
+    assert tokenizer.decode(turns.start) == "<|user|>"
+    assert tokenizer.decode(turns.answer) == f"{tokenizer.eos_token}<|assistant|>"
+    assert tokenizer.decode(turns.question) == f"{tokenizer.eos_token}<|user|>"
+    texts = [json.loads(line)["text"] for line in write(source, 1536, CPU, silent).read_text().splitlines()]
+    chats = [text for text in texts if text.startswith("<|user|>")]
+    assert len(chats) == 16, "half of the streams"
+    for text in chats:
+        question, _, answer = text.removeprefix("<|user|>").partition(f"{tokenizer.eos_token}<|assistant|>")
+        assert len(question.encode()) <= 60, "a question is a quarter of a stream at most"
+        assert answer
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 1 / 0 }}"])
+def test_a_template_that_cannot_be_followed_is_left_out(template: str | None) -> None:
+    tokenizer = load_tokenizer(str(adapted.directory("ladder")))
+    tokenizer.chat_template = template
+    # of the second, nothing stands between question and answer
+    assert chat_turns(tokenizer) is None
+
+
+def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
+    for wrong in ("self:", "self:many", "self:0", "self:-3"):
+        with pytest.raises(RewriterError, match=f"{wrong}: expected self:N"):
+            adapt(adapted.directory("ladder"), data=wrong, out=tmp_path / "out")
+    with pytest.raises(RewriterError, match="--tokens 0: expected 1 or more"):
+        Options(tokens=0)
+
+
+# Layers that are computed once
+
+
+def models(recipe: str = "ladder-upper-half") -> tuple[Any, Any]:
+    """(student, teacher), the former frozen below its first rewritten layer, and sharing what is frozen."""
+    directory = adapted.directory(recipe)
+    student = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(adapted.root() / "llama", dtype=torch.float32)
+    freeze_unchanged(student)
+    share_frozen(student, teacher.eval().requires_grad_(False))
+    return student, teacher
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (3, 32), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(32).expand_as(ids)}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_loss_and_gradients_are_those_of_computing_everything(hidden: bool) -> None:
+    student, teacher = models()
+    trunk = trunk_of(student, teacher)
+    assert trunk is not None
+    assert [id(layer) for layer in trunk.own] == [id(student.model.layers[0])]
+    ours, theirs = HuggingFaceModel(student, None), HuggingFaceModel(teacher, None)
+    calls: list[int] = []
+    student.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(0))
+
+    def step(shared: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        student.zero_grad()
+        if shared:
+            with torch.no_grad(), trunk.kept(every=hidden):
+                taught = theirs(batch(), hidden)
+            with trunk.given():
+                computed = ours(batch(), hidden)
+        else:
+            with torch.no_grad():
+                taught = theirs(batch(), hidden)
+            computed = ours(batch(), hidden)
+        targets = losses.own_targets(batch()["labels"], computed.indices)
+        loss = losses.divergence(computed, taught, targets)
+        if hidden:
+            loss = loss + losses.hidden_distance(computed.hidden, taught.hidden, targets)
+        loss.backward()
+        return float(loss), {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+
+    step(False), calls.clear()  # a first call tries whether the head is apart
+    whole, expected = step(False)
+    assert len(calls) == 1
+    shared, found = step(True)
+    assert len(calls) == 1, "the student's own first layer was not computed again"
+    assert "forward" not in student.model.layers[0].__dict__
+    assert shared == pytest.approx(whole, rel=1e-5)
+    assert found.keys() == expected.keys()
+    assert not any(name.startswith(("model.layers.0.", "model.embed")) for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_frozen_is_in_memory_once() -> None:
+    student, teacher = models()
+    held = {p.data_ptr(): name for name, p in student.named_parameters()}
+    shared = {held[p.data_ptr()] for p in teacher.parameters() if p.data_ptr() in held}
+    assert shared == {name for name, p in student.named_parameters() if not p.requires_grad}
+    assert teacher.lm_head.weight is student.lm_head.weight, "what is tied, too"
+
+
+def test_a_layer_that_differs_or_that_others_read_is_no_trunk() -> None:
+    student, teacher = models("ladder")
+    assert trunk_of(student, teacher) is None, "the first layer is rewritten"
+    assert not student.get_input_embeddings().weight.requires_grad
+    student, teacher = models()
+    with torch.no_grad():
+        other = AutoModelForCausalLM.from_pretrained(adapted.root() / "llama", dtype=torch.float32)
+        other.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    share_frozen(student, other)
+    assert trunk_of(student, other) is None, "other weights"
+    seen: list[torch.Tensor] = []
+    student.model.layers[0].mlp.register_forward_hook(lambda m, args, y: seen.append(y))
+    student.model.layers[3].register_forward_hook(lambda m, args, y: y + seen[-1].mean())
+    student(input_ids=batch()["input_ids"])
+    assert trunk_of(student, teacher) is None, "the last layer reads what the first has computed inside"
+
+
+def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    original = student_setup.trunk
+    monkeypatch.setattr(student_setup, "trunk", lambda *args: made.append(original(*args)) or made[-1])
+    directory = adapted.directory("ladder-upper-half")
+    files = (directory, adapted.text_file(), adapted.text_file(20, 1))
+    settings = {"learning_rate": 1e-3}
+    run(tmp_path / "out", files=files, method="distill", train="rewritten", settings=settings)
+    assert made[0] is not None
+    before, after = (load_file(place / "model.safetensors") for place in (directory, tmp_path / "out"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[2] for name in changed if "layers" in name} == {"1", "2", "3"}
+    assert "model.embed_tokens.weight" not in changed
+    lines = read_metrics(tmp_path / "out" / "training")
+    assert lines[-1]["divergence"] < 0.9 * lines[0]["divergence"]
+    run(tmp_path / "all", files=files, method="distill", settings=settings)
+    assert made[1] is None
+    first = read_metrics(tmp_path / "all" / "training")[0]
+    assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
+
+
+def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = (adapted.directory("ladder-upper-half"), adapted.text_file(), adapted.text_file(20, 1))
+    options: dict[str, Any] = {
+        "files": files, "method": "distill", "train": "rewritten", "settings": {"learning_rate": 1e-3},
+    }  # fmt: skip
+    run(tmp_path / "whole", **options)
+    step, calls = AdaptTrainer.training_step, []
+
+    def broken(self: AdaptTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 10:  # two backward passes a step: in the fifth
+            raise RuntimeError("interrupted")
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AdaptTrainer, "training_step", broken)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            run(tmp_path / "cut", **options)
+    run(tmp_path / "cut", resume=True, **options)
+    whole, cut = (read_metrics(tmp_path / name / "training") for name in ("whole", "cut"))
+    assert [line["step"] for line in cut] == [1, 2, 3, 4, 5, 6]
+    assert [(line["loss"], line["grad_norm"]) for line in cut] == [(line["loss"], line["grad_norm"]) for line in whole]
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_parts_that_do_not_train_apart_are_refused() -> None:
+    for options in ({"lora": 4}, {"tp": 2}, {"zero": "3"}, {"anneal": 3}, {"from_scratch": True}, {"ep": 2}):
+        with pytest.raises(RewriterError, match="--train rewritten with"):
+            Options(train="rewritten", **options)  # type: ignore[arg-type]
