@@ -228,8 +228,8 @@ def refuse_engines(config):
     if engine.startswith(("vllm", "sglang")):
         raise ValueError(
             f"this checkpoint is bound to tp={RANKS}: on one device its projections compute all {RANKS} ranks, which "
-            f"{engine} would share between its own. Serve it by `rewrite serve DIR --tp {RANKS}`, which takes "
-            "rewriter's plugin for vLLM, or run it by `rewrite generate DIR`."
+            f"{engine} would share between its own. Serve it by `rewrite serve DIR --tp {RANKS}`, where "
+            "vLLM has layers of its own for this model, or run it by `rewrite generate DIR`."
         )
 
 
