@@ -348,7 +348,7 @@ class OnlyReductions:
 
 
 def test_what_a_fabric_has_no_answer_for_is_told(small: Program) -> None:
-    partial = replace(load_fabric("h100-nvlink"), model=f"{__name__}:OnlyReductions")
+    partial = replace(load_fabric("h100-nvlink"), model=OnlyReductions)
     options: dict[str, Any] = dict(fabric=partial, batch=8, prompt=1024)  # long messages, which are quantized
     found = api.predict(small, ["tensor-parallel", "tensor-parallel-int8", "ladder"], **options)
     assert [p.recipe for p in found.predictions] == ["tensor-parallel", "ladder"]
