@@ -81,4 +81,17 @@ def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
         return []
     from transformers.integrations import TensorBoardCallback
 
-    return [TensorBoardCallback(SummaryWriter(str(run / "tensorboard"), purge_step=step + 1))]
+    place = run / "tensorboard"
+    _await_later_name(place)
+    return [TensorBoardCallback(SummaryWriter(str(place), purge_step=step + 1))]
+
+
+def _await_later_name(place: Path) -> None:
+    """Wait until a new file of events sorts behind those in `place`, which TensorBoard reads in the order of names.
+
+    A name begins with the second; within one second process ids would decide. A clock that was set back is not awaited.
+    """
+    seconds = [path.name.split(".")[3] for path in place.glob("events.out.tfevents.*")]
+    last = max((int(second) for second in seconds if second.isdecimal()), default=0)
+    if last <= time.time() < last + 1:
+        time.sleep(last + 1 - time.time())
