@@ -70,19 +70,25 @@ def plan(
     """The Trainer's settings, and the sizes that follow, for so many `rows` of `length` tokens: from the tokens of the
     run, or from the recipe's `adapt` section (else the paper's), and above all from what the options set."""
     given = options.settings
-    if not options.budgeted:
-        settings = {**defaults(adapt), **given}
-        sizes = schedule(settings, adapt, rows, replicas)
-        # a warm-up longer than the run would end below the learning rate that was asked for
-        return settings | {"warmup_steps": min(settings["warmup_steps"], max(0, sizes.steps - 1))}, sizes
-    tokens = tokens_of_run(options, rows * length)
-    budget = Budget(tokens)
-    sizes = schedule(given, adapt, rows, replicas, budget.rows(length, replicas))
+    if options.budgeted:
+        settings, sizes = _budgeted(adapt, options, rows, length, replicas, device)
+    else:
+        settings, sizes = defaults(adapt), schedule({**defaults(adapt), **given}, adapt, rows, replicas)
+    settings |= given
+    # a warm-up longer than the run would end below the learning rate that was asked for
+    return settings | {"warmup_steps": min(settings["warmup_steps"], max(0, sizes.steps - 1))}, sizes
+
+
+def _budgeted(
+    adapt: Adaptation | None, options: Options, rows: int, length: int, replicas: int, device: torch.device
+) -> tuple[dict[str, Any], Schedule]:
+    """The same of a run whose settings follow from its tokens, without those that the options set."""
+    given, tokens = options.settings, tokens_of_run(options, rows * length)
+    sizes = schedule(given, adapt, rows, replicas, Budget(tokens).rows(length, replicas))
     if not given.get("max_steps", 0) > 0:
         sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
     done = Budget(sizes.steps * sizes.batch * length)
     found = {**DEFAULTS, **done.settings(device), "warmup_steps": math.ceil(WARMUP * sizes.steps)}
     if "lr_scheduler_type" in given:
         del found["lr_scheduler_kwargs"]  # of another schedule
-    found |= given
-    return found | {"warmup_steps": min(found["warmup_steps"], max(0, sizes.steps - 1))}, sizes
+    return found, sizes
