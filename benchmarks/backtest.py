@@ -1,6 +1,6 @@
 """Predictions against times per token that others measured and published (benchmarks/backtest/points.yaml).
 
-    python benchmarks/backtest.py                  # all points, and docs/BACKTEST.md
+    python benchmarks/backtest.py                  # all points, docs/BACKTEST.md and docs/figures/backtest-left-out.md
     python benchmarks/backtest.py --only h800      # those whose id has it; writes nothing
     python benchmarks/backtest.py --json FILE      # all figures, for tools
 
@@ -29,6 +29,8 @@ from rewriter.ir import Program
 from rewriter.predict.results import Prediction
 
 PAGE = Path(__file__).parents[1] / "docs" / "BACKTEST.md"
+LEFT_OUT = PAGE.parent / "figures" / "backtest-left-out.md"
+HEADER = ("point", "published, ms", "predicted, ms", "error", "interval", "in it")
 GOALS = {"median": 0.10, "share": 0.90, "least": 0.70, "most": 0.90}  # of the issue that asked for this
 NEAR = 0.20
 
@@ -251,9 +253,8 @@ def groups(outcomes: Sequence[Outcome]) -> list[tuple[str, Summary]]:
     return found
 
 
-def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome], published: Published) -> str:
+def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome]) -> str:
     """docs/BACKTEST.md."""
-    header = ["point", "published, ms", "predicted, ms", "error", "interval", "in it"]
     kinds = [
         [name, str(s.points), f"{s.median:.1%}", f"{s.share:.0%}", f"{s.mean_signed:+.1%}",
          "—" if s.coverage is None else f"{s.coverage:.0%}"] for name, s in groups(outcomes)
@@ -262,7 +263,8 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome], published: P
         "# Predictions against what others measured",
         "`python benchmarks/backtest.py` writes this page. Its points are public figures by others, each quoted with "
         "its source in [points.yaml](../benchmarks/backtest/points.yaml). Nothing is fitted to them. Times are per "
-        "token of each sequence. [PREDICTION.md](PREDICTION.md) says how predictions are made.",
+        "token of each sequence. [How a gain is predicted](concepts/prediction.md) says how predictions are made; "
+        "[Left out of the backtest](figures/backtest-left-out.md) has what does not count, and why.",
         f"**{Summary.of(outcomes)}.**",
         "An error below 0 is a prediction that is too fast. A *step* is one decode step, a *generation* a prefill and "
         "its steps, a *server*'s figure its time per output token, scheduler included: a step at the mean context, and "
@@ -288,9 +290,19 @@ def page(outcomes: Sequence[Outcome], gains: Sequence[GainOutcome], published: P
         if mine:
             s = mine[0].point.source
             what = f"{s.device} (`{s.fabric}`), {s.software}; {s.measured}. {s.where}, {s.date}. {s.notes}"
-            parts += [f"**{source}**: {what}", table(header, [row(one)[:6] for one in mine])]
+            parts += [f"**{source}**: {what}", table(HEADER, [row(one)[:6] for one in mine])]
+    return "\n\n".join(parts) + "\n"
+
+
+def left_out(outcomes: Sequence[Outcome], published: Published) -> str:
+    """docs/figures/backtest-left-out.md."""
+    parts = [
+        "# Left out of the backtest",
+        "`python benchmarks/backtest.py` writes this page, too: public figures that do not count in the "
+        "[backtest](../BACKTEST.md), and why.",
+    ]
     if apart := [one for one in outcomes if not one.counted]:
-        parts += ["## Not counted", table([*header[:4], "why"], [[*row(one)[:4], one.why] for one in apart])]
+        parts += ["## Not counted", table([*HEADER[:4], "why"], [[*row(one)[:4], one.why] for one in apart])]
     parts += [
         "## Rejected",
         "What was read and left out, before it was predicted:",
@@ -330,7 +342,8 @@ def main() -> None:
         records += [{"id": one.gain.id, "published": one.gain.value, "predicted": one.predicted} for one in gains]
         options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
     if not options.only and not options.what_if:
-        PAGE.write_text(page(outcomes, gains, published), encoding="utf-8")
+        PAGE.write_text(page(outcomes, gains), encoding="utf-8")
+        LEFT_OUT.write_text(left_out(outcomes, published), encoding="utf-8")
 
 
 if __name__ == "__main__":

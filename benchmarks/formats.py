@@ -2,8 +2,8 @@
 
     python benchmarks/formats.py [--rows 1024]
 
-prints three tables in Markdown (docs/QUANTIZATION.md holds them): relative L2 errors of one message, of the mean over
-64 ranks, and of two hops over 8 nodes of 8. On any machine, in a few minutes.
+prints three tables in Markdown (docs/figures/quantization.md holds them): relative L2 errors of one message, of the
+mean over 64 ranks, and of two hops over 8 nodes of 8. On any machine, in a few minutes.
 """
 
 from __future__ import annotations

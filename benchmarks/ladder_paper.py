@@ -1,4 +1,4 @@
-"""What is predicted for the settings of the paper on Ladder Residual: docs/PREDICTION.md, Against the paper.
+"""What is predicted for the settings of the paper on Ladder Residual: docs/figures/prediction.md, Against the paper.
 
     python benchmarks/ladder_paper.py
 

@@ -1,6 +1,6 @@
 """What another order of heads and channels changes for recipes whose ranks keep residuals of their own.
 
-    python benchmarks/permutation.py      # two and a half minutes of one core; prints the table of docs/REWRITES.md
+    python benchmarks/permutation.py      # 2.5 minutes of one core; prints the table of docs/figures/rewrites.md
 
 The shipped tiny model (4 key/value heads, 512 channels, 6 layers), fp32 on the CPU, all ranks in one process. Orders
 are measured on the first half of examples/tiny-llama/heldout.txt ("same kind of text") and on the packaged calibration

@@ -1,4 +1,4 @@
-"""Predicted against measured on this machine: fills the matrix of docs/PREDICTION.md.
+"""Predicted against measured on this machine: fills the matrix of docs/figures/prediction.md.
 
     python benchmarks/validation.py [--quick] [--launches N]
 
@@ -28,7 +28,7 @@ from rewriter import api
 from rewriter.common.errors import RewriterError
 from rewriter.predict.validation import Validation
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "PREDICTION.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "figures" / "prediction.md"
 BEGIN, END = "<!-- validation -->\n", "<!-- /validation -->"
 RECIPES = ("tensor-parallel", "ladder", "desync-2x", "tensor-parallel-int8")
 RANKS = 2

@@ -1,15 +1,25 @@
-"""The generated parts of docs/ARCHITECTURE.md. `python tests/architecture_page.py` writes them anew."""
+"""What is generated of docs/concepts/architecture.md and docs/reference/files: `python tests/architecture_page.py`."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from floors import COMPILER, GROUND, PACKAGE, RUNTIME, TOP
 
-PAGE = PACKAGE.parent / "docs/ARCHITECTURE.md"
+DOCS = PACKAGE.parent / "docs"
+PAGE = DOCS / "concepts/architecture.md"
+# Pages of files, from below: a title, what the rooms are for, their floors.
+FILES = {
+    "common": ("Files of the common rooms", "What both the compiler and the runtime stand on.", GROUND),
+    "compiler": ("Files of the compiler", "From a checkpoint to a Program, passes, and what is emitted.", COMPILER[:4]),
+    "conversion": ("Files of the conversion", "Inspection, verification, and `rewrite MODEL`.", COMPILER[4:]),
+    "runtime": ("Files of the runtime", "What ranks run, training, and emulated clusters.", RUNTIME),
+    "commands": ("Files of the commands", "Healing, prediction, search, serving and the command line.", TOP),
+}
 
 
 def summary(path: Path) -> str:
@@ -43,36 +53,33 @@ def floors() -> str:
     return "```text\n" + "\n".join(drawn) + "\n```"
 
 
-def files() -> str:
-    """A table per room: its files and what each is for."""
-    parts = []
-    order = [room for floor in [*GROUND, *COMPILER, *RUNTIME, *TOP] for room in sorted(floor)]
-    for room in order:
+def files(title: str, purpose: str, floors: Sequence[Set[str]]) -> str:
+    """A page with a table per room: its files and what each is for."""
+    where = "[Architecture](../../concepts/architecture.md) shows how rooms depend on each other."
+    parts = [f"# {title}\n\n{purpose} {where}"]
+    for room in [room for floor in floors for room in sorted(floor)]:
         place = PACKAGE / room
         if not place.is_dir():
             continue
-        rows = [f"### {room}/\n", summary(place / "__init__.py") + "\n", "| file | |", "|---|---|"]
+        rows = [f"## {room}/\n", summary(place / "__init__.py") + "\n", "| file | |", "|---|---|"]
         for path in sorted(place.rglob("*.py")):
             name = path.relative_to(place)
             if str(name) != "__init__.py":
                 shown = summary(path).replace("|", r"\|")
                 rows.append(f"| `{name}` | {shown} |")
         parts.append("\n".join(rows))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) + "\n"
 
 
-def rendered(text: str) -> str:
-    """The page with its generated parts as they should be."""
-    for name, made in (("floors", floors()), ("files", files())):
-        text = re.sub(
-            rf"<!-- {name} -->.*?<!-- end -->",
-            lambda _, name=name, made=made: f"<!-- {name} -->\n{made}\n<!-- end -->",
-            text,
-            flags=re.S,
-        )
-    return text
+def rendered() -> dict[Path, str]:
+    """The pages as they should be."""
+    made = {DOCS / f"reference/files/{name}.md": files(*page) for name, page in FILES.items()}
+    drawing = f"<!-- floors -->\n{floors()}\n<!-- end -->"
+    text = PAGE.read_text(encoding="utf-8")
+    return {PAGE: re.sub(r"<!-- floors -->.*?<!-- end -->", lambda _: drawing, text, flags=re.S)} | made
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{PAGE} written\n")
+    for page, text in rendered().items():
+        page.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{page} written\n")

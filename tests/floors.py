@@ -1,4 +1,4 @@
-"""The floors that the rooms of the package stand on, from below: see docs/ARCHITECTURE.md."""
+"""The floors that the rooms of the package stand on, from below: see docs/concepts/architecture.md."""
 
 from __future__ import annotations
 

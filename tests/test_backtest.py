@@ -108,9 +108,10 @@ def test_points_of_each_kind_are_predicted(
     assert (summary.points, summary.devices) == (3, 3)
     gain = next(gain for gain in published.gains if gain.id == "ladder-upper-half-8b-batch-1")
     found = backtest.gain_outcome(gain.model_copy(update={"recipe": "ladder", "gpus": 2}), predictions)
-    text = backtest.page(outcomes, [found], published)
+    text = backtest.page(outcomes, [found])
     assert all(f"| {name} |" in text for name in THREE)
     assert f"{found.predicted:.3f}" in text
+    assert published.rejected[0].what in backtest.left_out(outcomes, published)
     assert found.predicted > 1.0
     assert found.saved > 0.0
 
@@ -129,7 +130,8 @@ def test_a_summary_counts_what_counts(backtest: ModuleType, published: Any) -> N
     assert backtest.Summary.of(outcomes[2:]) is None
 
 
-def test_the_page_has_every_point(published: Any) -> None:
-    text = (ROOT / "docs" / "BACKTEST.md").read_text(encoding="utf-8")
+def test_the_pages_have_every_point(published: Any) -> None:
+    pages = ("docs/BACKTEST.md", "docs/figures/backtest-left-out.md")
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     assert all(f"| {point.entry.id} |" in text for point in published.points)
     assert all(one.what in text for one in published.rejected)

@@ -160,20 +160,21 @@ def test_an_unknown_type_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
 
 
 def test_the_page_has_totals_and_reasons() -> None:
-    page = coverage_table.markdown(rows())
+    page, reasons = coverage_table.pages(rows()).values()
     assert "| ladder | 1 |" in page
     assert "| good | yes | yes | yes | yes | yes | yes | yes | 8 |" in page
-    assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in page
+    assert "- **refused**: traces, ladder, tp2, tp4, desync, emitted: its mask needs\\_values \\| \\*here\\*" in reasons
     assert "Wrong: none." in page
 
 
-def test_the_page_adds_totals_of_a_run_with_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_adds_totals_of_a_run_with_other_versions(tmp_path: Path) -> None:
     older = [Coverage("good", builds=True, versions={"transformers": "5.17.0", "torch": "2.11.0"}), rows()[1]]
     files = [tmp_path / "new.json", tmp_path / "old.json"]
     for file, found in zip(files, (rows(), older), strict=True):
         file.write_text(json.dumps([row.to_dict() for row in found]))
-    assert main(["coverage", "--rows", str(files[0]), "--markdown", "--compare", str(files[1])]) == 0
-    page = capsys.readouterr().out
+    assert main(["coverage", "--rows", str(files[0]), "--markdown", str(tmp_path), "--compare", str(files[1])]) == 0
+    assert "- **refused**" in (tmp_path / "COVERAGE_REASONS.md").read_text()
+    page = (tmp_path / "COVERAGE.md").read_text()
     assert "## With transformers" in page
     assert "2 types, of which builds 2, traces 0," in page
     assert "Holds above and not here: good (traces, ladder, tp2, tp4, desync, emitted)." in page

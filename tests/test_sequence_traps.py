@@ -1,5 +1,5 @@
 """What goes wrong without an error in other implementations of attention over many ranks, and around them: the cases
-that no other test holds. docs/ATTENTION.md lists all of them with their tests."""
+that no other test holds. docs/concepts/silent-failures.md lists all of them with their tests."""
 
 from __future__ import annotations
 
@@ -346,11 +346,11 @@ def test_dropout_of_attention_is_known_to_the_runtime_module():
 # --- the list of them ---
 
 
-@pytest.mark.parametrize(("name", "least"), [("ATTENTION.md", 40), ("QUANTIZATION.md", 20)])
-def test_the_page_names_tests_that_exist(name, least):
+@pytest.mark.parametrize(("part", "least"), [("Attention over sharded tokens", 40), ("Quantized collectives", 20)])
+def test_the_page_names_tests_that_exist(part, least):
     """Each row of the table names one at least, with an id in brackets only where that is written in the same file."""
-    page = (TESTS.parent / "docs" / name).read_text()
-    table = page.partition("## Silent failures, and what catches them")[2].partition("\n## ")[0]
+    page = (TESTS.parent / "docs/concepts/silent-failures.md").read_text()
+    table = page.partition(f"\n## {part}\n")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| **")]
     rows = [line.strip("| ").split(" | ") for line in lines[1:]]
     assert len(rows) >= least

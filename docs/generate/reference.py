@@ -67,7 +67,7 @@ def recipes() -> str:
     parts = [
         "# The recipes that ship",
         "Made from the files of the package. `rewrite recipes show NAME` prints one. "
-        "[Recipes](recipes.md) compares them; [Rewrites](../REWRITES.md) has the equations.",
+        "[Recipes](recipes.md) compares them; [Rewrites](../concepts/rewrites.md) has the equations.",
     ]
     for entry in entries():
         recipe = Recipe.load(entry.name)

@@ -23,7 +23,12 @@ def coverage(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Types at a time.")] = 1,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for one type.")] = 120.0,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/COVERAGE.md.")] = False,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Write COVERAGE.md and COVERAGE_REASONS.md there.", exists=True, file_okay=False
+        ),
+    ] = None,
     rows_of: Annotated[
         Path | None,
         typer.Option(
@@ -48,10 +53,11 @@ def coverage(
         from json import dumps
 
         typer.echo(dumps([row.to_dict() for row in rows], indent=2, ensure_ascii=False))
-    elif markdown:
+    elif markdown is not None:
         from rewriter.coverage import coverage_table
 
-        typer.echo(coverage_table.markdown(rows, [_read(path) for path in compare or ()]), nl=False)
+        for name, text in coverage_table.pages(rows, [_read(path) for path in compare or ()]).items():
+            (markdown / name).write_text(text, encoding="utf-8")
     else:
         from rich.console import Console
 

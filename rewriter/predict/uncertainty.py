@@ -25,7 +25,7 @@ _DEVIATIONS = NormalDist().inv_cdf((1 + COVERED) / 2)
 _KERNELS: Mapping[Work, float] = {"product": 0.06, "attention": 0.15, "experts": 0.12, "glue": 0.2}
 _ROOFLINE = 0.25  # roofline against measured kernels of the six systems, products of at most 128 rows
 _COLLECTIVES = 0.1  # held-out errors: 90 % within 10 to 20 %; NCCL 2.27.3 and 2.29.2 differ as much
-_FORMULA = 0.3  # two nodes by formula against reports: see docs/PREDICTION.md
+_FORMULA = 0.3  # two nodes by formula against reports: see docs/figures/prediction.md
 _TERMS = {"crossing": 2.0, "contention": 1.6, "jitter": 1.7, "clocks": 1.8, "step": 2.0}  # times as much; assumed
 
 # Of a server's time per output token, beyond its kernels: what schedulers, samplers and batching differ in. End-to-end

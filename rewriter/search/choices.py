@@ -175,7 +175,7 @@ def recipe_of(
     return Recipe.model_validate({"name": name, "summary": summary, "paper": PAPER, "passes": passes})
 
 
-PAPER = "searched by `rewrite search`; its passes are described in docs/REWRITES.md"
+PAPER = "searched by `rewrite search`; its passes are described in docs/concepts/rewrites.md"
 
 
 def _rewired(mix: Mix) -> Iterator[dict[str, Any]]:
