@@ -175,14 +175,16 @@ def page(cells: Mapping[tuple[str, str], Sequence[Cell]]) -> str:
     """docs/WHEN.md."""
     parts = [
         "# When does a recipe pay?",
-        "`python benchmarks/when.py` writes this page from predictions "
-        "([How a gain is predicted](concepts/prediction.md); "
-        "[Backtest](BACKTEST.md) says how far those are from measurements). Gains are in tokens per second of "
-        f"decode steps at {PROMPT:,} + {GENERATE} tokens in bf16, over *the best exact baseline of the fabric*: "
-        "standard tensor parallelism with the all-reduces that a server would choose there, over all GPUs or a part "
-        "of them, the others holding replicas that share the batch. Recipes choose their degree likewise. Where no "
-        f"recipe that changes the model gains {LEAST:.0%}, the answer is to keep it. A recipe that changes the model "
-        "needs healing; [Drift](DRIFT.md) and [Healing](ADAPTATION.md) say what it costs in loss.",
+        "`python benchmarks/when.py` writes this page from predictions: [How a gain is "
+        "predicted](concepts/prediction.md). [Backtest](BACKTEST.md) says how far those are from measurements.",
+        f"- Gains are in tokens per second of decode steps at {PROMPT:,} + {GENERATE} tokens in bf16, over *the best "
+        "exact baseline of the fabric*.\n"
+        "- That baseline is standard tensor parallelism with the all-reduces that a server would choose there. It runs "
+        "over all GPUs or a part of them; the others hold replicas that share the batch. Recipes choose their degree "
+        "likewise.\n"
+        f"- Where no recipe that changes the model gains {LEAST:.0%}, the answer is to keep it.\n"
+        "- A recipe that changes the model needs healing. [Drift](DRIFT.md) and [Healing](ADAPTATION.md) say what it "
+        "costs in loss.",
         "## Answers",
     ]
     header = ["model", "fabric", *(f"batch {batch}" for batch in BATCHES)]

@@ -90,6 +90,27 @@ def test_the_readme_and_the_pages_are_short() -> None:
     assert {name: count for name, count in lines.items() if count > 250} == {}
 
 
+def test_links_of_the_pages_lead_to_files() -> None:
+    """Of README and CONTRIBUTING too. Anchors and links to generated pages are checked where the site is built."""
+    import reference
+
+    made = {str(ROOT / "docs" / place) for place in reference.pages()}
+    sources = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+    for page in sources:
+        text = re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        targets = [target for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text) if ":" not in target]
+        dead = [t for t in targets if not (path := (page.parent / t).resolve()).exists() and str(path) not in made]
+        assert dead == [], page
+
+
+def test_the_navigation_names_every_page() -> None:
+    named = re.findall(r"[\w/-]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES if page.name != "index.md") == sorted(
+        name for name in named if (ROOT / "docs" / name).exists() and not name.endswith("index.md")
+    )
+    assert len(named) == len(set(named))
+
+
 def test_the_lines_of_the_readme_are_links_to_files() -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", README) if not t.startswith("http")]
     assert len(targets) > 15

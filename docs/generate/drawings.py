@@ -89,7 +89,7 @@ def attention_grid() -> str:
         x = 506 + 150 * column
         parts += [
             path(f"M{x} 112v24m-4 -6l4 6l4 -6M{x - 4} 118l4 -6l4 6", "l"),
-            text(x + 44, 129, "keys, values", "m c"),
+            text(x + 50, 129, "keys, values", "m c"),
         ]
     parts += [text(424, 216, "Queries travel along rows, keys and values along", "m")]
     parts.append(text(424, 234, "columns: a share of 1/√P of the whole per rank.", "m"))
@@ -97,7 +97,7 @@ def attention_grid() -> str:
 
 
 def _rank(x: float, y: float, rank: int, what: str) -> list[str]:
-    inside = "its tokens" if not what else "tokens, kv"
+    inside = "its k, v" if what else "tokens"
     return [
         rectangle(x, y, 64, 56, "a", f"rank {rank}", 5),
         text(x + 32, y + 24, f"rank {rank}", "w"),
