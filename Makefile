@@ -49,9 +49,10 @@ test: lint typecheck
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
 
-# The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link is an error.
+# The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link or anchor is an error:
+# `--strict` counts warnings, which `--quiet` would hide from it.
 docs: $(VENV)/.docs
-	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo build/site/index.html
 
 $(VENV)/.docs: $(READY)

@@ -111,6 +111,12 @@ def test_the_navigation_names_every_page() -> None:
     assert len(named) == len(set(named))
 
 
+def test_the_site_is_built_strictly() -> None:
+    """`--quiet` hides warnings from `--strict`, which then counts none."""
+    [command] = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert command == "mkdocs build --strict"
+
+
 def test_the_lines_of_the_readme_are_links_to_files() -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", README) if not t.startswith("http")]
     assert len(targets) > 15
