@@ -49,7 +49,7 @@ def test_a_light_healing_brings_the_loss_down_again(tmp_path: Path) -> None:
     """Of a mix that is far from the original; what was trained is measured, and stays."""
     asked = Asked(
         Workload(tp=2, sp=1), Cluster("pcie-gen4"), 0.4, windows=(1, 2, 2),
-        healing=Healing(16_384, tmp_path / "healed", rate=3e-4),
+        healing=Healing(16_384, tmp_path / "healed"),
     )  # fmt: skip
     found = search(TINY, asked, state=tmp_path / "state")
     assert found.healed is not None

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
-from rewriter.adapt.budget import plan
+from rewriter.adapt.budget import plan, width_of
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
@@ -98,7 +98,8 @@ def adapt(
     ]
     rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)
     count = len(rows.rows)  # type: ignore[arg-type]
-    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, ranks.replicas, device)
+    width = width_of(opened.config)
+    settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
     described = {
         "checkpoint": Checkpoint.open(opened.root).fingerprint(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,18 +18,25 @@ WARMUP = 0.05  # of the steps
 SHORTEST_ROW, LONGEST_ROW = 256, 4096  # tokens, where --length does not say
 ROWS = 4  # of a step, at least, where its tokens allow it
 
-# By tokens of the whole run: those of a step, and the highest learning rate. At 33 million they are those of arXiv
-# 2609.13846, at 3 billion those of Ladder Residual (2501.06589). Few tokens need small steps more than exact ones.
+# By tokens of the whole run: those of a step, and the highest learning rate of a model whose stream is `WIDTH` wide;
+# Adam's rates go with 1 / width (arXiv 2203.03466, table 3). At 33 million they are those of arXiv 2609.13846 (width
+# 1,024), at 3 billion those of Ladder Residual (2501.06589; width 4,096, rate 5e-6), at 24,576 the best of four that
+# `benchmarks/healing.py --rates` tries. Few tokens need small steps more than exact ones.
+WIDTH = 1_024
 _TOKENS = (24_576, 1_000_000, 33_000_000, 3_000_000_000)
 _STEP = (1_024, 4_096, 16_384, 131_072)
-_RATE = (1e-4, 1e-4, 5e-5, 5e-6)
+_RATE = (2.8e-4, 1.5e-4, 5e-5, 2e-5)
+HIGHEST_RATE = 1e-3
+_WIDE_ENOUGH = 512  # for bf16 on a CPU: narrower matrices lose more in casts than their products gain
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A run of `tokens`: those of an optimizer step, and the highest learning rate."""
+    """A run of `tokens` for a model with a stream of `width`: the tokens of an optimizer step, and the highest learning
+    rate."""
 
     tokens: int
+    width: int = WIDTH
 
     @property
     def step(self) -> int:
@@ -44,19 +52,40 @@ class Budget:
         """Rows of an optimizer step, as many on each of the data-parallel `replicas`."""
         return replicas * max(1, round(self.step / length / replicas))
 
+    @property
+    def rate(self) -> float:
+        """The highest learning rate, to two digits."""
+        return float(f"{min(HIGHEST_RATE, _between(self.tokens, _RATE) * WIDTH / self.width):.2g}")
+
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The Trainer's settings, the warm-up apart, which depends on the steps that are done."""
+        wide = device.type == "cuda" or self.width >= _WIDE_ENOUGH
         return {
-            "optim": "adamw_torch", "learning_rate": float(f"{_between(self.tokens, _RATE):.2g}"), "adam_beta2": 0.95,
+            "optim": "adamw_torch", "learning_rate": self.rate, "adam_beta2": 0.95,
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-            # weights and optimizer stay in fp32
-            "bf16": device.type == "cuda" and torch.cuda.is_bf16_supported(),
+            "bf16": wide and multiplies_bf16(device),  # weights and optimizer stay in fp32
         }  # fmt: skip
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices in bf16 by instructions of its own; without them, fp32 is faster."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    told = getattr(torch.cpu, "get_capabilities", dict) if device.type == "cpu" else dict  # since torch 2.12
+    return any(told().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def _between(tokens: int, values: tuple[float, ...]) -> float:
     """Straight lines between the points, in logarithms; level outside of them."""
     return float(np.exp(np.interp(math.log(tokens), np.log(_TOKENS), np.log(values))))
+
+
+def width_of(config: Mapping[str, Any]) -> int:
+    """How wide the residual stream of a model with this config is; `WIDTH` where the config does not say."""
+    table = {**config, **(config.get("text_config") or {})}
+    return next(
+        (table[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(table.get(name), int)), WIDTH
+    )
 
 
 def tokens_of_run(options: Options, tokens_of_data: int) -> int:
@@ -65,13 +94,14 @@ def tokens_of_run(options: Options, tokens_of_data: int) -> int:
 
 
 def plan(
-    adapt: Adaptation | None, options: Options, rows: int, length: int, replicas: int, device: torch.device
+    adapt: Adaptation | None, options: Options, rows: int, length: int, width: int, replicas: int, device: torch.device
 ) -> tuple[dict[str, Any], Schedule]:
-    """The Trainer's settings, and the sizes that follow, for so many `rows` of `length` tokens: from the tokens of the
-    run, or from the recipe's `adapt` section (else the paper's), and above all from what the options set."""
+    """The Trainer's settings, and the sizes that follow: from the tokens of the run, or from the recipe's `adapt`
+    section (else the paper's), and above all from what the options set. The data are `rows` of `length` tokens, the
+    model's stream is `width` wide."""
     given = options.settings
     if options.budgeted:
-        settings, sizes = _budgeted(adapt, options, rows, length, replicas, device)
+        settings, sizes = _budgeted(adapt, options, rows, length, width, replicas, device)
     else:
         settings, sizes = defaults(adapt), schedule({**defaults(adapt), **given}, adapt, rows, replicas)
     settings |= given
@@ -80,14 +110,14 @@ def plan(
 
 
 def _budgeted(
-    adapt: Adaptation | None, options: Options, rows: int, length: int, replicas: int, device: torch.device
+    adapt: Adaptation | None, options: Options, rows: int, length: int, width: int, replicas: int, device: torch.device
 ) -> tuple[dict[str, Any], Schedule]:
     """The same of a run whose settings follow from its tokens, without those that the options set."""
     given, tokens = options.settings, tokens_of_run(options, rows * length)
     sizes = schedule(given, adapt, rows, replicas, Budget(tokens).rows(length, replicas))
     if not given.get("max_steps", 0) > 0:
         sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
-    done = Budget(sizes.steps * sizes.batch * length)
+    done = Budget(sizes.steps * sizes.batch * length, width)
     found = {**DEFAULTS, **done.settings(device), "warmup_steps": math.ceil(WARMUP * sizes.steps)}
     if "lr_scheduler_type" in given:
         del found["lr_scheduler_kwargs"]  # of another schedule

@@ -54,13 +54,13 @@ MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing els
 class Options:
     """How to train; see `rewrite adapt --help`. `settings` are TrainingArguments by name (those of `SETTINGS`).
 
-    `method` is None where it follows from the run (`resolved`); without `too_long`, texts are split and conversations
-    truncated.
+    `method` and `train` are None where they follow from the run (`resolved`); without `too_long`, texts are split and
+    conversations truncated.
     """
 
     method: Method | None = None
     tokens: int | None = None
-    train: Train = "all"
+    train: Train | None = None
     temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden_states: float = 0.0
@@ -82,7 +82,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("--method", self.method, Method, optional=True)
-        _one_of("--train", self.train, Train)
+        _one_of("--train", self.train, Train, optional=True)
         _one_of("--zero", self.zero, Zero, optional=True)
         _one_of("--ep-order", self.ep_order, ExpertOrder)
         _one_of("--too-long", self.too_long, TooLong, optional=True)
@@ -100,9 +100,12 @@ class Options:
         self._check_combinations()
 
     def resolved(self, original_known: bool) -> Options:
-        """With a method: distillation where there is an original to learn from."""
+        """With a method: distillation where there is an original to learn from; it trains what is rewritten, where
+        that can be trained apart."""
         distills = original_known and not self.from_scratch
-        return replace(self, method=self.method or ("distill" if distills else "sft"))
+        method = self.method or ("distill" if distills else "sft")
+        apart = method == "distill" and not any(used for _, used, _ in self._trained_whole())
+        return replace(self, method=method, train=self.train or ("rewritten" if apart else "all"))
 
     @property
     def budgeted(self) -> bool:
@@ -129,16 +132,20 @@ class Options:
             self._check_sharded()
 
     def _check_train(self) -> None:
-        for name, used, why in (
+        for name, used, why in self._trained_whole():
+            if used and self.train == "rewritten":
+                raise RewriterError(f"--train rewritten with {name}: {why}. Leave out --train")
+
+    def _trained_whole(self) -> tuple[tuple[str, Any, str], ...]:
+        """What trains all weights: the option, whether it is used, and why."""
+        return (
             ("--lora", self.lora, "adapters are on all linear layers"),
             ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
             ("--anneal", self.anneal, "an annealed run begins at the original wiring"),
             ("--tp or --sp", self.sharded, "the sharded module trains whole"),
             (f"--zero {self.zero}", self.fully_sharded, "its shards hold trained and frozen weights alike"),
             ("--ep", self.ep > 1, "the ranks that share experts train all of them"),
-        ):
-            if used and self.train == "rewritten":
-                raise RewriterError(f"--train rewritten with {name}: {why}. Leave out --train")
+        )
 
     def _check_base(self) -> None:
         if self.base is None:

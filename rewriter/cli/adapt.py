@@ -16,7 +16,7 @@ def adapt(
     eval: options.EvaluationData = None,
     teacher: options.Teacher = None,
     method: options.Method = None,
-    train: options.Train = "all",
+    train: options.Train = None,
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
     hidden_states: options.HiddenStates = 0.0,

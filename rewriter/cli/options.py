@@ -214,7 +214,8 @@ Method = Annotated[
     ),
 ]
 Train = Annotated[
-    Literal["all", "rewritten"], typer.Option(help="All weights, or those from the first rewritten layer on.")
+    Literal["all", "rewritten"] | None,
+    typer.Option(help="All weights (sft), or those from the first rewritten layer on (distill, where it can)."),
 ]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]

@@ -29,16 +29,15 @@ from rewriter.search.texts import Text, written
 from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.simulate import simulate
 
-_ROWS = 8  # texts of a step
+_ROWS = 8  # at least
 
 
 @dataclass(frozen=True)
 class Healing:
-    """Train on `tokens` tokens, with a learning rate of `rate`, into the directory `out`."""
+    """Train on `tokens` tokens, with the settings that `rewrite adapt` has for so many, into the directory `out`."""
 
     tokens: int
     out: Path
-    rate: float = 1e-4
 
     def check(self, program: Program) -> None:
         """Refuse, before any work, what cannot be trained. Raises RewriterError."""
@@ -63,15 +62,8 @@ def heal(
         tp, sp = found.ranks["tp"], found.ranks["sp"]
         convert(str(program.source.path), recipe, out=place / "rewritten", tp=tp, sp=sp, verify="none")
         _write_texts(program, data, rows, length, seed + 1, progress)
-        steps = max(1, rows // _ROWS)
-        settings = {
-            "learning_rate": healing.rate, "max_steps": steps, "warmup_steps": steps // 10, "seed": seed,
-            "use_cpu": True, "per_device_train_batch_size": _ROWS // 2, "gradient_accumulation_steps": 2,
-        }  # fmt: skip
-        adapt(
-            place / "rewritten", data=data, out=healing.out, verify="none",
-            options=Options(method="distill", length=length, settings=settings), progress=progress,
-        )  # fmt: skip
+        options = Options(tokens=rows * length, length=length, settings={"seed": seed, "use_cpu": True})
+        adapt(place / "rewritten", data=data, out=healing.out, verify="none", options=options, progress=progress)
         opened = open_output(healing.out)
         after = _rise(rewritten(opened, write_source(opened, place / "source")), tails, text)
     assert found.chosen.held_out is not None
