@@ -219,6 +219,7 @@ def batch(reader: Reader, draw: random.Random, place: Path) -> Outcome:
     file = place / reader.file
     for _ in range(reader.batch):
         given = reader.damage(draw, draw.choice(corpus))
+        file.unlink(missing_ok=True)  # a new file is written quicker than an old one is cut
         file.write_bytes(given)
         where, wrong = attempt(lambda: reader.read(place, file))
         outcome.counts[f"{reader.name}: {'read' if where == 'read' else 'refused'}"] += 1
