@@ -308,7 +308,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_a_shard_whose_name_is_too_long_for_a_file_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(RewriterError, match="missing, but .* places 'a' there"):
+    with pytest.raises(RewriterError, match=r"missing, but .* places 'a' there"):
         Checkpoint.open(sharded(tmp_path, {"a": "x" * 300 + ".safetensors"}))
 
 

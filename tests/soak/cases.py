@@ -31,7 +31,7 @@ class Kind:
     """A kind of case. `prepare` makes what its cases share, in a directory that only they write; `run` is one case.
 
     `share`: its part of the time. `limit`: the seconds after which a case is stopped, which is a failure. `needs`: why
-    this machine cannot run it, else nothing.
+    this machine cannot run it, else nothing. `beside`: another kind whose place it has, prepared alike.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Kind:
     prepare: Callable[[Path], None]
     run: Callable[[int, Path], Outcome]
     needs: Callable[[], str] = lambda: ""
+    beside: str = ""
 
 
 def generator(kind: str, index: int) -> random.Random:

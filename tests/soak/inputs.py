@@ -20,8 +20,6 @@ import torch
 import zoo
 from adapted import build_tokenizer
 from safetensors.torch import save_file
-from soak.cases import Kind, Outcome, generator
-from soak.mutate import as_json, damaged_bytes, damaged_json, damaged_value, damaged_yaml
 from test_adapt_data import CHATML
 
 from rewriter.adapt.token_rows import load_rows
@@ -37,6 +35,8 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.header import read_header
 from rewriter.weights.references import RankWeights
+from soak.cases import Kind, Outcome, generator
+from soak.mutate import as_json, damaged_bytes, damaged_json, damaged_value, damaged_yaml
 
 RECIPES = Path(catalogue.__file__).parent / "library"
 LONGEST = 20_000  # characters of a refusal; more would be a file poured into a terminal

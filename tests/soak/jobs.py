@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import adapted
+
 from soak import shim
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -16,13 +16,13 @@ import zoo
 from oracles import greedy_oracle, relative_error
 from programs import runtime_case
 from ranks import run_ranks
-from soak.cases import Kind, Outcome, generator
 from test_emitted_runtime import compare_gradients, on_rank
 from test_properties import check_generation, check_mixes
 
 from rewriter.tracing import trace
 from rewriter.verify.per_rank_reference import PerRankReference
 from rewriter.verify.simulate import simulate
+from soak.cases import Kind, Outcome, generator
 
 RANKS = (1, 2, 3, 4, 8)
 SAME_STEP = 1e-3  # gradients, relative to the largest of their parameter
@@ -36,8 +36,9 @@ def case(index: int, place: Path) -> Outcome:
     """A random architecture over P ranks. Most cases compare logits of eight mixes; the others cost more."""
     draw = generator("programs", index)
     family, ranks = draws.ALL_FAMILIES[index % len(draws.ALL_FAMILIES)], draw.choice(RANKS)
-    what, check = draw.choices((("logits", logits), ("training steps", training_step), ("texts", text), ("ranks", real)),
-                               (8, 4, 2, 1))[0]  # fmt: skip
+    checks = {"logits": (logits, 8), "training steps": (training_step, 4), "texts": (text, 2), "ranks": (real, 1)}
+    what = draw.choices(list(checks), [weight for _, weight in checks.values()])[0]
+    check = checks[what][0]
     outcome = Outcome()
     for found, count in check(draw, family, ranks, place).items():
         outcome.counts[f"{what}, {found}"] += count
@@ -70,7 +71,9 @@ def training_step(draw: random.Random, family: str, ranks: int, place: Path) -> 
     with torch.no_grad():
         largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
         for name, parameter in model.named_parameters():
-            ours, theirs = (torch.zeros_like(parameter) if p.grad is None else p.grad for p in (weights[name], parameter))
+            ours, theirs = (
+                torch.zeros_like(parameter) if p.grad is None else p.grad for p in (weights[name], parameter)
+            )
             scale = max(float(theirs.abs().max()), 1e-3 * largest)
             error = float((ours - theirs).abs().max()) / scale
             assert error <= SAME_STEP, f"the gradient of {name} differs by {error:.1e}: {about}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
 FOREVER = 2**40
-_PRELOAD = "LD_PRELOAD"
+_PRELOAD, _NAME = "LD_PRELOAD", "soak-shim-"
 
 
 def missing() -> str:
@@ -27,18 +27,19 @@ def missing() -> str:
     return ""
 
 
-def variables(folder: Path) -> dict[str, str]:
-    """The environment of a process that has it; builds it in `folder` where it is not there yet."""
-    compiler = shutil.which("cc")
-    if sys.platform != "linux" or compiler is None:
-        return dict(os.environ)
+def variables(folder: Path) -> dict[str, str] | None:
+    """The environment of a process that has it, built in `folder` where it is not there yet; None where it cannot be,
+    or this process has it."""
+    compiler, loaded = shutil.which("cc"), os.environ.get(_PRELOAD, "")
+    if sys.platform != "linux" or compiler is None or _NAME in loaded:
+        return None
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder.resolve() / f"shim-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
+    library = folder.resolve() / f"{_NAME}{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}.so"
     if not library.exists():
         partial = library.with_suffix(f".{os.getpid()}")
         subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", partial, SOURCE, "-ldl"], check=True)
         partial.replace(library)
-    return {**os.environ, _PRELOAD: " ".join(filter(None, [str(library), os.environ.get(_PRELOAD)]))}
+    return {**os.environ, _PRELOAD: " ".join(filter(None, [str(library), loaded]))}
 
 
 def arm(directory: Path, first: int, times: int = 1, error: int = 0) -> None:
