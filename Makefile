@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DEMO   := build/demo
 PROMPT := def read_lines(path):
 
-.PHONY: venv demo test test-all lint format typecheck docs package serving-venv test-serving clean
+.PHONY: venv demo test test-all soak lint format typecheck docs package serving-venv test-serving clean
 
 venv: $(READY)
 
@@ -48,6 +48,11 @@ test: lint typecheck
 
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2
+
+# Random and damaged inputs, programs, kills, disks and ranks, for so many hours; writes docs/RELIABILITY.md.
+HOURS ?= 1
+soak: $(READY)
+	@PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
 
 # The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link or anchor is an error:
 # `--strict` counts warnings, which `--quiet` would hide from it.

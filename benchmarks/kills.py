@@ -58,6 +58,11 @@ class Way:
     def out(self) -> Path:
         return self.place / "out"
 
+    @property
+    def messages(self) -> Path:
+        """What the last run wrote to its standard error."""
+        return self.place.with_name(f"{self.place.name}.messages")
+
     def start(self, resume: bool) -> int:
         """The process id, and group, of a conversion that has begun."""
         pid = os.fork()
@@ -66,16 +71,20 @@ class Way:
         code = 1
         try:
             os.setsid()
-            with (self.place.parent / "messages").open("w") as messages:
+            with self.messages.open("w") as messages:
                 os.dup2(messages.fileno(), 2)
-            from rewriter.api import convert
-
-            convert(self.source, "tensor-parallel", out=self.out, verify="none", resume=resume, **self.options)
-            code = 0
+            code = self.work(resume)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
+
+    def work(self, resume: bool) -> int:
+        """What the process does, and its exit code."""
+        from rewriter.api import convert
+
+        convert(self.source, "tensor-parallel", out=self.out, verify="none", resume=resume, **self.options)
+        return 0
 
     def left(self) -> dict[str, str]:
         """Every file at the place and its sha256; a hidden one is what something left behind."""
@@ -105,7 +114,7 @@ class Way:
         self.place.mkdir()
 
     def message(self) -> str:
-        return (self.place.parent / "messages").read_text().strip()
+        return self.messages.read_text().strip()
 
 
 def sha256(path: Path) -> str:

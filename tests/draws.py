@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ ALL_FAMILIES = (*FAMILIES, *sorted(SUMS_INSIDE))
 
 
 class Architecture(NamedTuple):
-    """A config with what a test has to know of it: blocks per layer, and whether MLPs divide by two and four."""
+    """A config with what a test has to know of it: blocks per layer, and whether MLPs divide by the ranks."""
 
     config: PretrainedConfig
     blocks: int
@@ -47,13 +48,16 @@ class Architecture(NamedTuple):
         return kv_heads % ranks == 0 or ranks % kv_heads == 0
 
 
-def architecture(rng: random.Random, family: str) -> Architecture:
-    """A random config of `family`: heads, key/value heads, sizes, biases, norms, tied or not, experts, depth 2 to 7."""
-    heads = rng.choice([4, 8, 12])
+def architecture(rng: random.Random, family: str, ranks: int = 4) -> Architecture:
+    """A random config of `family`: heads, key/value heads, sizes, biases, norms, tied or not, experts, depth 2 to 7.
+
+    Heads divide by `ranks`, and MLPs, where they do, by it and by two and four."""
+    unit = math.lcm(4, ranks)
+    heads = rng.choice([4, 8, 12] if unit == 4 else [ranks, 2 * ranks])
     kv_heads = rng.choice([k for k in range(1, heads + 1) if heads % k == 0])
     size, tied = rng.choice([8, 16]), rng.random() < 0.5
     divides = rng.random() < 0.75 or family in EXPERTS | {"gpt_neox"}
-    inner = 4 * rng.randint(10, 40) + (0 if divides else 1)
+    inner = unit * rng.randint(40 // unit, 160 // unit) + (0 if divides else 1)
     common: dict[str, Any] = {"vocab_size": rng.choice([256, 259]), "pad_token_id": 0, "bos_token_id": 1}
     common |= {"eos_token_id": None, "tie_word_embeddings": tied}
     depth = rng.randint(2, 7)
@@ -76,7 +80,8 @@ def architecture(rng: random.Random, family: str) -> Architecture:
         common |= {"num_local_experts": rng.choice([4, 6]), "num_experts_per_tok": 2}
     elif family == "qwen3_moe":
         common |= {"num_experts": rng.choice([4, 6, 8]), "num_experts_per_tok": rng.randint(1, 3), "head_dim": wide}
-        common |= {"moe_intermediate_size": 4 * rng.randint(5, 12), "norm_topk_prob": rng.random() < 0.5}
+        wide = unit * rng.randint(max(1, 20 // unit), 48 // unit)
+        common |= {"moe_intermediate_size": wide, "norm_topk_prob": rng.random() < 0.5}
         common |= {"decoder_sparse_step": rng.randint(1, 2)}
     elif family == "gemma2":
         common |= {"head_dim": wide, "query_pre_attn_scalar": 20, "sliding_window": 9}

@@ -77,9 +77,9 @@ def test_what_follows_a_desynced_layer_starts_drained_also_behind_a_block_that_r
 def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens: int = 8) -> None:
     """The adapted checkpoint of a random mix writes, with its cache, what recomputing with the reference gives."""
     rng = random.Random(f"{family} {seed} generation")
-    drawn = draws.architecture(rng, family)
+    drawn = draws.architecture(rng, family, ranks)
     while not drawn.equal_runs(ranks):  # on one device, ranks hold equal parts of a projection
-        drawn = draws.architecture(rng, family)
+        drawn = draws.architecture(rng, family, ranks)
     model, chosen = draws.build(drawn, seed), draws.mix(rng, drawn, ranks)
     model.save_pretrained(directory / "source")
     rewritten = draws.rewrite(rng, trace(directory / "source"), drawn, chosen)

@@ -124,6 +124,10 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda out: edited(out, lambda t: t["files"].update({"../x.safetensors": {"size": 1, "header": ""}})),
         "outside the directory",
     ),
+    "a name too long": (
+        lambda out: edited(out, lambda t: t["files"].update({"x" * 300: {"size": 1, "header": ""}})),
+        "no such file, but weights",
+    ),
     "no JSON": (lambda out: (out / "runtime/tp2/weights.json").write_text("{"), "its JSON cannot be read"),
     "another schema": (lambda out: edited(out, lambda t: t.update(schema=9)), "schema 9, this version reads 1"),
     "no expression": (

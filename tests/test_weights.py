@@ -307,6 +307,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         Checkpoint.open(root)
 
 
+def test_a_shard_whose_name_is_too_long_for_a_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(RewriterError, match=r"missing, but .* places 'a' there"):
+        Checkpoint.open(sharded(tmp_path, {"a": "x" * 300 + ".safetensors"}))
+
+
 def test_a_tensor_that_the_file_lacks_is_named(tmp_path: Path) -> None:
     root = sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}, one={"a": torch.ones(2)})
     with pytest.raises(RewriterError, match=r"one\.safetensors: it lacks 'b'"):

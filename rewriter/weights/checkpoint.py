@@ -221,7 +221,7 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"{path}: it places {tensor!r} in {name!r}. Expected the name of a .safetensors file inside "
                 f"{path.parent}; an index that points elsewhere is not followed."
             )
-        if not (path.parent / name).exists():
+        if not os.path.exists(path.parent / name):  # a name too long for any file is missing too
             raise RewriterError(
                 f"{path.parent / name}: missing, but {path.name} places {tensor!r} there. Download it again."
             )

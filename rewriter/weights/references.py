@@ -190,7 +190,7 @@ def _unchanged(root: Path, name: str, size: int, digest: str) -> Any:
     if pure.is_absolute() or ".." in pure.parts:
         raise RewriterError(f"{root}: its weights are in {name!r}, outside the directory. `rewrite` did not write that")
     path = root / name
-    if not path.is_file():
+    if not os.path.isfile(path):  # a name too long for any file is none either
         raise RewriterError(f"{path}: no such file, but weights of the ranks are ranges of it. Rewrite the model again")
     header = read_header(path)
     if changed := _change(header, size, digest):

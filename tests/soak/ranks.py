@@ -1,0 +1,141 @@
+"""Ranks that are killed, stopped, paused and slowed in generate, adapt and the verification of a conversion.
+
+Every run ends in bounded time, with one message where it fails, and leaves no process and no temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import adapted
+from subprocesses import ROOT
+from test_job_ends import descendants, is_gone, until
+
+from rewriter.api import convert
+from rewriter.common.processes import environment
+from soak.cases import Kind, Outcome, generator
+from soak.jobs import ADAPT, fault_of_words
+
+BOUND = 120.0  # seconds from a fault, or its end, to the end of the command; the longest grace of a rank is 30
+START = 120.0
+FAULTS = ("killed", "stopped", "paused", "slowed")
+PAUSE = 2.0
+SLICE = 0.05  # a slowed rank stands still every other slice
+
+
+def prepare(place: Path) -> None:
+    adapted.write_source(place / "m")
+    convert(place / "m", "ladder", out=place / "out", tp=2, verify="none")
+    (place / "text.jsonl").write_bytes(adapted.text_file().read_bytes())
+    (place / "eval.jsonl").write_bytes(adapted.text_file(20, 1).read_bytes())
+
+
+def words(place: Path, what: str) -> list[str]:
+    if what == "generate":
+        return ["generate", str(place / "out"), "--prompt", "def return if", "--max-new-tokens", "30"]
+    if what == "convert":
+        return [str(place / "m"), "--recipe", "ladder", "--tp", "2", "--out", str(place / "case/out")]
+    data = ["--data", str(place / "text.jsonl"), "--eval", str(place / "eval.jsonl")]
+    return ["adapt", str(place / "out"), *data, *ADAPT, "--tp", "2", "--out", str(place / "case/out")]
+
+
+def case(index: int, place: Path) -> Outcome:
+    """One command, one fault of one rank at a random moment."""
+    draw = generator("ranks", index)
+    what, fault = ("generate", "adapt", "convert")[index % 3], FAULTS[index // 3 % len(FAULTS)]
+    shutil.rmtree(place / "case", ignore_errors=True)
+    (place / "case/tmp").mkdir(parents=True)
+    with started(place, words(place, what)) as job:
+        wrong, struck = ended(job, draw, fault, place)
+    name = f"{fault}: {what}"
+    return Outcome(Counter({name if struck else f"ended before it was {name}": 1}), [f"{name}: {w}" for w in wrong])
+
+
+@contextlib.contextmanager
+def started(place: Path, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """`rewrite ARGUMENTS` in a session of its own, with a temporary directory of its own; nothing of it stays."""
+    with (place / "case/messages").open("wb") as messages:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "rewriter.cli", *arguments], cwd=ROOT, start_new_session=True,
+            env=environment(2, TMPDIR=str(place / "case/tmp")), stdout=subprocess.DEVNULL, stderr=messages,
+        )  # fmt: skip
+        try:
+            yield job
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def ended(job: subprocess.Popen[bytes], draw: random.Random, fault: str, place: Path) -> tuple[list[str], bool]:
+    """What is wrong with how a job ended of which one rank has `fault`, and whether it met it in time."""
+    until(lambda: job.poll() is not None or bool(ranks_of(job)), START)
+    time.sleep(draw.uniform(0, 6))
+    family = [*descendants(job.pid), *ranks_of(job)]
+    ranks = ranks_of(job)
+    if job.poll() is None and not ranks:
+        return [f"no rank was seen in {START:g} s"], False
+    struck = job.poll() is None and strike(draw.choice(ranks), fault, job)
+    if fault == "stopped" and struck:
+        job.send_signal(signal.SIGTERM)  # as a user does who waits for nothing; gloo itself gives up after 30 minutes
+    wrong = []
+    if not until(lambda: job.poll() is not None, BOUND):
+        return [f"it did not end in {BOUND:g} s"], struck
+    said = (place / "case/messages").read_text(errors="replace")
+    if job.returncode:
+        wrong += [problem] if (problem := fault_of_words(said)) else []
+        if fault in ("paused", "slowed") or not struck:
+            wrong.append(f"exit code {job.returncode}: {said[-1500:]}")
+    if alive := [pid for pid in family if not until(lambda pid=pid: is_gone(pid), 10.0)]:
+        wrong.append(f"{len(alive)} processes are left")
+    if not until(lambda: not any((place / "case/tmp").glob("rewriter-*")), 10.0):
+        wrong.append(f"left in the temporary directory: {sorted(p.name for p in (place / 'case/tmp').iterdir())}")
+    return wrong, struck
+
+
+def ranks_of(job: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of a job that were started as its ranks."""
+    return [pid for pid in descendants(job.pid) if _is_rank(pid)]
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        return b"REWRITER_REPORT=" in Path(f"/proc/{pid}/environ").read_bytes() and not is_gone(pid)
+    except OSError:
+        return False
+
+
+def strike(rank: int, fault: str, job: subprocess.Popen[bytes]) -> bool:
+    """Let `fault` happen to a rank; whether it was there to meet it."""
+    try:
+        if fault == "killed":
+            os.kill(rank, signal.SIGKILL)
+        elif fault == "slowed":
+            while job.poll() is None and not is_gone(rank):
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    os.kill(rank, number)
+                    time.sleep(SLICE)
+        else:
+            os.kill(rank, signal.SIGSTOP)
+            if fault == "paused":
+                time.sleep(PAUSE)
+                os.kill(rank, signal.SIGCONT)
+    except ProcessLookupError:
+        return fault == "slowed"
+    return True
+
+
+KIND = Kind(
+    "ranks", share=0.16, limit=START + 2 * BOUND + 60, prepare=prepare, run=case,
+    needs=lambda: "" if sys.platform == "linux" else "it asks /proc",
+)  # fmt: skip

@@ -1,0 +1,242 @@
+"""The soak: a few cases of each kind, and the seeded fault that each has to find; its page is its tally's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import draws
+import faults
+import pytest
+from soak import inputs, programs, shim, tally
+from soak.cases import Kind, Outcome, generator, in_process, run_case
+from subprocesses import ROOT
+from test_job_ends import is_gone, until
+
+from rewriter.common.errors import RewriterError
+from rewriter.weights.header import read_header
+
+# Cases
+
+
+def kind(run: Any, limit: float = 20.0) -> Kind:
+    return Kind("test", share=1.0, limit=limit, prepare=lambda place: None, run=run)
+
+
+def test_a_case_is_what_it_counts_and_finds(tmp_path: Path) -> None:
+    def run(index: int, place: Path) -> Outcome:
+        outcome = Outcome(failures=["a fault"])
+        outcome.counts["seen"] += index
+        return outcome
+
+    assert run_case(kind(run), 3, tmp_path / "p") == Outcome(Counter(seen=3), ["a fault"])
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda index, place: 1 / 0, "ZeroDivisionError"),
+        (lambda index, place: os._exit(7), "ended with 7"),
+        (lambda index, place: subprocess.run(["sleep", "600"]), "did not end in 0.5 s"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_a_case_that_raises_dies_or_hangs_is_a_failure(run: Any, said: str, tmp_path: Path) -> None:
+    (failure,) = run_case(kind(run, 0.5 if "end in" in said else 20.0), 0, tmp_path / "p").failures
+    assert said in failure
+
+
+def test_nothing_of_a_case_outlives_it(tmp_path: Path) -> None:
+    def run(index: int, place: Path) -> Outcome:
+        (tmp_path / "pid").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        return Outcome()
+
+    assert isinstance(in_process(lambda: run(0, tmp_path), tmp_path / "o", 20.0), Outcome)
+    assert until(lambda: is_gone(int((tmp_path / "pid").read_text())))
+
+
+# Inputs
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("soak")
+    inputs.prepare(root)
+    return root
+
+
+@pytest.mark.parametrize("reader", inputs.READERS, ids=lambda reader: reader.name)
+def test_damaged_inputs_are_read_or_refused(reader: inputs.Reader, place: Path) -> None:
+    few = replace(reader, batch=min(reader.batch, 40 if reader.name == "configs" else 150))
+    outcome = inputs.batch(few, generator("test", 0), place)
+    assert outcome.failures == []
+    assert min(outcome.counts[f"{reader.name}: read"], outcome.counts[f"{reader.name}: refused"]) > 0
+
+
+def read_carelessly(place: Path, file: Path) -> None:
+    """A reader that believes in the first tensor's name."""
+    header = read_header(file)
+    header.tensors["w"]
+
+
+def refuse_blaming_rewriter(place: Path, file: Path) -> None:
+    raise RewriterError("KeyError: 'x'. This is a fault of rewriter.")
+
+
+@pytest.mark.parametrize(
+    ("read", "said"), [(read_carelessly, "KeyError: 'w'"), (refuse_blaming_rewriter, "as a fault of rewriter")]
+)
+def test_a_careless_reader_is_found(read: Any, said: str, place: Path) -> None:
+    outcome = inputs.batch(replace(inputs.READERS[0], read=read, batch=300), generator("test", 0), place)
+    assert any(said in failure for failure in outcome.failures)
+
+
+def test_damage_is_drawn_from_the_case_alone(place: Path) -> None:
+    for reader in inputs.READERS:
+        example = reader.examples(place)[0]
+        first, again, other = (reader.damage(generator("test", n), example) for n in (0, 0, 1))
+        assert first == again != other
+
+
+# Programs
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_random_programs_on_three_and_eight_ranks_take_the_step_of_the_reference(ranks: int, tmp_path: Path) -> None:
+    assert programs.training_step(generator("test", 0), "llama", ranks, tmp_path) == {f"P={ranks}": 1}
+
+
+def test_a_wrong_program_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shares of ranks are not taken where a sum over ranks is."""
+    rewrite = draws.rewrite
+    monkeypatch.setattr(draws, "rewrite", lambda *given: faults.shares_forgotten(rewrite(*given)))
+    monkeypatch.setattr(
+        draws,
+        "mix",
+        lambda *_: draws.Mix(2, (((0, 1), draws.LayerMode("desync")),), {0: (False, True), 1: (True, True)}),
+    )
+    for check in (programs.training_step, programs.logits):
+        with pytest.raises(AssertionError):
+            check(generator("test", 0), "llama", 2, tmp_path)
+
+
+# Kills and disks. The library that strikes system calls is loaded when a process starts.
+
+STRUCK = """
+import json, random, sys
+from dataclasses import replace
+from pathlib import Path
+from soak import disks, jobs, kills
+from soak.cases import Outcome
+from rewriter.emit.output_directory import OutputDirectory
+
+class Writes(jobs.Command):
+    lost = False
+    raises = False
+
+    def work(self, resume):
+        from soak import shim
+        shim.arm(self.place, *self.strike)
+        try:
+            with OutputDirectory(self.out, resume, {"job": 1}) as output:
+                for name in ("a", "b", "c"):
+                    if not output.complete and not (self.lost and resume and name == "b"):
+                        output.write(name, name * 1000)
+                if not output.complete:
+                    output.manifest({"files": {}})
+        except Exception as error:
+            if self.raises:
+                raise
+            print(f"error: {error}. Or delete {self.place}.", file=sys.stderr, flush=True)
+            return 1
+        if self.strike == (0,):
+            self.messages.with_suffix(".calls").write_text(str(shim.count()))
+        return 0
+
+root = Path(sys.argv[1])
+found = {}
+for lost, raises in ((False, False), (True, False), (False, True)):
+    command = Writes("writes", root, root / "w", {})
+    command.place.mkdir(exist_ok=True)
+    command.undisturbed()
+    command.calls = int(command.messages.with_suffix(".calls").read_text())
+    command.lost, command.raises = lost, raises
+    jobs.commands = kills.commands = disks.commands = lambda place, command=command: [command]
+    for module in (kills, disks):
+        outcome = Outcome()
+        for index in range(8):
+            one = module.case(index, root)
+            outcome.counts += one.counts
+            outcome.failures += one.failures
+        found[f"{module.__name__} {lost} {raises}"] = [sum(outcome.counts.values()), outcome.failures]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("struck")
+    settings = shim.variables(root)
+    if settings is None:
+        pytest.skip("no C compiler, or no LD_PRELOAD")
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, "-c", STRUCK, str(root)],
+        env=settings,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("module", ["soak.kills", "soak.disks"])
+def test_what_is_struck_is_resumed_or_started_over_to_the_same_files(struck: dict[str, Any], module: str) -> None:
+    count, failures = struck[f"{module} False False"]
+    assert failures == []
+    assert count >= 20
+
+
+def test_a_resumed_run_that_loses_a_file_is_found(struck: dict[str, Any]) -> None:
+    failures = struck["soak.kills True False"][1]
+    assert failures
+    assert all("not as undisturbed: out/b" in failure for failure in failures)
+
+
+def test_a_failing_disk_that_ends_in_a_traceback_is_found(struck: dict[str, Any]) -> None:
+    assert any("0 errors in place of one" in failure for failure in struck["soak.disks False True"][1])
+
+
+# The page
+
+
+def test_the_page_is_the_tallys() -> None:
+    assert tally.PAGE.read_text(encoding="utf-8") == tally.page(tally.runs())
+
+
+def test_counts_of_runs_add_up() -> None:
+    kinds = {"inputs": {"first": 0, "behind": 2, "seconds": 1.0, "counts": {"headers: read": 5, "recipes: refused": 2}}}
+    run = {"date": "2026-01-01", "commit": "abc", "seconds": 3600.0, "kinds": kinds, "failures": []}
+    failed = run | {"failures": [{"case": "inputs:1", "what": "KeyError"}]}
+    page = tally.page([run, failed])
+    assert "| safetensors headers | 10 | 1,000,000 |" in page
+    assert "| other damaged inputs | 4 | 10,000 |" in page
+    assert "2.0 hours in 2 runs: 1 failure." in page
+    assert "- `inputs:1` at abc: KeyError" in page
+
+
+@pytest.mark.slow
+def test_the_command_runs_every_kind(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "soak", "--cases", "1", "--state", str(tmp_path)]
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    ran = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stdout
+    assert all(f"{name}:" in ran.stdout for name in ("inputs", "programs", "kills", "disks", "ranks"))
