@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rewriter import RewriterError
 from rewriter.adapt import losses, self_written, student_setup
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.budget import Budget
+from rewriter.adapt.budget import HIGHEST_RATE, Budget, width_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.self_written import chat_turns
@@ -50,7 +50,10 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
     budgets = [Budget(tokens) for tokens in (10_000, 24_576, 10**6, 33 * 10**6, 3 * 10**9)]
     rates = [budget.settings(CPU)["learning_rate"] for budget in budgets]
     assert rates == sorted(rates, reverse=True)
-    assert (rates[2], rates[3], rates[4]) == (1e-4, 5e-5, 5e-6)
+    assert (rates[2], rates[3]) == (1.5e-4, 5e-5)
+    assert Budget(3 * 10**9, 4096).rate == 5e-6, "the paper's, of an 8B"
+    assert Budget(10**6, 512).rate == 2 * Budget(10**6, 1024).rate
+    assert Budget(24_576, 8).rate == HIGHEST_RATE
     steps = [budget.tokens // (budget.length(8192) * budget.rows(budget.length(8192), 1)) for budget in budgets]
     assert steps == sorted(steps)
     assert steps[1] >= 20, "with fewer steps a small run learns nothing"
@@ -60,14 +63,63 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
             assert budget.rows(64, replicas) % replicas == 0
 
 
+def test_bf16_where_the_device_multiplies_it_and_matrices_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told, expected in (({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx512_f": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert Budget(10**6, 1024).settings(CPU)["bf16"] == expected
+        assert not Budget(10**6, 256).settings(CPU)["bf16"]
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not Budget(10**6, 1024).settings(CPU)["bf16"], "torch does not say"
+
+
+@pytest.mark.parametrize("method", ["distill", "sft"])
+def test_bf16_is_what_student_and_teacher_compute_in(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    computed = HuggingFaceModel.__call__
+
+    def watched(self: HuggingFaceModel, *args: Any, **kwargs: Any) -> Any:
+        layer = self.module.model.layers[-1].mlp.down_proj  # type: ignore[union-attr, index]
+        hook = layer.register_forward_hook(lambda m, a, y: seen.append(y.dtype))
+        found = computed(self, *args, **kwargs)
+        hook.remove()
+        return found
+
+    monkeypatch.setattr(HuggingFaceModel, "__call__", watched)
+    files = (adapted.directory("ladder-upper-half"), adapted.text_file(), adapted.text_file(20, 1))
+    for bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        run(tmp_path / str(bf16), files=files, method=method, settings={"bf16": bf16, "max_steps": 1})
+        assert set(seen) == {dtype}
+        seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [({"hidden_size": 64}, 64), ({"n_embd": 96}, 96), ({"text_config": {"hidden_size": 640}}, 640), ({}, 1024)],
+)
+def test_the_width_is_that_of_the_stream(config: dict[str, Any], width: int) -> None:
+    assert width_of(config) == width
+
+
+def test_what_is_rewritten_is_trained_where_it_can_be_apart() -> None:
+    assert Options().resolved(True).train == "rewritten"
+    for options in ({"lora": 4}, {"tp": 2}, {"zero": "3"}, {"anneal": 3}, {"ep": 2}, {"train": "all"}):
+        assert Options(**options).resolved(True).train == "all"  # type: ignore[arg-type]
+    for options in ({}, {"from_scratch": True}, {"method": "sft"}):
+        assert Options(**options).resolved(False).train == "all"  # type: ignore[arg-type]
+
+
 def test_without_settings_a_run_distils_what_the_original_wrote(tmp_path: Path, own_cache: Path) -> None:
     directory = adapted.directory("ladder-upper-half")
     report = adapt(directory, out=tmp_path / "out", verify="none", options=Options(tokens=6144, settings=ON_CPU))
     done = read_manifest(tmp_path / "out").adaptation
     assert done is not None
-    assert (done.method, done.options) == ("distill", {"tokens": 6144})
+    assert (done.method, done.options) == ("distill", {"tokens": 6144, "train": "rewritten"})
     assert 0.8 * 6144 < done.tokens <= 6144
-    assert done.settings["learning_rate"] == Budget(done.tokens).settings(CPU)["learning_rate"]
+    width = width_of(json.loads((directory / "config.json").read_text()))
+    assert done.settings["learning_rate"] == Budget(done.tokens, width).rate
+    assert not done.settings["bf16"], "for such small matrices"
     assert done.settings["warmup_steps"] == -(-done.steps // 20)
     assert report.losses["after"] < report.losses["before"]
     assert done.data.startswith("self-")
@@ -294,7 +346,7 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     assert "model.embed_tokens.weight" not in changed
     lines = read_metrics(tmp_path / "out" / "training")
     assert lines[-1]["divergence"] < 0.9 * lines[0]["divergence"]
-    run(tmp_path / "all", files=files, method="distill", settings=settings)
+    run(tmp_path / "all", files=files, method="distill", train="all", settings=settings)
     assert made[1] is None
     first = read_metrics(tmp_path / "all" / "training")[0]
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"

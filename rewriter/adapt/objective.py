@@ -19,8 +19,13 @@ def loss_of(run: Run, theirs: Model | None, trunk: Trunk | None = None) -> Loss:
     `trunk` what the student takes over from it."""
     options = run.options
 
+    def autocast() -> contextlib.AbstractContextManager[None]:
+        """The Trainer's covers the forward of its module alone, whose parts are called here one by one."""
+        return torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16)
+
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
-        computed = student(batch, module=module)
+        with autocast():
+            computed = student(batch, module=module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         return {"loss": losses.cross_entropy(computed, targets)}
 
@@ -28,9 +33,9 @@ def loss_of(run: Run, theirs: Model | None, trunk: Trunk | None = None) -> Loss:
         assert theirs is not None
         hidden = options.hidden_states > 0
         kept = contextlib.nullcontext() if trunk is None else trunk.kept(every=hidden)
-        with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16), kept:
+        with torch.no_grad(), autocast(), kept:
             taught = theirs(batch, hidden)
-        with contextlib.nullcontext() if trunk is None else trunk.given():
+        with autocast(), contextlib.nullcontext() if trunk is None else trunk.given():
             computed = student(batch, hidden, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         kl = losses.divergence(computed, taught, targets, options.temperature)

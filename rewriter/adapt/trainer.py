@@ -65,6 +65,7 @@ def training_arguments(run: Run) -> TrainingArguments:
         "gradient_accumulation_steps": sizes.accumulation,
         "save_steps": run.settings.get("save_steps", max(1, min(500, sizes.steps // 4))),
         "eval_strategy": "steps" if "eval_steps" in run.settings else "no",
+        "use_cpu": run.device.type == "cpu",  # without a GPU, bf16 is refused where that is not said
     }
     try:
         with alone():

@@ -1,0 +1,185 @@
+"""How far a real model heals in how many tokens, with the settings that `rewrite adapt` chooses itself.
+
+    python examples/real_models.py smollm2-135m-instruct models/smollm2
+    python benchmarks/healing.py models/smollm2 --recipe ladder-upper-half --tokens 24576
+    python benchmarks/healing.py models/smollm2 --rate 2e-4 --rate 5e-4 --rate 1e-3       # and learning rates
+    python benchmarks/healing.py models/smollm2 --way "all weights, fp32" --way defaults  # what the defaults are worth
+    python benchmarks/healing.py models/smollm2 --steps-only     # speed and memory of a distillation step
+
+The data are what the original writes itself. Losses are measured on text that it writes with other seeds, or on --eval
+FILE ({"text": …} per line). Results are kept in build/healing, a JSON file each; what is there is not trained again,
+and what was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rewriter.adapt import losses
+from rewriter.adapt.students import Batch, HuggingFaceModel
+from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
+from rewriter.api import convert
+
+WAYS: dict[str, list[str]] = {
+    "defaults": [],
+    "all weights, fp32": ["--train", "all", "--set", "bf16=false"],
+    "bf16": ["--train", "all", "--set", "bf16=true"],
+    "from the first rewritten layer": ["--train", "rewritten", "--set", "bf16=false"],
+}
+"""What is compared, by the options that differ from the defaults."""
+STEP = (8, 256)  # rows and tokens of a row, of the step that is timed
+REPEATS = 3  # of a timed step, unless --repeats says otherwise
+QUESTIONS = (
+    "What is the capital of France?", "What is the capital of Japan?", "How many days are in a week?",
+    "What colour is the sky on a clear day?", "What is two plus two?", "Which planet do we live on?",
+    "What do bees make?", "What is the opposite of hot?", "Who wrote Romeo and Juliet?", "What is frozen water called?",
+)  # fmt: skip
+MOST_ANSWERED = 24  # tokens
+
+
+def trained(directory: Path, out: Path, tokens: int, options: list[str], evaluation: str) -> dict[str, Any]:
+    """What a run of `rewrite adapt` in a process of its own reports, with its peak memory in bytes."""
+    result = out.with_suffix(".json")
+    if result.is_file():
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+    fixed = ["--out", str(out), "--tokens", str(tokens), "--eval", evaluation, "--verify", "none", "--json"]
+    resume = ["--resume"] if out.with_name(f".{out.name}.adapting").exists() else []
+    command = [sys.executable, "-m", "rewriter.cli", "adapt", str(directory), *fixed, *options, *resume]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    report = json.loads(process.stdout.read())
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    speeds = [
+        entry["tokens_per_second"]
+        for line in (out / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if "tokens_per_second" in (entry := json.loads(line))
+    ]
+    measured = {"peak_bytes": usage.ru_maxrss * 1024, "tokens_per_second": statistics.median(speeds)}
+    found = report["adaptation"] | measured
+    result.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+def answers(directory: Path) -> list[str]:
+    """Greedy answers to the questions; of a model without a chat template, what it writes behind them."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+    found = []
+    for question in QUESTIONS:
+        text = f"Question: {question}\nAnswer:"
+        if tokenizer.chat_template:
+            asked = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+        written = model.generate(**inputs, max_new_tokens=MOST_ANSWERED, do_sample=False)
+        found.append(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return found
+
+
+def timed_steps(model: Path, directory: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds of this process's cores for forward and backward of a distillation step, by way, each `repeats` times in
+    turns: what else the machine does is not in them."""
+    ids = torch.randint(0, 1000, STEP, generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(STEP[1]).expand_as(ids)}
+    steps = {}
+    for way, options in WAYS.items():
+        student = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+        teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().requires_grad_(False)
+        if "all" not in options:
+            freeze_unchanged(student)
+            share_frozen(student, teacher)
+        steps[way] = _step(student, teacher, batch, "bf16=false" not in options)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(repeats + 1):  # the first one warms up
+        for way, step in steps.items():
+            before = time.process_time()
+            step()
+            if repeat:
+                times[way].append(time.process_time() - before)
+    return times
+
+
+def _step(student: Any, teacher: Any, batch: Batch, bf16: bool) -> Any:
+    trunk = trunk_of(student, teacher)
+    ours, theirs = HuggingFaceModel(student, None), HuggingFaceModel(teacher, None)
+
+    def step() -> None:
+        student.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.no_grad(), contextlib.nullcontext() if trunk is None else trunk.kept():
+                taught = theirs(batch)
+            with contextlib.nullcontext() if trunk is None else trunk.given():
+                computed = ours(batch)
+            loss = losses.divergence(computed, taught, losses.own_targets(batch["labels"], computed.indices))
+        loss.backward()
+
+    return step
+
+
+def section(runs: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """The runs as a table of Markdown."""
+    lines = [
+        "| recipe | trained | tokens | original | rewritten | healed | of the gap | tokens/s | peak, GB |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for (recipe, way, _), run in runs.items():
+        original, before, after = (run["losses"][name] for name in ("original", "before", "after"))
+        cells = [f"`{recipe}`", way, f"{run['tokens']:,}", f"{original:.3f}", f"{before:.3f}", f"{after:.3f}"]
+        cells += [f"{(before - after) / (before - original):.0%}", f"{run['tokens_per_second']:.0f}"]
+        lines.append("| " + " | ".join([*cells, f"{run['peak_bytes'] / 1e9:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--recipe", action="append")
+    parser.add_argument("--tokens", type=int, action="append")
+    parser.add_argument("--way", action="append", choices=WAYS)
+    parser.add_argument("--rate", action="append", help="a learning rate, in place of the one that follows")
+    parser.add_argument("--eval", default="self:16384")
+    parser.add_argument("--tp", type=int, default=None, help="ranks of a recipe that is bound to them")
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--build", type=Path, default=Path("build/healing"))
+    asked = parser.parse_args()
+    asked.build.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for recipe in asked.recipe or ["ladder-upper-half"]:
+        directory = asked.build / recipe
+        if not directory.exists():
+            convert(asked.model, recipe, out=directory, tp=asked.tp, verify="none")
+        if asked.steps_only:
+            seconds = timed_steps(asked.model, directory, asked.repeats)
+            print(json.dumps({"recipe": recipe, "tokens": STEP[0] * STEP[1], **seconds}))
+            continue
+        ways = {way: WAYS[way] for way in asked.way or ["defaults"]}
+        ways |= {f"rate {rate}": ["--set", f"learning_rate={rate}"] for rate in asked.rate or []}
+        for tokens in asked.tokens or [24_576]:
+            for way, options in ways.items():
+                out = asked.build / f"{recipe}-{tokens}-{way.replace(' ', '-').replace(',', '')}"
+                runs[recipe, way, tokens] = trained(directory, out, tokens, options, asked.eval)
+                print(f"\n| question | original | {recipe}, {way}, {tokens:,} tokens |\n| --- | --- | --- |")
+                for row in zip(QUESTIONS, answers(asked.model), answers(out), strict=True):
+                    print("| " + " | ".join(" ".join(cell.split()) for cell in row) + " |")
+    if runs:
+        print(f"\n{section(runs)}")
+
+
+if __name__ == "__main__":
+    main()
