@@ -77,7 +77,7 @@ def trained(directory: Path, out: Path, tokens: int, options: list[str], evaluat
 
 def answers(directory: Path) -> list[str]:
     """Greedy answers to the questions; of a model without a chat template, what it writes behind them."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
     found = []
     for question in QUESTIONS:
