@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from random_checkpoint import Sizes, make
 from rich.console import Console
 
@@ -40,6 +41,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "two degrees": {"tp": [2, 4]},
 }
 RESUMED = 0.8  # of the runs after a kill; the others start over
+
+
+def renew_thread_pool() -> None:
+    """In a forked process, before it has threads: torch renews the pool that a fork loses when it is first asked for,
+    and two threads that ask at once find none ("Invalid thread pool")."""
+    torch.set_num_threads(torch.get_num_threads())
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Way:
         code = 1
         try:
             os.setsid()
+            renew_thread_pool()
             with self.messages.open("w") as messages:
                 os.dup2(messages.fileno(), 2)
             code = self.work(resume)

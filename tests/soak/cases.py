@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 COMMAND = "PYTHONPATH=tests:. .venv/bin/python -m soak --repeat"
 
 
@@ -101,6 +103,7 @@ def _child(work: Callable[[], Outcome], file: Path) -> None:
     """Ends the process, whatever happens in `work`."""
     try:
         os.setsid()
+        torch.set_num_threads(torch.get_num_threads())  # as in `kills.renew_thread_pool`
         outcome, raised = Outcome(), ""
         try:
             outcome = work()
