@@ -15,6 +15,7 @@ import pytest
 import torch
 from adapt_runs import SETTINGS, own_files, run
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from rewriter import RewriterError
@@ -144,6 +145,26 @@ def test_a_killed_run_goes_on_with_the_same_losses(where: str, plain: Path, tmp_
     expected = load_file(plain / "model.safetensors")
     assert all(torch.equal(t, expected[n]) for n, t in load_file(out / "model.safetensors").items())
     assert read_manifest(out).adaptation.losses == read_manifest(plain).adaptation.losses  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised", "words"),
+    [
+        (OSError(5, "Input/output error"), OSError, "Input/output"),
+        (ValueError("bad"), RewriterError, "rank 0: ValueEr"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_an_error_not_a_traceback(
+    fault: Exception, raised: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", broken)
+    with pytest.raises(raised, match=words) as found:
+        run(tmp_path / "out", settings={"save_steps": 1})
+    assert "Traceback" not in str(found.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,17 @@ Whatever moment a run is killed at, `last` finds one that holds everything, or n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -87,17 +90,31 @@ def save(
         torch.save(optimizer.state_dict(), place / _own_optimizer(ranks))
     else:
         state["optimizer"] = {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}
-    write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    with _plain_errors(place):
+        write_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
     if ranks.first:
         # its functions are made again from the settings
         plain = {name: value for name, value in scheduler.state_dict().items() if _is_plain(value)}
         (place / _SCHEDULE).write_text(json.dumps(plain), encoding="utf-8")
 
 
+@contextlib.contextmanager
+def _plain_errors(place: Path) -> Iterator[None]:
+    """Raise what went wrong on a rank. torch wraps it into a BaseException, whose text is a traceback."""
+    try:
+        yield
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, OSError):
+            raise error from None
+        raise RewriterError(f"{place}: rank {rank}: {type(error).__name__}: {error}") from error
+
+
 def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
     """Read the trained parameters back, in place."""
     state = {"model": {_part(own): get_model_state_dict(model, options=_TRAINED)}}
-    read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    with _plain_errors(place):
+        read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_model_state_dict(model, state["model"][_part(own)], options=options)
 
@@ -120,7 +137,8 @@ def load_rest(
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
         state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}
-        read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+        with _plain_errors(place):
+            read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
         set_optimizer_state_dict(model, optimizer, state["optimizer"][_part(own)], options=_TRAINED)
     scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
 
@@ -129,7 +147,8 @@ def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
     state = {"random": _random_state(ranks)}
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=True)
+    with _plain_errors(place):
+        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=True)
     own = state["random"][str(ranks.rank)]
     torch.set_rng_state(own["cpu"])
     if torch.cuda.is_available():
