@@ -13,13 +13,13 @@ import adapted
 from soak import shim
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from kills import WAYS, Way, differing, ended
+from kills import RESUMED, WAYS, Way, differing, ended
 
 from rewriter.cli import main
 
-__all__ = ["Command", "commands", "differing", "ended", "fault_of_words", "prepare"]
+__all__ = ["RESUMED", "Command", "commands", "differing", "ended", "fault_of_words", "prepare"]
 
-ADAPT = (
+_ADAPT = (
     "--length", "48", "--verify", "none", "--method", "sft", "--too-long", "truncate", "--set", "max_steps=4",
     "--set", "save_steps=1", "--set", "learning_rate=1e-2", "--set", "warmup_steps=1", "--set", "use_cpu=true",
     "--set", "gradient_accumulation_steps=1", "--set", "per_device_train_batch_size=4",
@@ -81,8 +81,7 @@ def commands(place: Path, known: bool = True) -> list[Command]:
             given = value if isinstance(value, list) else [value]
             words += [_OPTIONS[key], *([] if value is True else [",".join(map(str, given))])]
         found.append(_command(place, f"convert, {name}", [*words, "--out"]))
-    data = ["--data", str(place / "text.jsonl"), "--eval", str(place / "eval.jsonl")]
-    found.append(_command(place, "adapt", ["adapt", str(place / "rewritten"), *data, *ADAPT, "--out"]))
+    found.append(_command(place, "adapt", [*adapt_words(place, "rewritten"), "--out"]))
     predict = ["predict", str(source), "--recipe", "ladder", "--tp", "2", "--generate", "8", "--html"]
     found.append(_command(place, "predict", predict, resumes=False))
     for command in found if known else ():
@@ -96,11 +95,21 @@ def _command(place: Path, name: str, words: list[str], resumes: bool = True) -> 
     return Command(name, place / "m", own, {}, words=(*words, str(own / "out")), resumes=resumes)
 
 
+def adapt_words(place: Path, name: str) -> list[str]:
+    """`adapt` of the directory `name` at a place that has texts (`write_texts`), but for --out."""
+    data = ["--data", str(place / "text.jsonl"), "--eval", str(place / "eval.jsonl")]
+    return ["adapt", str(place / name), *data, *_ADAPT]
+
+
+def write_texts(place: Path) -> None:
+    (place / "text.jsonl").write_bytes(adapted.text_file().read_bytes())
+    (place / "eval.jsonl").write_bytes(adapted.text_file(20, 1).read_bytes())
+
+
 def prepare(place: Path) -> None:
     """A model, data, and an undisturbed run of every command. Raises RuntimeError where two of those differ."""
     adapted.write_source(place / "m")
-    (place / "text.jsonl").write_bytes(adapted.text_file().read_bytes())
-    (place / "eval.jsonl").write_bytes(adapted.text_file(20, 1).read_bytes())
+    write_texts(place)
     assert main([str(place / "m"), "--recipe", "ladder", "--verify", "none", "--out", str(place / "rewritten")]) == 0
     facts = {}
     for command in commands(place, known=False):

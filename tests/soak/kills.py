@@ -8,10 +8,9 @@ from pathlib import Path
 
 from soak import shim
 from soak.cases import Kind, Outcome, generator
-from soak.jobs import Command, commands, differing, ended, fault_of_words, prepare
+from soak.jobs import RESUMED, Command, commands, differing, ended, fault_of_words, prepare
 
 KILLS = 4  # of a case, before the command may come to its end
-RESUMED = 0.8  # of the runs after a kill; the others start over
 TWO_AT_ONCE = 0.15  # of the cases
 
 

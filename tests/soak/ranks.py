@@ -24,7 +24,7 @@ from test_job_ends import descendants, is_gone, until
 from rewriter.api import convert
 from rewriter.common.processes import environment
 from soak.cases import Kind, Outcome, generator
-from soak.jobs import ADAPT, fault_of_words
+from soak.jobs import adapt_words, fault_of_words, write_texts
 
 BOUND = 120.0  # seconds from a fault, or its end, to the end of the command; the longest grace of a rank is 30
 START = 120.0
@@ -36,8 +36,7 @@ SLICE = 0.05  # a slowed rank stands still every other slice
 def prepare(place: Path) -> None:
     adapted.write_source(place / "m")
     convert(place / "m", "ladder", out=place / "out", tp=2, verify="none")
-    (place / "text.jsonl").write_bytes(adapted.text_file().read_bytes())
-    (place / "eval.jsonl").write_bytes(adapted.text_file(20, 1).read_bytes())
+    write_texts(place)
 
 
 def words(place: Path, what: str) -> list[str]:
@@ -45,8 +44,7 @@ def words(place: Path, what: str) -> list[str]:
         return ["generate", str(place / "out"), "--prompt", "def return if", "--max-new-tokens", "30"]
     if what == "convert":
         return [str(place / "m"), "--recipe", "ladder", "--tp", "2", "--out", str(place / "case/out")]
-    data = ["--data", str(place / "text.jsonl"), "--eval", str(place / "eval.jsonl")]
-    return ["adapt", str(place / "out"), *data, *ADAPT, "--tp", "2", "--out", str(place / "case/out")]
+    return [*adapt_words(place, "out"), "--tp", "2", "--out", str(place / "case/out")]
 
 
 def case(index: int, place: Path) -> Outcome:
