@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rewriter import RewriterError
 from rewriter.adapt import losses, self_written, student_setup
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.budget import HIGHEST_RATE, Budget, width_of
+from rewriter.adapt.budget import HIGHEST_RATE, WIDTH, Budget
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.self_written import chat_turns
@@ -25,6 +25,7 @@ from rewriter.adapt.self_written import self_written as write
 from rewriter.adapt.students import HuggingFaceModel
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
+from rewriter.analysis.sequence_layout import stream_width
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
 
@@ -99,7 +100,7 @@ def test_bf16_is_what_student_and_teacher_compute_in(
     [({"hidden_size": 64}, 64), ({"n_embd": 96}, 96), ({"text_config": {"hidden_size": 640}}, 640), ({}, 1024)],
 )
 def test_the_width_is_that_of_the_stream(config: dict[str, Any], width: int) -> None:
-    assert width_of(config) == width
+    assert (stream_width(config) or WIDTH) == width
 
 
 def test_what_is_rewritten_is_trained_where_it_can_be_apart() -> None:
@@ -117,7 +118,8 @@ def test_without_settings_a_run_distils_what_the_original_wrote(tmp_path: Path, 
     assert done is not None
     assert (done.method, done.options) == ("distill", {"tokens": 6144, "train": "rewritten"})
     assert 0.8 * 6144 < done.tokens <= 6144
-    width = width_of(json.loads((directory / "config.json").read_text()))
+    width = stream_width(json.loads((directory / "config.json").read_text()))
+    assert width is not None
     assert done.settings["learning_rate"] == Budget(done.tokens, width).rate
     assert not done.settings["bf16"], "for such small matrices"
     assert done.settings["warmup_steps"] == -(-done.steps // 20)

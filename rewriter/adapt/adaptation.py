@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
 from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
-from rewriter.adapt.budget import plan, width_of
+from rewriter.adapt.budget import WIDTH, plan
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
@@ -26,6 +26,7 @@ from rewriter.adapt.self_data import own_text, source_of
 from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
+from rewriter.analysis.sequence_layout import stream_width
 from rewriter.common.errors import RewriterError
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
@@ -98,7 +99,7 @@ def adapt(
     ]
     rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)
     count = len(rows.rows)  # type: ignore[arg-type]
-    width = width_of(opened.config)
+    width = stream_width(opened.config) or WIDTH
     settings, sizes = plan(recipe_of(opened).adapt, chosen, count, rows.length, width, ranks.replicas, device)
     run = Run(opened, chosen, settings, rows, sizes, ranks, device, place, original, progress)
     described = {

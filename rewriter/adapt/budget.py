@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +19,8 @@ ROWS = 4  # of a step, at least, where its tokens allow it
 
 # By tokens of the whole run: those of a step, and the highest learning rate of a model whose stream is `WIDTH` wide;
 # Adam's rates go with 1 / width (arXiv 2203.03466, table 3). At 33 million they are those of arXiv 2609.13846 (width
-# 1,024), at 3 billion those of Ladder Residual (2501.06589; width 4,096, rate 5e-6), at 24,576 the best of four that
-# `benchmarks/healing.py --rate` tried. Few tokens need small steps more than exact ones.
+# 1,024), at 3 billion those of Ladder Residual (2501.06589; width 4,096, rate 5e-6), at 24,576 no worse
+# than the next higher one (`benchmarks/healing.py --rate`). Few tokens need small steps more than exact ones.
 WIDTH = 1_024
 _TOKENS = (24_576, 1_000_000, 33_000_000, 3_000_000_000)
 _STEP = (1_024, 4_096, 16_384, 131_072)
@@ -71,7 +70,7 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Whether the device multiplies matrices in bf16 by instructions of its own; without them, fp32 is faster."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # since torch 2.12
+    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # not in every torch
         return False
     instructions = torch.cpu.get_capabilities()
     return any(instructions.get(name) for name in ("avx512_bf16", "amx_bf16"))
@@ -80,14 +79,6 @@ def multiplies_bf16(device: torch.device) -> bool:
 def _between(tokens: int, values: tuple[float, ...]) -> float:
     """Straight lines between the points, in logarithms; level outside of them."""
     return float(np.exp(np.interp(math.log(tokens), np.log(_TOKENS), np.log(values))))
-
-
-def width_of(config: Mapping[str, Any]) -> int:
-    """How wide the residual stream of a model with this config is; `WIDTH` where the config does not say."""
-    table = {**config, **(config.get("text_config") or {})}
-    return next(
-        (table[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(table.get(name), int)), WIDTH
-    )
 
 
 def tokens_of_run(options: Options, tokens_of_data: int) -> int:

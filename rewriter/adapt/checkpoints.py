@@ -110,11 +110,16 @@ def _plain_errors(place: Path) -> Iterator[None]:
         raise RewriterError(f"{place}: rank {rank}: {type(error).__name__}: {error}") from error
 
 
+def _read(place: Path, state: dict[str, Any], alone: bool, planner: DefaultLoadPlanner | None = None) -> None:
+    """Read what `save` wrote into `state`: this rank `alone`, or all together."""
+    with _plain_errors(place):
+        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=alone)
+
+
 def load_model(place: Path, model: nn.Module, ranks: RunRanks, own: int) -> None:
     """Read the trained parameters back, in place."""
     state = {"model": {_part(own): get_model_state_dict(model, options=_TRAINED)}}
-    with _plain_errors(place):
-        read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+    _read(place, state, alone=ranks.world == 1)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_model_state_dict(model, state["model"][_part(own)], options=options)
 
@@ -137,8 +142,7 @@ def load_rest(
         optimizer.load_state_dict(torch.load(place / _own_optimizer(ranks), weights_only=True))
     else:
         state = {"optimizer": {_part(own): get_optimizer_state_dict(model, optimizer, options=_TRAINED)}}
-        with _plain_errors(place):
-            read_sharded(state, checkpoint_id=str(place / "state"), no_dist=ranks.world == 1)
+        _read(place, state, alone=ranks.world == 1)
         set_optimizer_state_dict(model, optimizer, state["optimizer"][_part(own)], options=_TRAINED)
     scheduler.load_state_dict({**scheduler.state_dict(), **json.loads((place / _SCHEDULE).read_text("utf-8"))})
 
@@ -146,9 +150,7 @@ def load_rest(
 def load_random_state(place: Path, ranks: RunRanks) -> None:
     """Go on with the random numbers of this rank; one that the checkpoint does not know keeps its own."""
     state = {"random": _random_state(ranks)}
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    with _plain_errors(place):
-        read_sharded(state, checkpoint_id=str(place / "state"), planner=planner, no_dist=True)
+    _read(place, state, alone=True, planner=DefaultLoadPlanner(allow_partial_load=True))
     own = state["random"][str(ranks.rank)]
     torch.set_rng_state(own["cpu"])
     if torch.cuda.is_available():

@@ -66,9 +66,18 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
 
 def context_length(config: Mapping[str, Any]) -> int:
     """The positions that a config says the model has; where it says none, very many."""
+    return min(_numbers(config, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), default=1 << 30)
+
+
+def stream_width(config: Mapping[str, Any]) -> int | None:
+    """How wide the residual stream is, by a config; None where it does not say."""
+    return next(_numbers(config, "hidden_size", "n_embd", "d_model"), None)
+
+
+def _numbers(config: Mapping[str, Any], *names: str) -> Iterator[int]:
+    """Those of `names` that the config, or that of its text model, has."""
     table = {**config, **(config.get("text_config") or {})}
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-    return min((table[name] for name in names if isinstance(table.get(name), int)), default=1 << 30)
+    return (table[name] for name in names if isinstance(table.get(name), int))
 
 
 def planning(program: Program, tokens: int | None = None) -> Setting:
