@@ -14,7 +14,7 @@ decode (70B-like layers on a rank of 8), quantize (kernels of quantized messages
 (what these move in a second), tiles (attention of a tile, against fp64 and beside the library's), runtime (distributed
 attention on NCCL, an emitted model), ranks (one on each GPU with NCCL; a single GPU is shared by four, and messages go
 through the CPU), merge (the Triton kernel), split (what tiles of uneven grids cost), rates-compiled (torch.compile
-beside rates).
+beside rates), healing (a real model, in pieces: see gpu_healing.py; only where --only names it).
 
 Exits with 1 if a row failed, with 2 where there is no CUDA device.
 """
@@ -58,7 +58,9 @@ SECTIONS = {
     "merge": Section("gpu_merge:merging", 180),
     "split": Section("gpu_tiles:splitting", 180),
     "rates-compiled": Section("gpu_quantize:rates_compiled", 520),
+    "healing": Section("gpu_healing:healing", 530),
 }
+CHECKS = [name for name in SECTIONS if name != "healing"]  # what runs where nothing is chosen
 LEAST_SECONDS = 15  # of a section that is begun: torch is imported, and a context made
 DRY = 4  # times as long: the CPU may be busy with other things
 
@@ -136,7 +138,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows are appended here, each as soon as it is known")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the tables are written here too")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=CHECKS, metavar="SECTION")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="for all sections")
     parser.add_argument("--page", type=Path, metavar="FILE", help="print the tables of kept rows, and run nothing")
     parser.add_argument("--cpu", action="store_true", help="a dry run at tiny sizes; its figures mean nothing")

@@ -17,10 +17,13 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +52,32 @@ QUESTIONS = (
 MOST_ANSWERED = 24  # tokens
 
 
-def trained(directory: Path, out: Path, tokens: int, options: list[str], evaluation: str) -> dict[str, Any]:
-    """What a run of `rewrite adapt` in a process of its own reports, with its peak memory in bytes."""
+def trained(
+    directory: Path,
+    out: Path,
+    tokens: int,
+    options: list[str],
+    evaluation: str,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """What a run of `rewrite adapt` in a process of its own reports, with its peak memory in bytes. None where `stop`
+    ended it: the same call goes on with it."""
     result = out.with_suffix(".json")
     if result.is_file():
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
     fixed = ["--out", str(out), "--tokens", str(tokens), "--eval", evaluation, "--verify", "none", "--json"]
-    resume = ["--resume"] if out.with_name(f".{out.name}.adapting").exists() else []
+    resume = ["--resume"] if unfinished(out).exists() else []
     command = [sys.executable, "-m", "rewriter.cli", "adapt", str(directory), *fixed, *options, *resume]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    report = json.loads(process.stdout.read())
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)} failed")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output)
+        status, usage = _ended(process, stop)
+        if usage is None:
+            return None
+        if status:
+            raise subprocess.CalledProcessError(status, command)
+        output.seek(0)
+        report = json.load(output)
     speeds = [
         entry["tokens_per_second"]
         for line in (out / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -73,6 +87,24 @@ def trained(directory: Path, out: Path, tokens: int, options: list[str], evaluat
     found = report["adaptation"] | measured
     result.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found
+
+
+def unfinished(out: Path) -> Path:
+    """Where an interrupted run has its checkpoints."""
+    return out.with_name(f".{out.name}.adapting")
+
+
+def _ended(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> tuple[int, resource.struct_rusage | None]:
+    """(the status, what the process used); without the latter where `stop` ended it."""
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage
+        if stop():
+            process.terminate()
+            return process.wait(), None
+        time.sleep(0.1)
 
 
 def answers(directory: Path) -> list[str]:
@@ -173,7 +205,9 @@ def main() -> None:
         for tokens in asked.tokens or [24_576]:
             for way, options in ways.items():
                 out = asked.build / f"{recipe}-{tokens}-{way.replace(' ', '-').replace(',', '')}"
-                runs[recipe, way, tokens] = trained(directory, out, tokens, options, asked.eval)
+                found = trained(directory, out, tokens, options, asked.eval)
+                assert found is not None  # nothing stops it
+                runs[recipe, way, tokens] = found
                 print(f"\n| question | original | {recipe}, {way}, {tokens:,} tokens |\n| --- | --- | --- |")
                 for row in zip(QUESTIONS, answers(asked.model), answers(out), strict=True):
                     print("| " + " | ".join(" ".join(cell.split()) for cell in row) + " |")

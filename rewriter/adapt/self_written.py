@@ -20,10 +20,11 @@ from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
 ROW = 512  # tokens that the model writes in one stream, if it has so many positions
-STREAMS = 32  # written at once; a part of the cache has so many
+STREAMS = 32  # of a part of the cache
 QUESTION = 0.25  # of a stream: the longest turn of a user
 _HELD_OUT = 1 << 31  # the first seed of text to measure on; of a seed, 32 bits count
-_FORMAT = 1  # of the cache: counts up where the same source would give another text
+_MOST_PARTS = 32  # written together
+_FORMAT = 2  # of the cache: counts up where the same source would give another text
 _MARKS = ("FIRSTQUESTION", "FIRSTANSWER", "NEXTQUESTION")
 
 
@@ -65,14 +66,17 @@ def self_written(
     if missing:
         place.mkdir(parents=True, exist_ok=True)
         model = frozen(load_model(source, device))
-        for done, number in enumerate(missing):
+        at_once = parts_at_once(model, length)
+        for done in range(0, len(missing), at_once):
+            some = missing[done : done + at_once]
             written, total = done * STREAMS * length, len(missing) * STREAMS * length
 
-            def tell(step: int, before: int = written, whole: int = total) -> None:
-                progress("writing text", before + step * STREAMS, whole)
+            def tell(step: int, before: int = written, count: int = len(some), whole: int = total) -> None:
+                progress("writing text", before + step * STREAMS * count, whole)
 
-            texts = _Writer(model, tokenizer, length, number + held_out * _HELD_OUT).texts(tell)
-            _replace(parts[number], [json.dumps(text) + "\n" for text in texts])
+            writers = [_Writer(model, tokenizer, length, number + held_out * _HELD_OUT) for number in some]
+            for number, texts in zip(some, write_together(model, writers, tell), strict=True):
+                _replace(parts[number], [json.dumps(text) + "\n" for text in texts])
     kept, left = [], tokens
     for line in (line for part in parts for line in part.read_text("utf-8").split("\n")[:-1]):
         if left <= 0:
@@ -91,12 +95,44 @@ def _replace(path: Path, lines: list[str]) -> None:
     os.replace(partial, path)
 
 
+def parts_at_once(model: Any, length: int) -> int:
+    """How many parts of the cache are written together: two on a CPU, which writes no faster with more; on another
+    device as many as have their keys and values in a quarter of its free memory."""
+    parameter = next(model.parameters())
+    if parameter.device.type != "cuda":
+        return 2
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stream = 2 * config.num_hidden_layers * heads * size * length * parameter.element_size()
+    free, _ = torch.cuda.mem_get_info(parameter.device)
+    return max(1, min(_MOST_PARTS, free // 4 // (stream * STREAMS)))
+
+
+@torch.no_grad()
+def write_together(model: Any, writers: list[_Writer], progress: Callable[[int], None]) -> list[list[dict[str, Any]]]:
+    """What each of the writers wrote, each text with its number of tokens; `progress` is told the step. Their streams
+    go on in step, so that nothing is padded."""
+    length, cache = writers[0].length, None
+    device = next(model.parameters()).device
+    for step in range(length):
+        progress(step)
+        ids = torch.tensor([token for writer in writers for token in writer.tokens()], device=device)
+        if step + 1 < length:
+            output = model(input_ids=ids[:, None], past_key_values=cache, use_cache=True)
+            cache, logits = output.past_key_values, output.logits[:, -1].float()
+            for writer, own in zip(writers, logits.split(STREAMS), strict=True):
+                writer.draw(own)
+    return [writer.texts() for writer in writers]
+
+
 class _Writer:
-    """Writes one part: `STREAMS` streams of `length` tokens each, in step, so that nothing is padded."""
+    """Writes one part: `STREAMS` streams of `length` tokens each."""
 
     def __init__(self, model: Any, tokenizer: Any, length: int, number: int) -> None:
-        self.model, self.tokenizer, self.length = model, tokenizer, length
+        self.tokenizer, self.length = tokenizer, length
         self.random = torch.Generator().manual_seed(number)
+        self.draws = torch.Generator(next(model.parameters()).device).manual_seed(number)
         special = set(tokenizer.all_special_ids)
         size = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
         self.plain = [token for token in range(size) if token not in special]
@@ -105,39 +141,38 @@ class _Writer:
         self.chat = chat_turns(tokenizer)
         if self.chat is not None:
             self.ends |= set(self.chat.answer[:1]) & special
+        self.chats = [self.chat is not None and stream % 2 == 0 for stream in range(STREAMS)]
+        self.given = [list(self.chat.start) if self.chat and chat else self._opening() for chat in self.chats]
+        self.asks, self.since = list(self.chats), [0] * STREAMS
+        self.written: list[list[list[int]]] = [[[]] for _ in range(STREAMS)]
+        self.drawn = [0] * STREAMS  # behind the first step, that of the step before
 
-    @torch.no_grad()
-    def texts(self, progress: Callable[[int], None]) -> list[dict[str, Any]]:
-        """What was written, each text with its number of tokens; `progress` is told the step."""
-        chats = [self.chat is not None and stream % 2 == 0 for stream in range(STREAMS)]
-        given = [list(self.chat.start) if self.chat and chat else self._opening() for chat in chats]
-        asks, since = list(chats), [0] * STREAMS
-        written: list[list[list[int]]] = [[[]] for _ in range(STREAMS)]
-        device, cache = next(self.model.parameters()).device, None
-        drawn = [0] * STREAMS  # behind the first step, that of the step before
-        for step in range(self.length):
-            progress(step)
-            tokens = []
-            for stream in range(STREAMS):
-                token = drawn[stream]
-                over = token in self.ends or (asks[stream] and since[stream] >= self.length * QUESTION)
-                if not given[stream] and over:
-                    given[stream] = self._after(chats[stream], asks[stream])
-                    asks[stream], since[stream] = chats[stream] and not asks[stream], 0
-                    if not chats[stream]:
-                        written[stream].append([])
-                if given[stream]:
-                    token = given[stream].pop(0)
-                else:
-                    since[stream] += 1
-                tokens.append(token)
-                written[stream][-1].append(token)
-            if step + 1 < self.length:
-                ids = torch.tensor(tokens, device=device)[:, None]
-                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache, logits = output.past_key_values, output.logits[:, -1].float().cpu()
-                drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.random)[:, 0].tolist()
-        return [self._example(ids) for stream in written for ids in stream if len(ids) > 1]
+    def tokens(self) -> list[int]:
+        """The next token of each stream: what is given at a turn's or a text's end, else what was drawn."""
+        return [self._token(stream) for stream in range(STREAMS)]
+
+    def _token(self, stream: int) -> int:
+        token, chat, asks = self.drawn[stream], self.chats[stream], self.asks[stream]
+        over = token in self.ends or (asks and self.since[stream] >= self.length * QUESTION)
+        if not self.given[stream] and over:
+            self.given[stream] = self._after(chat, asks)
+            self.asks[stream], self.since[stream] = chat and not asks, 0
+            if not chat:
+                self.written[stream].append([])
+        if self.given[stream]:
+            token = self.given[stream].pop(0)
+        else:
+            self.since[stream] += 1
+        self.written[stream][-1].append(token)
+        return token
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Draws the next token of each stream from `logits` [STREAMS, vocabulary], fp32."""
+        self.drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.draws)[:, 0].tolist()
+
+    def texts(self) -> list[dict[str, Any]]:
+        """What was written, each text with its number of tokens."""
+        return [self._example(ids) for stream in self.written for ids in stream if len(ids) > 1]
 
     def _opening(self) -> list[int]:
         chosen = int(torch.randint(len(self.plain), (1,), generator=self.random))
