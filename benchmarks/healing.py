@@ -41,7 +41,15 @@ WAYS: dict[str, list[str]] = {
     "bf16": ["--train", "all", "--set", "bf16=true"],
     "from the first rewritten layer": ["--train", "rewritten", "--set", "bf16=false"],
 }
-"""What is compared, by the options that differ from the defaults."""
+"""What is compared, by the options that differ from the defaults; the speed of these is measured too."""
+STAGES: dict[str, list[str]] = {
+    "refitted first": ["--refit", "8192"],
+    "annealed": ["--anneal", "12"],  # half of the steps of 24,576 tokens
+    "hidden states": ["--hidden-states", "0.3"],
+    "cross entropy": ["--cross-entropy", "0.1"],
+    "cross entropy alone": ["--method", "sft", "--train", "rewritten"],
+}
+"""What else could be minimised, or done before, at the same tokens."""
 STEP = (8, 256)  # rows and tokens of a row, of the step that is timed
 REPEATS = 3  # of a timed step, unless --repeats says otherwise
 QUESTIONS = (
@@ -182,7 +190,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--recipe", action="append")
     parser.add_argument("--tokens", type=int, action="append")
-    parser.add_argument("--way", action="append", choices=WAYS)
+    parser.add_argument("--way", action="append", choices=WAYS | STAGES)
     parser.add_argument("--rate", action="append", help="a learning rate, in place of the one that follows")
     parser.add_argument("--eval", default="self:16384")
     parser.add_argument("--tp", type=int, default=None, help="ranks of a recipe that is bound to them")
@@ -200,7 +208,7 @@ def main() -> None:
             seconds = timed_steps(asked.model, directory, asked.repeats)
             print(json.dumps({"recipe": recipe, "tokens": STEP[0] * STEP[1], **seconds}))
             continue
-        ways = {way: WAYS[way] for way in asked.way or ["defaults"]}
+        ways = {way: (WAYS | STAGES)[way] for way in asked.way or ["defaults"]}
         ways |= {f"rate {rate}": ["--set", f"learning_rate={rate}"] for rate in asked.rate or []}
         for tokens in asked.tokens or [24_576]:
             for way, options in ways.items():

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from fake_api import installed
 from subprocesses import ROOT
 
 from rewriter.cli import main
+from rewriter.common import processes
 from rewriter.common.errors import RewriterError
 from rewriter.common.processes import Processes, environment, leaving_on_signals, run_ranks
 from rewriter.common.scratch import scratch_folder
@@ -124,6 +126,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_rank_whose_job_was_killed_while_it_started_ends_too(start: Start) -> None:
     (rank,) = pids_of(start("-c", KILLED_EARLY), 1)
     assert until(lambda: is_gone(rank))
+
+
+def test_a_rank_that_a_signal_stops_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOPPED_SECONDS", 2.0)
+    with Processes() as job:
+        ranks = [job.start(f"rank {rank}", ["sleep", "600"], environment()) for rank in range(2)]
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        threading.Timer(1.2, os.kill, (ranks[1].pid, signal.SIGCONT)).start()
+        assert job.wait(4.0) == job.failure("rank 0", None)  # one that goes on in time is none
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        failure = job.wait(30)
+        began = time.monotonic()
+    assert failure is not None
+    assert (failure.name, failure.how) == ("rank 1", "was stopped by a signal for 2 s, while the others waited for it")
+    assert time.monotonic() - began < 5  # it is let go on, and hears that it is to end
+    assert [rank.poll() for rank in ranks] == [-signal.SIGTERM, -signal.SIGTERM]
 
 
 def test_a_process_of_a_rank_is_no_orphan() -> None:

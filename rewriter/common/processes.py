@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -43,6 +43,8 @@ _REPORT = "REWRITER_REPORT"  # PARENT:NAME:FILE, where a process writes why it f
 CUDNN_ATTENTION_LAST = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 _PLACE = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _POLL_SECONDS = 0.02
+STOPPED_SECONDS = 60.0  # after which a process that stands still by a signal counts as failed
+_LOOK_SECONDS = 1.0  # between two looks at who stands still
 
 
 def environment(ranks: int | None = None, /, **own: str) -> dict[str, str]:
@@ -107,6 +109,8 @@ class Failure:
         code = self.code or 0
         if code >= 0:
             return f"ended with exit code {code}"
+        if -code == signal.SIGSTOP:
+            return f"was stopped by a signal for {STOPPED_SECONDS:g} s, while the others waited for it"
         memory = ", as the system does where memory runs out" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name} (signal {-code}){memory}"
 
@@ -173,10 +177,11 @@ class Processes:
     ) -> Failure | None:
         """Until all processes have ended well (None), the first has failed, or `timeout` seconds are over.
 
-        Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. `tick` is
-        called again and again meanwhile.
+        Those named `but` serve the others: nobody waits for their end, and for one to end is a failure. One that a
+        signal stops for `STOPPED_SECONDS` has failed, with code -SIGSTOP. `tick` is called again and again meanwhile.
         """
         limit = float("inf") if timeout is None else time.monotonic() + timeout
+        watch = _Watch()
         while True:
             codes = {name: process.poll() for name, process in self._processes.items()}
             for name, code in codes.items():
@@ -185,6 +190,8 @@ class Processes:
             running = [name for name, code in codes.items() if code is None and name not in but]
             if not running:
                 return None
+            if (stopped := watch.stopped({name: self._processes[name].pid for name in running})) is not None:
+                return self.failure(stopped, -signal.SIGSTOP)
             if time.monotonic() > limit:
                 return self.failure(running[0], None)
             tick()
@@ -217,6 +224,8 @@ class Processes:
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             process.terminate()
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)  # one that stands still hears nothing
         limit = time.monotonic() + self._grace
         for process in running:
             try:
@@ -224,6 +233,29 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class _Watch:
+    """Who of some processes has stood still, by a signal, for `STOPPED_SECONDS`: the others wait for it. The time in
+    which the watcher itself did not look does not count: a job may be stopped as a whole, and go on."""
+
+    def __init__(self) -> None:
+        self._still: dict[str, float] = {}  # seconds
+        self._looked = time.monotonic()
+
+    def stopped(self, running: Mapping[str, int]) -> str | None:
+        """The name of one of the `running` processes, whose ids are given."""
+        now = time.monotonic()
+        passed = now - self._looked
+        if passed < _LOOK_SECONDS:
+            return None
+        self._looked = now
+        for name, pid in running.items():
+            before = self._still.get(name, 0.0)
+            self._still[name] = before + min(passed, 2 * _LOOK_SECONDS) if state_of(pid) == "T" else 0.0
+            if self._still[name] >= STOPPED_SECONDS:
+                return name
+        return None
 
 
 def run_ranks(
@@ -308,12 +340,21 @@ def is_child() -> bool:
 def _is_gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except ProcessLookupError:
         return True
-    except OSError:  # another user's now, or a system without /proc
+    except OSError:  # another user's now
         return False
-    return stat.rpartition(")")[2].split()[0] in "ZX"  # ended, and nobody has asked for its status yet
+    return state_of(pid) in ("Z", "X")  # ended, and nobody has asked for its status yet
+
+
+def state_of(pid: int) -> str:
+    """The letter by which Linux names the state of a process (proc(5)): "T" where a signal stopped it; "" where that
+    cannot be known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def report(line: str, message: str | None, details: str = "") -> bool:

@@ -52,7 +52,7 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
   so in one error, leaves no half output, and afterwards comes to the files of an undisturbed run.
 - **Ranks.** Of `generate`, `adapt` and a conversion's verification, one rank is killed, stopped, paused for two seconds
   or slowed. The command ends within {bound:.0f} s with one error where it fails, and leaves no process and no temporary
-  folder. Where a rank stays stopped, the command gets SIGTERM: without it, gloo waits for 30 minutes.
+  folder. A rank that stays stopped ends the command after 60 seconds.
 
 ## By kind
 
