@@ -27,8 +27,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
 	$(BIN)/rewrite examples/tiny-llama --recipe ladder-upper-half --tp 2 --out $(DEMO)
-	$(BIN)/rewrite generate $(DEMO) --prompt '$(PROMPT)' --max-new-tokens 64
-	@$(BIN)/rewrite diff $(DEMO) --html $(DEMO).html >/dev/null
+	@$(BIN)/rewrite diff $(DEMO) --html $(DEMO).html >$(DEMO).diff & drawing=$$!; \
+	generate="$(BIN)/rewrite generate $(DEMO) --max-new-tokens 64 --prompt"; echo "$$generate '$(PROMPT)'"; \
+	$$generate '$(PROMPT)' && wait $$drawing
 	@echo 'what the recipe changed, drawn: $(DEMO).html'
 
 lint: $(READY)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rewriter.common.errors import RewriterError
 from rewriter.ops import ACTIVATIONS, ExpertLayout, gated
+from rewriter.runtime.compiler_marks import not_compiled
 from rewriter.runtime.cuda_graph import host_waits
 from rewriter.runtime.products import product
 
@@ -59,7 +60,7 @@ def experts(
 _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-@torch.compiler.disable
+@not_compiled
 def _of_each_expert(
     x_ND: Tensor, index_NK: Tensor, weight_NK: Tensor, weights: _Weights, transposed: bool, gate: dict[str, Any]
 ) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime.replicas import Replicas
@@ -44,6 +43,8 @@ def sum_gradients(model: _Model) -> None:
     group = model.replicas.group
     if group is None or getattr(model, _SHARDED, False):
         return
+    from torch.distributed.fsdp import FSDPModule  # half a second, which a rank that does not train saves
+
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         if model.sequence is not None and model.sequence.ranks > 1:
             raise RewriterError(

@@ -279,10 +279,15 @@ def _import(path: Path) -> ModuleType:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters, which are made by torch.empty, on the meta device; constants, made from numbers, stay real."""
+    """Parameters, which are made by torch.empty, on the meta device; constants, made from numbers, stay real.
+
+    Nothing is initialised: random numbers on the meta device make torch import Dynamo, which takes a second.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
         if func is torch.empty and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)

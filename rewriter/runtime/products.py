@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._dynamo.backends.registry import lookup_backend
 
 from rewriter.kernels import accumulation_dtype
 
@@ -23,6 +22,8 @@ _LINEAR = (F.linear, torch._C._nn.linear)  # Dynamo names the second
 
 def with_reductions(backend: str) -> Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]:
     """The torch.compile backend `backend`, which is handed products of up to FEW_ROWS rows on the CPU as reductions."""
+    from torch._dynamo.backends.registry import lookup_backend  # Dynamo takes a second to import
+
     compile_graph = lookup_backend(backend)
 
     def compile_with_reductions(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

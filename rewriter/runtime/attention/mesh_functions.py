@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TypedDict, Unpack
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +12,7 @@ from rewriter.ops import MaskSpec, SequenceKind, SequencePlan
 from rewriter.runtime.attention.algorithms import register
 from rewriter.runtime.attention.mesh import AttentionMesh
 from rewriter.runtime.attention.sequence_op import sequence_attention
+from rewriter.runtime.compiler_marks import assume_constant_result
 from rewriter.runtime.process_groups import MadeOnce
 from rewriter.sequence.sequence_plan import KINDS
 
@@ -115,7 +115,7 @@ def _attend(
     return sequence_attention(q_BHSD, k_BKSD, v_BKSE, key, mask=mask, **rest)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _key(kind: SequenceKind, mesh: DeviceMesh, overlap: bool, quantized: str | None) -> str:
     """The registered key; when compiling, found once while tracing."""
     found = _attention_mesh(mesh)

@@ -11,7 +11,6 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
 from rewriter.runtime import exchange
+from rewriter.runtime.compiler_marks import assume_constant_result
 from rewriter.runtime.process_groups import MadeOnce, group_rank, group_size, new_groups
 
 
@@ -156,7 +156,7 @@ def topology_key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> 
     return _key(mesh_or_group)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
     """When compiling, called once while tracing."""
     topology = topology_of(mesh_or_group)
@@ -165,7 +165,7 @@ def _key(mesh_or_group: Topology | DeviceMesh | ProcessGroup | None) -> str:
     return key
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _key_of_group(name: str) -> str:
     """torch has no public function that finds a group by its name."""
     return _key(dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined, arg-type]
