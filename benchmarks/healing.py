@@ -2,13 +2,15 @@
 
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python benchmarks/healing.py models/smollm2 --recipe ladder-upper-half --tokens 24576
-    python benchmarks/healing.py models/smollm2 --rate 2e-4 --rate 5e-4 --rate 1e-3       # and learning rates
-    python benchmarks/healing.py models/smollm2 --way "all weights, fp32" --way defaults  # what the defaults are worth
-    python benchmarks/healing.py models/smollm2 --steps-only     # speed and memory of a distillation step
+    python benchmarks/healing.py models/smollm2 --rate 2e-4 --rate 5e-4 --rate 1e-3    # and learning rates
+    python benchmarks/healing.py models/smollm2 --way "annealed" --way "refitted first"    # and other methods
+    python benchmarks/healing.py models/smollm2 --tp 3 --recipe ladder-own-partial [--unpermuted]
+    python benchmarks/healing.py models/smollm2 --steps-only     # speed of a distillation step
+    python benchmarks/healing.py --page                          # docs/ADAPTATION.md from benchmarks/healing.json
 
 The data are what the original writes itself. Losses are measured on text that it writes with other seeds, or on --eval
 FILE ({"text": …} per line). Results are kept in build/healing, a JSON file each; what is there is not trained again,
-and what was interrupted goes on.
+and what was interrupted goes on. With --record they are added to benchmarks/healing.json, of which the page is made.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import healing_page
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,6 +38,7 @@ from rewriter.adapt import losses
 from rewriter.adapt.students import Batch, HuggingFaceModel
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
+from rewriter.recipes import Recipe
 
 WAYS: dict[str, list[str]] = {
     "defaults": [],
@@ -171,56 +176,93 @@ def _step(student: Any, teacher: Any, batch: Batch, bf16: bool) -> Any:
     return step
 
 
-def section(runs: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """The runs as a table of Markdown."""
-    lines = [
-        "| recipe | trained | tokens | original | rewritten | healed | of the gap | tokens/s | peak, GB |",
-        "| --- | --- | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for (recipe, way, _), run in runs.items():
-        original, before, after = (run["losses"][name] for name in ("original", "before", "after"))
-        cells = [f"`{recipe}`", way, f"{run['tokens']:,}", f"{original:.3f}", f"{before:.3f}", f"{after:.3f}"]
-        cells += [f"{(before - after) / (before - original):.0%}", f"{run['tokens_per_second']:.0f}"]
-        lines.append("| " + " | ".join([*cells, f"{run['peak_bytes'] / 1e9:.1f}"]) + " |")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Case:
+    """One run: `directory` is what the recipe wrote, and what is trained comes to `out`."""
+
+    recipe: str
+    way: str
+    options: tuple[str, ...]
+    tokens: int
+    tp: int | None
+    directory: Path
+    out: Path
+
+    def run(self, model: Path, evaluation: str) -> dict[str, Any]:
+        """What is recorded of it."""
+        found = trained(self.directory, self.out, self.tokens, list(self.options), evaluation)
+        assert found is not None  # nothing stops it
+        lines = (self.out / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        entries = [entry for line in lines if "divergence" in (entry := json.loads(line))]
+        return {
+            "model": model.name,
+            "recipe": self.recipe,
+            "way": self.way,
+            "tp": self.tp,
+            "tokens": found["tokens"],
+            "date": time.strftime("%Y-%m-%d"),
+            "losses": {name: found["losses"][name] for name in ("original", "before", "after")},
+            "tokens_per_second": round(found["tokens_per_second"]),
+            "peak_bytes": found["peak_bytes"],
+            "curve": [[entry["tokens"], round(entry["divergence"], 4)] for entry in entries],
+        }
+
+
+def cases(given: argparse.Namespace) -> Iterator[Case]:
+    """Every recipe at every number of tokens in every way."""
+    ways = {way: (WAYS | STAGES)[way] for way in given.way or ["defaults"]}
+    ways |= {f"rate {rate}": ["--set", f"learning_rate={rate}"] for rate in given.rate or []}
+    for recipe in given.recipe or ["ladder-upper-half"]:
+        name = Path(recipe).stem + ("-unpermuted" if given.unpermuted else "")
+        directory = given.build / name
+        if not directory.exists():
+            loaded = Recipe.load(recipe)
+            if given.unpermuted:
+                kept = tuple(p for p in loaded.passes if p.pass_name != "permute")
+                loaded = loaded.model_copy(update={"passes": kept})
+            convert(given.model, loaded, out=directory, tp=given.tp or 1, verify="none")
+        for tokens in given.tokens or [24_576]:
+            for way, options in ways.items():
+                out = given.build / f"{name}-{tokens}-{way.replace(' ', '-').replace(',', '')}"
+                yield Case(name, way, tuple(options), tokens, given.tp, directory, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--recipe", action="append")
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--recipe", action="append", help="a name, or a file")
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--way", action="append", choices=WAYS | STAGES)
     parser.add_argument("--rate", action="append", help="a learning rate, in place of the one that follows")
     parser.add_argument("--eval", default="self:16384")
     parser.add_argument("--tp", type=int, default=None, help="ranks of a recipe that is bound to them")
+    parser.add_argument("--unpermuted", action="store_true", help="leave heads and channels in their order")
     parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--ask", action="store_true", help="ask original, rewritten and healed model ten questions")
     parser.add_argument("--build", type=Path, default=Path("build/healing"))
-    asked = parser.parse_args()
-    asked.build.mkdir(parents=True, exist_ok=True)
-    runs = {}
-    for recipe in asked.recipe or ["ladder-upper-half"]:
-        directory = asked.build / recipe
-        if not directory.exists():
-            convert(asked.model, recipe, out=directory, tp=asked.tp, verify="none")
-        if asked.steps_only:
-            seconds = timed_steps(asked.model, directory, asked.repeats)
-            print(json.dumps({"recipe": recipe, "tokens": STEP[0] * STEP[1], **seconds}))
-            continue
-        ways = {way: (WAYS | STAGES)[way] for way in asked.way or ["defaults"]}
-        ways |= {f"rate {rate}": ["--set", f"learning_rate={rate}"] for rate in asked.rate or []}
-        for tokens in asked.tokens or [24_576]:
-            for way, options in ways.items():
-                out = asked.build / f"{recipe}-{tokens}-{way.replace(' ', '-').replace(',', '')}"
-                found = trained(directory, out, tokens, options, asked.eval)
-                assert found is not None  # nothing stops it
-                runs[recipe, way, tokens] = found
-                print(f"\n| question | original | {recipe}, {way}, {tokens:,} tokens |\n| --- | --- | --- |")
-                for row in zip(QUESTIONS, answers(asked.model), answers(out), strict=True):
-                    print("| " + " | ".join(" ".join(cell.split()) for cell in row) + " |")
-    if runs:
-        print(f"\n{section(runs)}")
+    parser.add_argument("--record", action="store_true", help="add what is found to benchmarks/healing.json")
+    parser.add_argument("--page", action="store_true", help="write docs/ADAPTATION.md, and do nothing else")
+    given = parser.parse_args()
+    if given.page:
+        healing_page.write()
+        return
+    if given.model is None:
+        parser.error("a model is needed: a checkpoint directory")
+    given.build.mkdir(parents=True, exist_ok=True)
+    for case in cases(given):
+        if given.steps_only:
+            seconds = timed_steps(given.model, case.directory, given.repeats)
+            found = {"model": given.model.name, "recipe": case.recipe, "tokens": STEP[0] * STEP[1], "seconds": seconds}
+            kind = "steps"
+        else:
+            found, kind = case.run(given.model, given.eval), "runs"
+            if given.ask:
+                asked = zip(QUESTIONS, *map(answers, (given.model, case.directory, case.out)), strict=True)
+                found["answers"] = [[" ".join(cell.split()) for cell in row] for row in asked]
+        print(json.dumps(found, ensure_ascii=False))
+        if given.record:
+            healing_page.add(kind, found)
 
 
 if __name__ == "__main__":

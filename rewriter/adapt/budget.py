@@ -26,7 +26,7 @@ _TOKENS = (24_576, 1_000_000, 33_000_000, 3_000_000_000)
 _STEP = (1_024, 4_096, 16_384, 131_072)
 _RATE = (2.8e-4, 1.5e-4, 5e-5, 2e-5)
 HIGHEST_RATE = 1e-3
-_WIDE_ENOUGH = 512  # for bf16 on a CPU: narrower matrices lose more in casts than their products gain
+WIDE_ENOUGH = 512  # for bf16 on a CPU: narrower matrices lose more in casts than their products gain
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Budget:
 
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The Trainer's settings, the warm-up apart, which depends on the steps that are done."""
-        wide = device.type == "cuda" or self.width >= _WIDE_ENOUGH
+        wide = device.type == "cuda" or self.width >= WIDE_ENOUGH
         return {
             "optim": "adamw_torch", "learning_rate": self.rate, "adam_beta2": 0.95,
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},

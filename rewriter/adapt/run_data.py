@@ -50,14 +50,17 @@ def read_data(
         )
     positions = context_length(opened.config)
     length = options.length or min(positions, LONGEST_ROW)
+    follows = options.length is None and options.budgeted  # the length, from the tokens of the run
+    if follows and options.tokens:
+        length = Budget(options.tokens).length(positions)
     if length > positions:
         raise RewriterError(f"--length {length}: the model has {positions} positions. Give fewer")
     progress("reading the data")
     how: dict[str, Any] = {"length": length, "packing": options.packing, "too_long": options.too_long}
     read = load_rows(data, tokenizer, **how)
-    if options.length is None and options.budgeted:
+    if follows and not options.tokens:
         shorter = Budget(tokens_of_run(options, read.counts.tokens)).length(positions)
-        if shorter != length:  # known only now
+        if shorter != length:  # how many tokens the data have is known only now
             length = how["length"] = shorter
             read = load_rows(data, tokenizer, **how)
     rows: Dataset = read

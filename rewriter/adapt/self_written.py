@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rewriter.adapt.quick_decoding import with_bf16_products, with_room
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
@@ -65,7 +66,7 @@ def self_written(
     missing = [number for number, part in enumerate(parts) if not part.is_file()]
     if missing:
         place.mkdir(parents=True, exist_ok=True)
-        model = frozen(load_model(source, device))
+        model = with_bf16_products(frozen(load_model(source, device)))
         at_once = parts_at_once(model, length)
         for done in range(0, len(missing), at_once):
             some = missing[done : done + at_once]
@@ -120,7 +121,8 @@ def write_together(model: Any, writers: list[_Writer], progress: Callable[[int],
         ids = torch.tensor([token for writer in writers for token in writer.tokens()], device=device)
         if step + 1 < length:
             output = model(input_ids=ids[:, None], past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits[:, -1].float()
+            cache = output.past_key_values if step else with_room(output.past_key_values, length)
+            logits = output.logits[:, -1].float()
             for writer, own in zip(writers, logits.split(STREAMS), strict=True):
                 writer.draw(own)
     return [writer.texts() for writer in writers]

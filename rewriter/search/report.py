@@ -19,11 +19,14 @@ from rewriter.search.losses import Rise
 from rewriter.search.result import Point, SearchResult
 
 COLUMNS = ("per token", "speedup", "rise in loss", "KL", "estimated", "held out")
+NARROW = COLUMNS[:3]  # of a terminal that leaves no room for the mix beside all of them
 LEGEND = (
     "Rise: of the loss on the calibration text, as a share of it, ± its standard error. KL: from the original, nats "
     "per token; estimated before it was measured. Held out: the rise on text that nothing was chosen by."
 )
+NARROW_LEGEND = "Rise: of the loss on the calibration text, as a share of it, ± its standard error."
 _HEIGHT, _NARROWEST, _WIDEST = 14, 40, 76
+_ROOM = 120  # characters of a line that all columns need
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class SearchReport:
         if found.modelled:
             yield Text("MODELLED: this fabric's figures are computed, not measured.", style="bold yellow")
         yield Text()
-        yield _table(found)
-        yield Text(LEGEND, style="dim")
+        wide = options.max_width >= _ROOM
+        yield _table(found, COLUMNS if wide else NARROW)
+        yield Text(LEGEND if wide else NARROW_LEGEND, style="dim")
         yield Text()
         yield Text(plot(found.points, found.chosen, min(max(options.max_width - 12, _NARROWEST), _WIDEST)))
         yield Text()
@@ -133,11 +137,11 @@ def rise_of(rise: Rise) -> str:
     return share(rise.relative) + (f" ± {share(rise.relative_error)}" if rise.error else "")
 
 
-def _table(found: SearchResult) -> Table:
-    table = plain_table(None, "mix", *COLUMNS, whole=("speedup", "rise in loss"))
+def _table(found: SearchResult, columns: Sequence[str]) -> Table:
+    table = plain_table(None, "mix", *columns, whole=columns)
     for point in found.front:
         style = "bold" if point.mix == found.chosen.mix else ""
-        table.add_row(named(point.mix), *cells(point).values(), style=style)
+        table.add_row(named(point.mix), *(cells(point)[name] for name in columns), style=style)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -15,17 +16,16 @@ Points = Sequence[tuple[float, float]]
 
 
 def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Points]) -> str:
-    """An SVG of `lines` by name, each of (x, y) in rising x. Both axes are linear; y is cut to what is drawn."""
+    """An SVG of `lines` by name, each of (x, y) in rising x above 0. The x axis is logarithmic; y begins at 0."""
     points = [point for line in lines.values() for point in line]
     if not points:
         raise ValueError(f"{title}: no points to draw")
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    if high == low:
-        low, high = low - 1, high + 1
+    left, right = (math.log10(bound(x for x, _ in points)) for bound in (min, max))
+    right = max(right, left + 0.1)
+    low, high = 0.0, max(max(y for _, y in points), 1e-9)
 
     def place(x: float, y: float) -> str:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
+        across = LEFT + (WIDTH - LEFT - RIGHT) * (math.log10(x) - left) / (right - left)
         return f"{across:.1f},{TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low):.1f}"
 
     parts = [
@@ -37,12 +37,14 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Point
         f'<text transform="translate(14 {HEIGHT - BOTTOM}) rotate(-90)">{escape(y_label)}</text>',
     ]
     for value in ticks(low, high):
-        x, y = place(0, value).split(",")
+        _, y = place(10**left, value).split(",")
+        x = str(LEFT)
         parts.append(f'<path d="M{x} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in ticks(0, right):
-        x, _ = place(value, low).split(",")
-        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+    for value in (n * 10**power for power in range(math.floor(left), math.ceil(right)) for n in (1, 2, 5)):
+        if left <= math.log10(value) <= right:
+            x, _ = place(value, low).split(",")
+            parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:,}</text>')
     for index, (name, line) in enumerate(lines.items()):
         colour = COLOURS[index % len(COLOURS)]
         dashes = ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
