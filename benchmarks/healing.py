@@ -49,7 +49,7 @@ WAYS: dict[str, list[str]] = {
 """What is compared, by the options that differ from the defaults; the speed of these is measured too."""
 STAGES: dict[str, list[str]] = {
     "refitted first": ["--refit", "8192"],
-    "annealed": ["--anneal", "12"],  # half of the steps of 24,576 tokens
+    "annealed": ["--anneal", "6"],  # half of the steps of 12,288 tokens
     "hidden states": ["--hidden-states", "0.3"],
     "cross entropy": ["--cross-entropy", "0.1"],
     "cross entropy alone": ["--method", "sft", "--train", "rewritten"],

@@ -141,7 +141,6 @@ class Options:
         return (
             ("--lora", self.lora, "adapters are on all linear layers"),
             ("--from-scratch", self.from_scratch, "random weights are all to be trained"),
-            ("--anneal", self.anneal, "an annealed run begins at the original wiring"),
             ("--tp or --sp", self.sharded, "the sharded module trains whole"),
             (f"--zero {self.zero}", self.fully_sharded, "its shards hold trained and frozen weights alike"),
             ("--ep", self.ep > 1, "the ranks that share experts train all of them"),
