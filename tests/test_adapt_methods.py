@@ -1,4 +1,4 @@
-"""The methods of `rewrite adapt`: distillation, adapters, a quantized base, annealing, from scratch, refitting."""
+"""The methods of `rewrite adapt`: distillation, adapters, a quantized base, annealing, from scratch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import pytest
 import torch
 from adapt_runs import run
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from rewriter.adapt import adapted_output, student_setup
-from rewriter.adapt.refit import RIDGE, refit
 from rewriter.adapt.run_log import read_metrics
-from rewriter.adapt.run_ranks import RunRanks
-from rewriter.tracing.meta_model import find_layers
 from rewriter.training.zero.frozen import FrozenLinear
 
 
@@ -99,55 +95,3 @@ def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:
     assert "original" not in report.losses
     assert abs(report.losses["before"] - math.log(264)) < 0.2
     assert report.losses["after"] < report.losses["before"] - 0.5
-
-
-@pytest.mark.parametrize(("recipe", "tp"), [("ladder", 1), ("desync-4x-sum", 2)])
-def test_refitted_layers_give_what_the_original_gives(recipe: str, tp: int, tmp_path: Path) -> None:
-    """By a pseudo-inverse over the same tokens: each layer's solution is the one of the normal equations."""
-    directory = adapted.directory(recipe, tp)
-    student = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
-    teacher = AutoModelForCausalLM.from_pretrained(adapted.root() / "llama", dtype=torch.float32)
-    ids = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(0))
-    batch = {
-        "input_ids": ids, "labels": ids, "segment_ids": torch.zeros_like(ids),
-        "position_ids": torch.arange(32).expand_as(ids),
-    }  # fmt: skip
-    before = {name: p.detach().clone() for name, p in student.named_parameters()}
-    seen: dict[str, torch.Tensor] = {}
-    # the last layer's output projection: its inputs are final when it is fitted
-    name = f"{find_layers(student)[0]}.3.mlp.down_proj"
-    for model, label in ((student, "z"), (teacher, "x")):
-        model.get_submodule(name).register_forward_hook(
-            lambda m, args, y, label=label: seen.update({label: args[0].flatten(0, 1), f"{label} out": y})
-        )
-
-    def error() -> float:
-        with torch.no_grad():
-            ours, theirs = (model(input_ids=ids, use_cache=False).logits for model in (student, teacher))
-        return float((ours - theirs).norm() / theirs.norm())
-
-    worse = error()
-    done = refit(student, teacher, [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8)], RunRanks())
-    assert done.tokens == 16 * 32
-    assert error() < 0.7 * worse
-    z, y = seen["z"].double(), seen["x out"].flatten(0, 1).double()
-    ridge = RIDGE * z.square().sum() / z.shape[1] * torch.eye(z.shape[1], dtype=torch.float64)
-    expected = torch.linalg.solve(z.T @ z + ridge, (y.T @ z + before[f"{name}.weight"].double() @ ridge).T).T
-    assert torch.allclose(student.get_submodule(name).weight.double(), expected, rtol=1e-3, atol=1e-4)
-    changed = {n for n, p in student.named_parameters() if not torch.equal(p, before[n])}
-    assert done.layers == len(changed)
-    first = {f"{find_layers(student)[0]}.0.self_attn.{n}_proj.weight" for n in "qkv"}
-    assert not changed & first, "what reads the embedding reads what it did"
-    assert all("proj" in n for n in changed)
-
-
-def test_a_run_that_is_refitted_says_so_and_starts_lower(tmp_path: Path) -> None:
-    report = run(tmp_path / "out", refit=400, method="distill")
-    assert report.losses["original"] < report.losses["before"] or report.losses["refitted"] != report.losses["before"]
-    assert report.adaptation["options"]["refit"] == 400
-    assert report.adaptation["tokens"] == 6 * 8 * adapted.LENGTH + 400
-    plain = run(tmp_path / "other", method="distill")
-    first = [read_metrics(tmp_path / name / "training")[0]["loss"] for name in ("out", "other")]
-    assert first[0] < 0.8 * first[1]
-    assert plain.losses["before"] == report.losses["before"]
-    assert "rewritten and refitted, before training" in (tmp_path / "out" / "README.md").read_text()

@@ -131,7 +131,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     torch.manual_seed(seed)  # adapters start at random, alike on all ranks
     run.progress("loading the model")
     kept = ranks.same(None if (last := checkpoints.last(run.place)) is None else str(last))
-    built = student_setup.student(run, resumed=kept is not None)
+    built = student_setup.student(run)
     theirs, facts = _measured_before(run, built)
     step = 0 if kept is None else checkpoints.step_of(kept)
     trunk = student_setup.trunk(built, theirs, run)
@@ -142,7 +142,7 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     run.progress("writing the result")
     adapted_output.merge(built)
     adapted_output.round_to(built.model.module, getattr(torch, run.opened.dtype))
-    losses: dict[str, float] = {name: facts[name] for name in ("original", "before", "refitted") if name in facts}
+    losses: dict[str, float] = {name: facts[name] for name in ("original", "before") if name in facts}
     losses["after"] = run.measured(built.model)
     adapted_output.collect(run, built)
     entry: AdaptationEntry = ranks.on_first(lambda: adapted_output.entry(run, losses))

@@ -101,7 +101,7 @@ def entry(run: Run, losses: dict[str, float]) -> AdaptationEntry:
         counts=data.counts,
         evaluation=data.evaluation,
         steps=sizes.steps,
-        tokens=sizes.steps * sizes.batch * data.length + options.refit,
+        tokens=sizes.steps * sizes.batch * data.length,
         rows_per_step=sizes.batch,
         length=data.length,
         settings={k: v for k, v in run.settings.items() if k not in (*FREE, "num_train_epochs")},

@@ -64,7 +64,6 @@ class Options:
     temperature: float = 1.0
     cross_entropy: float = 0.0
     hidden_states: float = 0.0
-    refit: int = 0
     anneal: int = 0
     anneal_order: AnnealOrder = "together"
     lora: int = 0
@@ -89,7 +88,7 @@ class Options:
         _one_of("--anneal-order", self.anneal_order, AnnealOrder)
         for name, value, least in (
             ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
-            ("--lora", self.lora, 0), ("--refit", self.refit, 0),
+            ("--lora", self.lora, 0),
             ("--length", self.length, 2), ("--tokens", self.tokens, 1), ("--cross-entropy", self.cross_entropy, 0),
             ("--hidden-states", self.hidden_states, 0),
         ):  # fmt: skip
@@ -183,19 +182,11 @@ class Options:
             )
         if self.from_scratch and self.lora:
             raise RewriterError("--from-scratch --lora: an adapter on random weights learns nothing. Leave out one")
-        for name, used, why in (
-            ("--from-scratch", self.from_scratch, "random weights have nothing to keep"),
-            ("--lora", self.lora, "adapters leave the weights as they are"),
-            ("--anneal", self.anneal, "an annealed run begins at the original, whose weights need no other inputs"),
-        ):
-            if used and self.refit:
-                raise RewriterError(f"--refit {self.refit} with {name}: {why}. Leave out one of the two")
 
     def _check_sharded(self) -> None:
         where = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}"
         for name, used, instead in (
             ("--lora", self.lora, "adapters are added to the Hugging Face model. Train on data-parallel ranks"),
-            ("--refit", self.refit, "weights are refitted whole. Refit on one device first, and train the result"),
             ("--anneal", self.anneal, "the sharded module computes the recipe as it is. Anneal on data-parallel ranks"),
             ("--hidden-states", self.hidden_states, "the sharded module does not return them. Distill on logits alone"),
         ):

@@ -18,10 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from rewriter.adapt import teacher as teachers
 from rewriter.adapt.isolation import isolates_segments
-from rewriter.adapt.job import remember
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
-from rewriter.adapt.refit import refit_to_original
 from rewriter.adapt.run import Run
 from rewriter.adapt.students import HuggingFaceModel, Model, ShardedModel, base_of
 from rewriter.adapt.trunk import Trunk, freeze_unchanged, share_frozen, trunk_of
@@ -112,8 +110,8 @@ def _random_weights(source: Path, seed: int) -> None:
     write_model(model, model.state_dict(), like, source / "fresh", source)
 
 
-def student(run: Run, resumed: bool) -> Student:
-    """The model to train, from the weights in `run.source`, refitted unless the run was `resumed`. Every rank calls it.
+def student(run: Run) -> Student:
+    """The model to train, from the weights in `run.source`. Every rank calls it.
 
     Raises RewriterError for options that the directory or the ranks cannot serve.
     """
@@ -124,7 +122,7 @@ def student(run: Run, resumed: bool) -> Student:
         if options.zero == "3":
             shard_parameters(sharded, param_dtype=torch.bfloat16 if run.bf16 else None)
         return Student(ShardedModel(sharded), run.ranks.rank % options.tp, program)
-    built = _hugging_face_student(run, resumed)
+    built = _hugging_face_student(run)
     if options.packing and not isolates_segments(built.model.module):
         raise RewriterError(
             f"{run.opened.manifest.source.model_type}: in transformers, tokens of a packed row see those of other "
@@ -141,14 +139,11 @@ def _runtime(run: Run, program: Program, name: str) -> RuntimeModel:
     return module
 
 
-def _hugging_face_student(run: Run, resumed: bool) -> Student:
+def _hugging_face_student(run: Run) -> Student:
     opened, options, ranks = run.opened, run.options, run.ranks
     place, remote = run.place / "student", opened.manifest.adapted.modeling is not None
     ranks.on_first(lambda: _write_student(run, place))
     module = teachers.load_model(place, run.device, remote)
-    if options.refit and not resumed:
-        losses = refit_to_original(run, module)
-        ranks.on_first(lambda: remember(run.place, **losses))
     if options.train == "rewritten":
         freeze_unchanged(module)
     if options.lora:

@@ -20,7 +20,6 @@ def adapt(
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
     hidden_states: options.HiddenStates = 0.0,
-    refit: options.Refit = 0,
     anneal: options.Anneal = 0,
     anneal_order: options.AnnealOrder = "together",
     lora: options.Lora = 0,

@@ -220,9 +220,6 @@ Train = Annotated[
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
 HiddenStates = Annotated[float, typer.Option(help="distill: weight of the distance behind every layer in the sum.")]
-Refit = Annotated[
-    int, typer.Option(metavar="N", help="First fit linear layers to the original's by regression on N tokens.")
-]
 Anneal = Annotated[
     int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
 ]

@@ -262,7 +262,6 @@ def _adaptation(done: AdaptationEntry) -> str:
 _LOSSES = {
     "original": "the original model",
     "before": "rewritten, before training",
-    "refitted": "rewritten and refitted, before training",
     "after": "after training, as stored",
 }
 

@@ -165,8 +165,8 @@ class AdaptationEntry(_Part):
 
     `data` and `evaluation` say in words what was read; `counts` what became of the examples. `losses` are the mean
     cross entropies in nats per target on the evaluation rows, by name: "original" (the teacher, untrained), "before"
-    (rewritten, untrained), "refitted" (where weights were refitted first), "after" (as stored). `settings` are those of
-    the Trainer, `steps` and `tokens` what was done, in `seconds` on `ranks` (processes by axis).
+    (rewritten, untrained), "after" (as stored). `settings` are those of the Trainer, `steps` and `tokens` what was
+    done, in `seconds` on `ranks` (processes by axis).
     """
 
     method: str
