@@ -220,7 +220,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"tp": 2, "anneal": 4}, r"--anneal with --tp 2"),
         ({"tp": 2, "zero": "1"}, r"--zero 1 with --tp 2: .*Use --zero 3"),
         ({"method": "distil"}, r"--method distil: expected sft, distill"),
-        ({"method": "sft", "hidden_states": 1.0}, r"--hidden-states 1.0 is a part of the distillation loss"),
+        ({"method": "sft", "cross_entropy": 1.0}, r"--cross-entropy 1.0 is a part of the distillation loss"),
         ({"method": "distill", "from_scratch": True}, r"--from-scratch --method distill"),
         ({"length": 1}, r"--length 1: expected 2 or more"),
         ({"sp": 2, "settings": {"gradient_checkpointing": True}}, r"--set gradient_checkpointing with --sp 2"),

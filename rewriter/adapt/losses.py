@@ -1,4 +1,4 @@
-"""What is minimised: cross entropy, divergence from the teacher's predictions, distance from its hidden states.
+"""What is minimised: cross entropy, and divergence from the teacher's predictions.
 
 Every function returns a sum over this rank's targets. The loss of a step is the sum over all ranks and backward passes
 by the number of their targets: a rank's part is its own sum over that number, times the data-parallel replicas, over
@@ -100,16 +100,3 @@ class _SumOfChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, None, None, None, *(saved * gradient for saved in ctx.saved_tensors)
-
-
-def hidden_distance(student: Sequence[Tensor], teacher: Sequence[Tensor], targets_Bn: Tensor) -> Tensor:
-    """The sum over positions that have a target of the mean over layers of |s − t|² / |t|², fp32.
-
-    `student` and `teacher` are the residual stream [B, n, D] behind each layer.
-    """
-    chosen = targets_Bn.flatten() != IGNORED
-    total = student[0].new_zeros((), dtype=torch.float32)
-    for own, theirs in zip(student, teacher, strict=True):
-        s, t = (x.flatten(0, 1)[chosen].float() for x in (own, theirs))
-        total = total + ((s - t).square().sum(-1) / t.square().sum(-1).clamp_min(1e-6)).sum()
-    return total / len(student)

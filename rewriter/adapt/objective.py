@@ -25,27 +25,22 @@ def loss_of(run: Run, theirs: Model | None, trunk: Trunk | None = None) -> Loss:
 
     def supervised(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         with autocast():
-            computed = student(batch, module=module)
+            computed = student(batch, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         return {"loss": losses.cross_entropy(computed, targets)}
 
     def distilled(student: Model, batch: Batch, module: nn.Module) -> dict[str, Tensor]:
         assert theirs is not None
-        hidden = options.hidden_states > 0
-        kept = contextlib.nullcontext() if trunk is None else trunk.kept(every=hidden)
-        with torch.no_grad(), autocast(), kept:
-            taught = theirs(batch, hidden)
+        with torch.no_grad(), autocast(), contextlib.nullcontext() if trunk is None else trunk.kept():
+            taught = theirs(batch)
         with autocast(), contextlib.nullcontext() if trunk is None else trunk.given():
-            computed = student(batch, hidden, module)
+            computed = student(batch, module)
         targets = losses.own_targets(batch["labels"], computed.indices)
         kl = losses.divergence(computed, taught, targets, options.temperature)
         sums = {"loss": kl, "divergence": kl}
         if options.cross_entropy:
             ce = losses.cross_entropy(computed, targets)
-            sums |= {"loss": sums["loss"] + options.cross_entropy * ce, "cross_entropy": ce}
-        if hidden:
-            distance = losses.hidden_distance(computed.hidden, taught.hidden, targets)
-            sums |= {"loss": sums["loss"] + options.hidden_states * distance, "hidden_distance": distance}
+            sums |= {"loss": kl + options.cross_entropy * ce, "cross_entropy": ce}
         return sums
 
     return supervised if options.method == "sft" else distilled

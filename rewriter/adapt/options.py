@@ -63,7 +63,6 @@ class Options:
     train: Train | None = None
     temperature: float = 1.0
     cross_entropy: float = 0.0
-    hidden_states: float = 0.0
     anneal: int = 0
     anneal_order: AnnealOrder = "together"
     lora: int = 0
@@ -90,7 +89,6 @@ class Options:
             ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
             ("--lora", self.lora, 0),
             ("--length", self.length, 2), ("--tokens", self.tokens, 1), ("--cross-entropy", self.cross_entropy, 0),
-            ("--hidden-states", self.hidden_states, 0),
         ):  # fmt: skip
             if value is not None and not value >= least:
                 raise RewriterError(f"{name} {value}: expected {least} or more")
@@ -172,9 +170,10 @@ class Options:
 
     def _check_method(self) -> None:
         distills = self.method == "distill"
-        for name, used in (("--hidden-states", self.hidden_states), ("--cross-entropy", self.cross_entropy)):
-            if used and self.method == "sft":
-                raise RewriterError(f"{name} {used} is a part of the distillation loss. Add --method distill")
+        if self.cross_entropy and self.method == "sft":
+            raise RewriterError(
+                f"--cross-entropy {self.cross_entropy} is a part of the distillation loss. Add --method distill"
+            )
         if distills and self.from_scratch:
             raise RewriterError(
                 "--from-scratch --method distill: the teacher is the same weights under the original wiring, and those "
@@ -188,7 +187,6 @@ class Options:
         for name, used, instead in (
             ("--lora", self.lora, "adapters are added to the Hugging Face model. Train on data-parallel ranks"),
             ("--anneal", self.anneal, "the sharded module computes the recipe as it is. Anneal on data-parallel ranks"),
-            ("--hidden-states", self.hidden_states, "the sharded module does not return them. Distill on logits alone"),
         ):
             if used:
                 raise RewriterError(f"{name} with {where}: {instead}")

@@ -32,11 +32,10 @@ class Head(Protocol):
 class Computed:
     """What a model makes of the n tokens of each row that this rank holds. `indices`: their places in the row.
     `states` [B, n, D] are the last ones, of which `head` makes logits, as many at a time as there is memory for;
-    without a head, they are the logits [B, n, V]. `hidden` [B, n, D]: the stream behind layers."""
+    without a head, they are the logits [B, n, V]."""
 
     states: Tensor
     indices: Tensor
-    hidden: tuple[Tensor, ...] = ()
     head: Head | None = None
 
     def width(self) -> int:
@@ -58,7 +57,7 @@ class Model(Protocol):
     module: nn.Module
     group: ProcessGroup | None
 
-    def __call__(self, batch: Batch, hidden: bool = False, module: nn.Module | None = None) -> Computed:
+    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
         """Compute a batch, with `module` in place of `self.module` where a trainer has wrapped that."""
         ...
 
@@ -76,21 +75,19 @@ class HuggingFaceModel:
         self._takes_positions = "position_ids" in inspect.signature(type(base_of(module)).forward).parameters
         self._apart: bool | None = None  # whether the head can be computed apart from the body; asked once
 
-    def __call__(self, batch: Batch, hidden: bool = False, module: nn.Module | None = None) -> Computed:
+    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
         ids = batch["input_ids"]
-        given = {"input_ids": ids, "use_cache": False, "output_hidden_states": hidden}
+        given = {"input_ids": ids, "use_cache": False}
         # without a mask, transformers tells packed sequences by positions that begin anew
         given |= {"position_ids": batch["position_ids"]} if self._takes_positions else {}
         indices = torch.arange(ids.shape[1], device=ids.device)
         if self._apart is None:
             self._apart = head_is_apart(self.module)
         if not self._apart:
-            output = (module or self.module)(**given)
-            return Computed(output.logits, indices, tuple(output.hidden_states[1:]) if hidden else ())
+            return Computed((module or self.module)(**given).logits, indices)
         base = base_of(self.module)
         output = base.base_model(**given)
-        states = tuple(output.hidden_states[1:]) if hidden else ()
-        return Computed(output.last_hidden_state, indices, states, Rest(base, output))
+        return Computed(output.last_hidden_state, indices, Rest(base, output))
 
 
 class Rest:
@@ -156,7 +153,7 @@ class ShardedModel:
         self.module: nn.Module = module
         self.group = module.replicas.group
 
-    def __call__(self, batch: Batch, hidden: bool = False, module: nn.Module | None = None) -> Computed:
+    def __call__(self, batch: Batch, module: nn.Module | None = None) -> Computed:
         context = Context(segment_ids=batch["segment_ids"])
         output = (module or self.module)(batch["input_ids"], ctx=context, gather=False)
         assert isinstance(output, LocalLogits)

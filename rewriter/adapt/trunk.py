@@ -55,45 +55,34 @@ class Trunk:
     forward of the student takes it in their place."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module, depth: int) -> None:
-        self.own, self.theirs = _layers(student)[:depth], _layers(teacher)[:depth]
-        self._outputs: list[Any] = []
+        self.own, self.last = _layers(student)[:depth], _layers(teacher)[depth - 1]
+        self._output: Any = None
 
     @contextlib.contextmanager
-    def kept(self, every: bool = False) -> Iterator[None]:
-        """Keep the output of the last layer, or of `every` one."""
-        self._outputs = [None] * len(self.theirs)
-        chosen = range(len(self.theirs)) if every else range(len(self.theirs) - 1, len(self.theirs))
+    def kept(self) -> Iterator[None]:
+        """Keep the output of the last layer."""
 
-        def keep(index: int) -> Any:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                self._outputs[index] = output
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._output = output
 
-            return hook
-
-        hooks = [self.theirs[index].register_forward_hook(keep(index)) for index in chosen]
+        hook = self.last.register_forward_hook(keep)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
-        """Give what was kept: a layer whose output was not hands on the last one's, which nothing below it reads."""
-        last = self._outputs[-1]
-
-        def instead(index: int) -> Any:
-            kept = self._outputs[index]
-            return lambda *args, **kwargs: last if kept is None else kept
-
-        for index, layer in enumerate(self.own):
-            layer.__dict__["forward"] = instead(index)
+        """Give what was kept, by every layer: nothing below the last one reads it."""
+        output = self._output
+        for layer in self.own:
+            layer.__dict__["forward"] = lambda *args, **kwargs: output
         try:
             yield
         finally:
             for layer in self.own:
                 del layer.__dict__["forward"]
-            self._outputs = []
+            self._output = None
 
 
 @torch.no_grad()

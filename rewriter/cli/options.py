@@ -219,7 +219,6 @@ Train = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
-HiddenStates = Annotated[float, typer.Option(help="distill: weight of the distance behind every layer in the sum.")]
 Anneal = Annotated[
     int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
 ]
