@@ -108,32 +108,20 @@ def test_the_annealed_file_is_formatted_and_checked(tmp_path: Path) -> None:
 # --- the schedule ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["together", "first-to-last", "last-to-first"])
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (7, 3), (10, 4), (3, 8), (1000, 6)])
-def test_every_layer_rises_from_0_to_exactly_1(order: Any, steps: int, count: int) -> None:
-    schedule = Annealing(steps, tuple(range(2, 2 + count)), order)
-    assert set(schedule.at(0).values()) == {0.0}
+def test_every_layer_rises_from_0_to_exactly_1(steps: int, count: int) -> None:
+    schedule = Annealing(steps, tuple(range(2, 2 + count)))
+    assert 0.0 < schedule.at(0)[2] == 1 / (steps + 1)
     for step in (steps, steps + 1, 10 * steps):
         assert schedule.at(step) == dict.fromkeys(range(2, 2 + count), 1.0)
     values = [schedule.at(step) for step in range(steps + 1)]
     for earlier, later in itertools.pairwise(values):
         assert all(0.0 <= earlier[layer] <= later[layer] for layer in earlier)
-        assert sum(later.values()) - sum(earlier.values()) == pytest.approx(count / steps)
-
-
-def test_layers_rise_together_or_one_after_the_other() -> None:
-    assert Annealing(8, (1, 3)).at(2) == {1: 0.25, 3: 0.25}
-    assert Annealing(8, (3, 1), "first-to-last").at(5) == {1: 1.0, 3: 0.25}
-    assert Annealing(8, (1, 3), "last-to-first").at(5) == {3: 1.0, 1: 0.25}
+        assert sum(later.values()) - sum(earlier.values()) == pytest.approx(count / (steps + 1))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0, "layers": (1,)}, "steps=0"),
-        ({"steps": 1, "layers": ()}, "no layer"),
-        ({"steps": 1, "layers": (1,), "order": "random"}, "order='random': expected one of together"),
-    ],
+    ("options", "message"), [({"steps": 0, "layers": (1,)}, "steps=0"), ({"steps": 1, "layers": ()}, "no layer")]
 )
 def test_a_schedule_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewriterError, match=message):

@@ -169,7 +169,7 @@ def _callbacks(run: Run, built: student_setup.Student, step: int) -> list[Traine
     """What watches a training that begins at `step`, besides its `Metrics`."""
     callbacks = tensorboard(run.place, step) if run.ranks.first else []
     if built.annealed:
-        module, options = built.model.module, run.options
-        annealing = Annealing(options.anneal, tuple(annealed_layers(module)), options.anneal_order)
+        module = built.model.module
+        annealing = Annealing(run.annealing_steps, tuple(annealed_layers(module)))
         callbacks.append(AnnealingCallback(module, annealing))
     return callbacks

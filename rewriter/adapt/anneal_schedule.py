@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
-from rewriter.adapt.options import AnnealOrder
 from rewriter.common.errors import RewriterError
 
 
 @dataclass(frozen=True)
 class Annealing:
-    """λ of every annealed layer at every step: 0 at step 0, exactly 1 from step `steps` on, rising linearly between.
+    """λ of every annealed layer at every step: exactly 1 from step `steps` on, rising linearly until then. It is above 0
+    at step 0: there nothing differs from the original, and nothing would be learnt.
 
-    `order` "together": all layers rise over all steps. "first-to-last", "last-to-first": one layer after another, each
-    over an equal share of the steps. `layers` are indices of decoder layers (`annealed_layers`).
-
-    Raises RewriterError when `steps` is not positive, there are no layers, or an order is unknown.
+    `layers` are indices of decoder layers (`annealed_layers`). Raises RewriterError when `steps` is not positive, or
+    there are no layers.
     """
 
     steps: int
     layers: tuple[int, ...]
-    order: AnnealOrder = "together"
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -38,33 +35,17 @@ class Annealing:
             )
         if not self.layers:
             raise RewriterError("annealing: no layer of the model anneals")
-        if self.order not in get_args(AnnealOrder):
-            raise RewriterError(f"annealing: order={self.order!r}: expected one of {', '.join(get_args(AnnealOrder))}")
 
     def at(self, step: int) -> dict[int, float]:
         """λ by layer while step `step` is taken, counting optimizer steps from 0."""
-        if self.order == "together":
-            return dict.fromkeys(self.layers, min(step / self.steps, 1.0))
-        count, ordered = len(self.layers), sorted(self.layers, reverse=self.order == "last-to-first")
-        # whole numbers up to the division: the last layer ends at 1 exactly
-        risen = [(step * count - k * self.steps) / self.steps for k in range(count)]
-        return {layer: min(max(value, 0.0), 1.0) for layer, value in zip(ordered, risen, strict=True)}
+        return dict.fromkeys(self.layers, min((step + 1) / (self.steps + 1), 1.0))
 
 
 def annealed_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The layers of `model` that anneal, by their index among the decoder layers; adapters around it do not matter.
-
-    Raises RewriterError when there are none.
-    """
-    layers = {
+    """The layers of `model` that anneal, by their index among the decoder layers; adapters around it do not matter."""
+    return {
         int(name.rpartition(".")[2]): module for name, module in model.named_modules() if hasattr(module, "annealing")
     }
-    if not layers:
-        raise RewriterError(
-            f"annealing: no layer of {type(model).__name__} has the attribute `annealing`. Load the model that "
-            "rewriter.emit.annealed.write_annealed wrote"
-        )
-    return layers
 
 
 def set_annealing(model: nn.Module, values: Mapping[int, float]) -> None:

@@ -17,7 +17,6 @@ Zero = Literal["1", "2", "3", "plus-plus", "node-local"]
 ExpertOrder = Literal["D+E", "E+D"]
 TooLong = Literal["truncate", "split", "refuse"]
 Train = Literal["all", "rewritten"]
-AnnealOrder = Literal["together", "first-to-last", "last-to-first"]
 
 _SETTINGS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "seed",
@@ -63,8 +62,7 @@ class Options:
     train: Train | None = None
     temperature: float = 1.0
     cross_entropy: float = 0.0
-    anneal: int = 0
-    anneal_order: AnnealOrder = "together"
+    anneal: int | None = None
     lora: int = 0
     base: str | None = None
     zero: Zero | None = None
@@ -84,7 +82,6 @@ class Options:
         _one_of("--zero", self.zero, Zero, optional=True)
         _one_of("--ep-order", self.ep_order, ExpertOrder)
         _one_of("--too-long", self.too_long, TooLong, optional=True)
-        _one_of("--anneal-order", self.anneal_order, AnnealOrder)
         for name, value, least in (
             ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
             ("--lora", self.lora, 0),
@@ -103,6 +100,12 @@ class Options:
         method = self.method or ("distill" if distills else "sft")
         apart = method == "distill" and not any(used for _, used, _ in self._trained_whole())
         return replace(self, method=method, train=self.train or ("rewritten" if apart else "all"))
+
+    @property
+    def anneals(self) -> bool:
+        """Whether a run goes from the original wiring to the recipe's. Without a word of it, where what is rewritten
+        is trained apart."""
+        return self.train == "rewritten" if self.anneal is None else self.anneal > 0
 
     @property
     def budgeted(self) -> bool:

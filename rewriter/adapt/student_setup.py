@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from rewriter.adapt import teacher as teachers
+from rewriter.adapt.anneal_schedule import annealed_layers
 from rewriter.adapt.isolation import isolates_segments
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
@@ -148,7 +149,7 @@ def _hugging_face_student(run: Run) -> Student:
         freeze_unchanged(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
-    built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
+    built = Student(HuggingFaceModel(module, ranks.group), annealed=bool(annealed_layers(module)))
     if options.base is not None:
         quantize_frozen(module, options.base)
         cpu = torch.device("cpu")
@@ -208,11 +209,7 @@ def _write_student(run: Run, place: Path) -> None:
         return
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if run.options.anneal:
-        from rewriter.emit.annealed import write_annealed
-
-        write_annealed(rewritten(run.opened, run.source), run.source, partial)
-    else:
+    if not (run.annealing_steps and _wrote_annealed(run, partial)):
         partial.mkdir()
         for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
             (partial / file.name).write_bytes(file.read_bytes())
@@ -220,6 +217,19 @@ def _write_student(run: Run, place: Path) -> None:
             if file.name != "config.json" and file.is_file():
                 (partial / file.name).symlink_to(file.resolve())
     partial.rename(place)
+
+
+def _wrote_annealed(run: Run, place: Path) -> bool:
+    """Write the annealed student; False where layers cannot anneal, and nobody asked for it."""
+    from rewriter.emit.annealed import write_annealed
+
+    try:
+        write_annealed(rewritten(run.opened, run.source), run.source, place)
+    except RewriterError:
+        if run.options.anneal is not None:
+            raise
+        return False
+    return True
 
 
 def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:
