@@ -18,8 +18,9 @@ from rewriter.common.errors import RewriterError
 
 @dataclass(frozen=True)
 class Annealing:
-    """λ of every annealed layer at every step: exactly 1 from step `steps` on, rising linearly until then. It is above 0
-    at step 0: there nothing differs from the original, and nothing would be learnt.
+    """λ of every annealed layer at every step: exactly 1 from step `steps` on, rising linearly until then.
+
+    It is above 0 at step 0: at 0 nothing differs from the original, and nothing would be learnt.
 
     `layers` are indices of decoder layers (`annealed_layers`). Raises RewriterError when `steps` is not positive, or
     there are no layers.
