@@ -70,7 +70,7 @@ def reason(printed: str) -> str:
 
 
 def interpreter(version: str) -> Path | None:
-    """A Python of this version that runs: a name on the path may be a version manager's stub for one that is not there."""
+    """A Python of this version that runs. A name on the path may be a version manager's stub for one that is absent."""
     found = shutil.which(f"python{version}")
     if found is None:
         return None
@@ -92,7 +92,7 @@ def wheel(scratch: Path) -> Path:
 
 
 class Environments:
-    """One environment at a time, of one Python and one torch. Other versions of transformers replace each other in it."""
+    """One environment at a time, of one Python and one torch, in which versions of transformers replace each other."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.package = scratch, wheel(scratch)
@@ -139,9 +139,12 @@ def tried(cell: Cell, environments: Environments, base: Path | None) -> Result:
 
 
 def commit() -> str:
-    """The commit that is tested, in short, with a plus where files of it are changed."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    """The commit that is tested, in short, with a plus where files that are tested differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False)
+    files = ["rewriter", "pyproject.toml", *table.SMOKE]
+    same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *files], capture_output=True, check=False)
+    return (head.stdout.strip() or "unknown") + "+" * (same.returncode == 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
