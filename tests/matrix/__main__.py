@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,14 @@ def reason(printed: str) -> str:
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     told = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "ERROR: "))]
     return "; ".join(line.replace(str(ROOT), ".")[:160] for line in (told or lines[-1:])[:3])
+
+
+def passed(printed: str) -> int:
+    """How many tests passed, by pytest's closing line. Raises Failed where some were left out."""
+    [line] = re.findall(r"^[\d ,a-z]*\d+ passed.* in .*", printed, re.MULTILINE)
+    if left_out := re.search(r"\d+ (skipped|xfailed)", line):
+        raise Failed(f"{left_out[0]}: {line}")
+    return int(re.search(r"(\d+) passed", line)[1])
 
 
 def interpreter(version: str) -> Path | None:
@@ -132,7 +141,8 @@ def tried(cell: Cell, environments: Environments, base: Path | None) -> Result:
         begun = time.monotonic()
         tests = [ROOT / name for name in table.SMOKE]
         pytest = [environments.python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-        print(ran([*pytest, "--rootdir", ROOT, *tests], folder, TMPDIR=str(folder)).splitlines()[-1], flush=True)
+        printed = ran([*pytest, "--rootdir", ROOT, *tests], folder, TMPDIR=str(folder))
+        result["tests"] = passed(printed)
     except Failed as error:
         result |= {"outcome": "red", "why": str(error)}
     return result | {"seconds": round(time.monotonic() - begun, 1)}
@@ -173,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{cell.name} …", flush=True)
             result = tried(cell, environments, bases[cell.python])
             table.keep(cell.name, result)
-            print(f"{cell.name}: {result['outcome']} {result['seconds']:.0f} s {result.get('why', '')}", flush=True)
+            told = result.get("why") or f"{result['tests']} tests passed"
+            print(f"{cell.name}: {result['outcome']}, {result['seconds']:.0f} s: {told}", flush=True)
     found = table.results()
     return int(any(found[cell.name]["outcome"] == "red" for cell in chosen))
 

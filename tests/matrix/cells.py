@@ -21,7 +21,8 @@ SMOKE = ("tests/test_smoke.py", "tests/test_zero_stages.py", "tests/test_runtime
 """What runs in each cell, but for the tests marked slow."""
 
 Result = dict[str, Any]
-"""outcome: "green", "red" or "absent"; why (unless green), date, commit, source, seconds, and the `versions` found."""
+"""outcome: "green", "red" or "absent"; why (unless green), date, commit, source, seconds, the number of `tests` that
+passed, and the `versions` found."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,10 @@ def _row(torch: str, known: dict[str, Result]) -> str:
 def _run(cell: Cell, result: Result) -> str:
     versions = {"python": cell.python, "torch": cell.torch, "transformers": cell.transformers, **result["versions"]}
     named = [versions.get(name, "") for name in ("python", "torch", "transformers", "numpy")]
-    outcome = "passed" if result["outcome"] == "green" else f"{result['outcome']}: {result['why']}".replace("|", "\\|")
+    outcome = (
+        f"{result['tests']} passed"
+        if result["outcome"] == "green"
+        else f"{result['outcome']}: {result['why']}".replace("|", "\\|")
+    )
     words = [*named, result["date"], result["commit"], f"{result['seconds']:.0f}", outcome]
     return f"| {' | '.join(words)} |"
