@@ -148,10 +148,8 @@ def _row(torch: str, known: dict[str, Result]) -> str:
 def _run(cell: Cell, result: Result) -> str:
     versions = {"python": cell.python, "torch": cell.torch, "transformers": cell.transformers, **result["versions"]}
     named = [versions.get(name, "") for name in ("python", "torch", "transformers", "numpy")]
-    outcome = (
-        f"{result['tests']} passed"
-        if result["outcome"] == "green"
-        else f"{result['outcome']}: {result['why']}".replace("|", "\\|")
-    )
+    outcome = f"{result['outcome']}: {result.get('why')}".replace("|", "\\|")
+    if result["outcome"] == "green":
+        outcome = f"{result['tests']} tests passed"
     words = [*named, result["date"], result["commit"], f"{result['seconds']:.0f}", outcome]
     return f"| {' | '.join(words)} |"
