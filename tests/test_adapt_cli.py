@@ -106,6 +106,6 @@ def test_ranks_leave_their_group_before_they_end(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     words = command(adapted.directory("ladder", 2), tmp_path / "two", "--tp", "2", "--json")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(tmp_path / "rank.py"), *words], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*torchrun, str(tmp_path / "rank.py"), *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("left [2] False") == 2, done.stderr

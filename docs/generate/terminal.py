@@ -56,7 +56,8 @@ def picture(said: list[tuple[str, str]]) -> str:
         svg = console.export_svg(title="rewriter", unique_id="terminal")
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: (Fira Code|arial)[^;]*;", f"font-family: {FONT};", svg)
-    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)  # some renderers drop the spaces that a text begins with
+    # Some renderers drop the spaces that a text begins with.
+    svg = svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
