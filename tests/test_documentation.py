@@ -157,7 +157,7 @@ def test_the_terminal_shows_what_the_commands_print() -> None:
 
 def without_decimals(picture: str) -> tuple[str, list[float]]:
     """The words of a picture, and the numbers with a fraction or an exponent among them."""
-    text = " ".join(re.findall(r"<text [^>]*>([^<]*)</text>", picture)).replace("&#160;", " ")
+    text = " ".join(re.findall(r"<text\b[^>]*>([^<]*)</text>", picture)).replace("&#160;", " ")
     number = r"\b\d+\.\d+(?:e-\d+)?\b|\b\d+e-\d+\b"
     return re.sub(rf"({number})\s*", "# ", text), [float(found) for found in re.findall(number, text)]
 
