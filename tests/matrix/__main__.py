@@ -67,7 +67,7 @@ def reason(printed: str) -> str:
     """The lines of pip or pytest that say what failed."""
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     told = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "ERROR: "))]
-    return "; ".join(line.replace(str(ROOT), ".")[:160] for line in (told or lines[-1:])[:3])
+    return "; ".join(re.sub(r"\S*/(?=tests/)", "", line)[:160] for line in (told or lines[-1:])[:3])
 
 
 def passed(printed: str) -> int:
