@@ -101,9 +101,8 @@ def test_a_test_that_was_left_out_is_no_pass() -> None:
 
 
 def test_the_reason_is_what_pytest_or_pip_says() -> None:
-    assert (
-        command.reason("a\nFAILED tests/a.py::b - assert\nFAILED c\nnoise") == "FAILED tests/a.py::b - assert; FAILED c"
-    )
+    printed = "a\nFAILED ../../there/tests/a.py::b - assert\nFAILED c\nnoise"
+    assert command.reason(printed) == "FAILED tests/a.py::b - assert; FAILED c"
     assert command.reason("ERROR: No matching distribution\nend") == "ERROR: No matching distribution"
     assert command.reason("first\nlast") == "last"
 
