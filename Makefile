@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 DEMO   := build/demo
 PROMPT := def read_lines(path):
 
-.PHONY: venv demo test test-all soak lint format typecheck docs package serving-venv test-serving clean
+.PHONY: venv demo test test-all soak matrix lint format typecheck docs package serving-venv test-serving clean
 
 venv: $(READY)
 
@@ -54,6 +54,11 @@ test-all: lint typecheck
 HOURS ?= 1
 soak: $(READY)
 	@PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m soak --hours $(HOURS)
+
+# The smoke tests with many versions of torch, transformers and Python; writes docs/reference/versions.md. Hours.
+ARGS ?=
+matrix: $(READY)
+	@PYTHONPATH=tests $(BIN)/python -m matrix $(ARGS)
 
 # The documentation as a site, build/site/index.html; installs the extra `docs` first. A dead link or anchor is an error:
 # `--strict` counts warnings, which `--quiet` would hide from it.

@@ -1,16 +1,26 @@
-"""The GitHub Action: its scripts run with hostile inputs, and upload what they wrote."""
+"""The GitHub Action, step by step as its file says: on the model that ships, with faults, and with hostile inputs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import yaml
+from action_runner import Runner, StepFailed, installed
+from transformers import AutoModelForCausalLM
 
-ACTION: dict[str, Any] = yaml.safe_load((Path(__file__).parent.parent / "action.yml").read_text())
+import rewriter as rw
+
+ROOT = Path(__file__).parents[1]
+ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
 STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
+INSTALL = "Install rewriter"
+MODEL = str(ROOT / "examples/tiny-llama")
+RECIPE = "ladder-upper-half"
 
 # Stands where the installed `rewrite` would: writes down its arguments, a checkpoint and a report.
 FAKE = """#!/usr/bin/env bash
@@ -20,37 +30,104 @@ mkdir "$2" && echo '{}' > "$2/rewrite.json"
 echo '{"report": true}'
 """
 
+# The ladder on all layers, said to be on the upper half.
+FAULT = """
+from rewriter.passes.ladder import Ladder
+right = Ladder.apply
+Ladder.apply = lambda self, program: right(Ladder("all"), program).with_(history=right(self, program).history)
+"""
 
-def convert(tmp_path: Path, **inputs: str) -> tuple[list[str], dict[str, str]]:
-    """Runs the step that converts, and returns the arguments `rewrite` got and the outputs of the step."""
-    [step] = [step for step in STEPS if step.get("id") == "convert"]
-    fake = tmp_path / "venv/bin/rewrite"
+
+def converted(folder: Path, fault: str = "", action: dict[str, Any] = ACTION, **inputs: str) -> Runner:
+    """A run of every step but the installation, which is there already."""
+    run = Runner(action, ROOT, folder, {"model": MODEL, "recipe": RECIPE, "tp": "2", **inputs})
+    installed(folder / "temp/rewriter/venv", ROOT, fault)
+    run.run(left_out=(INSTALL,))
+    return run
+
+
+def faked(folder: Path, **inputs: str) -> tuple[list[str], Runner]:
+    """A run with a fake `rewrite`, and the arguments that it got."""
+    run = Runner(ACTION, ROOT, folder, {"model": "m", "recipe": "ladder", **inputs})
+    fake = folder / "temp/rewriter/venv/bin/rewrite"
     fake.parent.mkdir(parents=True)
     fake.write_text(FAKE)
     fake.chmod(0o755)
-    output = tmp_path / "outputs"
-    environment = {"MODEL": "m", "RECIPE": "ladder", "TP": "1", "ARGUMENTS": "", **inputs}
-    assert set(environment) | {"WORK"} == set(step["env"])
-    subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-        env={**os.environ, **environment, "WORK": str(tmp_path), "GITHUB_OUTPUT": str(output)},
-        check=True,
-    )
-    outputs = dict(line.split("=", 1) for line in output.read_text().splitlines())
-    return (fake.parent / "arguments").read_text().splitlines(), outputs
+    run.run(left_out=(INSTALL,))
+    return (fake.parent / "arguments").read_text().splitlines(), run
 
 
-def test_it_converts_and_names_what_it_wrote(tmp_path: Path) -> None:
-    arguments, outputs = convert(tmp_path, TP="2", ARGUMENTS="--set=ladder.layers=[1, 5]\n--verify=full\n")
+def check_artifacts(run: Runner, prefix: str) -> None:
+    """The uploaded checkpoint computes the recipe; manifest and report are those of it."""
+    assert set(run.artifacts) == {f"{prefix}-{what}" for what in ("checkpoint", "manifest", "report")}
+    checkpoint = run.artifacts[f"{prefix}-checkpoint"]
+    manifest = json.loads((run.artifacts[f"{prefix}-manifest"] / "rewrite.json").read_text())
+    report = json.loads((run.artifacts[f"{prefix}-report"] / "report.json").read_text())
+    assert manifest == json.loads((checkpoint / "rewrite.json").read_text())
+    assert (manifest["recipe"]["name"], manifest["mesh"]) == (RECIPE, {"tp": 2})
+    assert report["files"] == sorted(p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file())
+    ids = torch.arange(3, 40)[None] * 7 % 250
+    expected = rw.simulate(rw.rewrite(rw.trace(MODEL), RECIPE, tp=2), ids, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_it_converts_the_model_that_ships(tmp_path: Path) -> None:
+    run = converted(tmp_path, artifact="small", arguments="--verify=shrunken\n")
+    check_artifacts(run, "small")
+    outputs = run.action_outputs()
+    assert set(outputs) == set(ACTION["outputs"])
+    assert Path(outputs["directory"], "rewrite.json").is_file()
+    assert json.loads(Path(outputs["report"]).read_text())["mesh"] == {"tp": 2}
+
+
+@pytest.mark.slow
+def test_it_installs_itself_and_converts(tmp_path: Path) -> None:
+    """The first step as it stands, too: without a package index this fails."""
+    run = Runner(ACTION, ROOT, tmp_path, {"model": MODEL, "recipe": RECIPE, "tp": "2"})
+    run.run()
+    check_artifacts(run, "rewritten")
+    assert list((tmp_path / "temp/rewriter/venv/lib").glob("python*/site-packages/rewriter/cli/app.py"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fault", "code", "said"),
+    [
+        ({"recipe": "ladder-uper-half"}, "", 2, "ladder-uper-half"),
+        ({"arguments": "--no-such-option"}, "", 2, "--no-such-option"),
+        ({}, FAULT, 3, "rewritten = its reference"),
+    ],
+    ids=["recipe", "argument", "verification"],
+)
+def test_a_failed_conversion_fails_its_step(
+    tmp_path: Path, inputs: dict[str, str], fault: str, code: int, said: str
+) -> None:
+    with pytest.raises(StepFailed, match=f"^Convert: exit code {code}\n") as failure:
+        converted(tmp_path, fault, **inputs)
+    assert said in str(failure.value)
+    assert list((tmp_path / "artifacts").iterdir()) == []
+
+
+def test_a_failure_that_a_step_hides_is_found(tmp_path: Path) -> None:
+    """Were its exit code lost, there would be nothing to upload."""
+    hiding = copy.deepcopy(ACTION)
+    [step] = [step for step in hiding["runs"]["steps"] if step.get("id") == "convert"]
+    step["run"] = step["run"].replace('> "$out/report.json"', '> "$out/report.json" || true')
+    with pytest.raises(StepFailed, match=r"^Upload the checkpoint: no files at "):
+        converted(tmp_path, action=hiding, tp="3")
+
+
+def test_arguments_are_lines(tmp_path: Path) -> None:
+    arguments, run = faked(tmp_path, tp="2", arguments="--set=ladder.layers=[1, 5]\n--verify=full\n")
     assert arguments[:6] == ["m", "--recipe", "ladder", "--tp", "2", "--out"]
     assert arguments[7:] == ["--json", "--set=ladder.layers=[1, 5]", "--verify=full"]
-    assert Path(outputs["directory"], "rewrite.json").exists()
-    assert Path(outputs["report"]).read_text() == '{"report": true}\n'
+    assert Path(run.action_outputs()["report"]).read_text() == '{"report": true}\n'
 
 
 def test_inputs_are_data_and_never_code(tmp_path: Path) -> None:
     hostile = f'$(touch {tmp_path}/pwned); `touch {tmp_path}/pwned` "; touch {tmp_path}/pwned #'
-    arguments, _ = convert(tmp_path, MODEL=hostile, RECIPE=hostile, ARGUMENTS=hostile)
+    arguments, _ = faked(tmp_path, model=hostile, recipe=hostile, arguments=hostile)
     assert arguments.count(hostile) == 3
     assert not (tmp_path / "pwned").exists()
     for step in STEPS:

@@ -85,3 +85,27 @@ def test_the_command_starts_its_ranks_and_tells_one_error(tmp_path: Path) -> Non
     assert failed.stderr.splitlines()[-1].startswith(f"error: {bad}:1: not JSON")
     assert failed.stderr.count("not JSON") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "one", "two"]
+
+
+RANK = """
+import sys
+import torch.distributed as dist
+from rewriter.cli import main
+left = []
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda *group: (left.append(dist.get_world_size()), destroy(*group))
+code = main(sys.argv[1:])
+print("left", left, dist.is_initialized(), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_leave_their_group_before_they_end(tmp_path: Path) -> None:
+    """A rank that ended within it was aborted now and then, after all was written."""
+    (tmp_path / "rank.py").write_text(RANK)
+    words = command(adapted.directory("ladder", 2), tmp_path / "two", "--tp", "2", "--json")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(tmp_path / "rank.py"), *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("left [2] False") == 2, done.stderr

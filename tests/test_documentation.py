@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shlex
 import shutil
@@ -140,6 +142,43 @@ def test_the_picture_shows_what_is_predicted_today() -> None:
     assert [float(d) for d in drawn] == pytest.approx(predicted, rel=0.05), "python benchmarks/decode_figure.py"
 
 
+@pytest.mark.slow
+def test_the_terminal_shows_what_the_commands_print() -> None:
+    import terminal
+
+    kept = terminal.FIGURE.read_text(encoding="utf-8")
+    assert all(line.split(" --")[0].replace(" ", "&#160;") in kept for line in terminal.COMMANDS)
+    words, numbers = without_decimals(terminal.picture(terminal.session()))
+    kept_words, kept_numbers = without_decimals(kept)
+    assert words == kept_words, "python docs/generate/terminal.py"
+    # Rounding errors of another processor are others, and no more than small.
+    assert numbers == pytest.approx(kept_numbers, rel=0.02, abs=1e-5), "python docs/generate/terminal.py"
+
+
+def without_decimals(picture: str) -> tuple[str, list[float]]:
+    """The words of a picture, and the numbers among them that are 0 or have a fraction or an exponent."""
+    text = " ".join(re.findall(r"<text\b[^>]*>([^<]*)</text>", picture)).replace("&#160;", " ")
+    number = r"\b\d+\.\d+(?:e-\d+)?\b|\b\d+e-\d+\b|(?<= )0(?= )"  # an error may be 0
+    return re.sub(rf"({number})\s*", "# ", text), [float(found) for found in re.findall(number, text)]
+
+
+def test_words_and_numbers_of_a_picture_are_told_apart() -> None:
+    words, numbers = without_decimals(
+        '<text x="1">drift&#160;0.142</text><text x="2">5e-07</text><text>12&#160;files</text>'
+    )
+    assert (words.split(), numbers) == (["drift", "#", "#", "12", "files"], [0.142, 5e-07])
+
+
+def test_no_picture_loads_anything_or_names_a_place() -> None:
+    figures = sorted((ROOT / "docs/figures").glob("*.svg"))
+    assert len(figures) > 7
+    for figure in figures:
+        text = figure.read_text(encoding="utf-8")
+        addresses = set(re.findall(r"https?://[\w./-]+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}, figure
+        assert not re.search(r"/(home|root|tmp|work|Users)/", text), figure
+
+
 def test_the_drawings_are_those_of_the_programs() -> None:
     import drawings
 
@@ -190,3 +229,23 @@ def test_the_wheel_holds_the_package_and_no_tests(tmp_path: Path) -> None:
     assert "rewriter/recipes/library/ladder.yaml" in names
     assert "rewriter/py.typed" in names
     assert {name.partition("/")[0] for name in names} == {"rewriter", "rewriter-0.1.0.dist-info"}
+    # What `pipx run --spec WHEEL rewrite` looks for: a command of this name in the wheel.
+    [points] = [name for name in names if name.endswith("entry_points.txt")]
+    assert "[console_scripts]\nrewrite = rewriter.cli:main\n" in zipfile.ZipFile(wheel).read(points).decode()
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_by_pipx(tmp_path: Path) -> None:
+    """Builds it as `make package` does, and installs pipx: without a package index this fails."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "tools")], check=True)
+    python = tmp_path / "tools/bin/python"
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=1800)
+    run([str(python), "-m", "pip", "install", "--quiet", "build", "pipx"])
+    run([str(python), "-m", "build", "--outdir", str(tmp_path / "dist"), str(ROOT)])
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.startswith("tests") or "/tests/" in name]
+    pipx = [str(python), "-m", "pipx", "run", "--no-cache", "--spec", str(wheel)]
+    home = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIPX_HOME": str(tmp_path)}
+    said = run([*pipx, "rewrite", "--help"], cwd=tmp_path, env={**home, "COLUMNS": "100"}).stdout
+    assert all(re.search(rf"\b{name}\b", said) for name in COMMANDS)

@@ -101,6 +101,14 @@ def join(within: int, device: torch.device, ep: int = 1) -> RunRanks:
     return RunRanks(dist.get_rank(), world, within)
 
 
+def leave() -> None:
+    """Leave the process group, where there is one, together with the other ranks. A process that ends within it may be
+    aborted by a thread of it that still runs."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _wrong(what: str, world: int, multiple: int) -> RewriterError:
     return RewriterError(
         f"{what}, but {world} run{'s' * (world == 1)}. Start it with torchrun --nproc-per-node {multiple}, or a "

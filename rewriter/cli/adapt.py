@@ -56,6 +56,10 @@ def adapt(
         from rewriter import api
 
         report = api.adapt(directory, **given, set=settings, progress=progress)
+    if launching.is_rank():
+        from rewriter.adapt.run_ranks import leave
+
+        leave()
     if not launching.is_first():
         return
     if json:
