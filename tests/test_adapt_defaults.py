@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rewriter import RewriterError
 from rewriter.adapt import losses, self_written, student_setup
 from rewriter.adapt.adaptation import adapt
-from rewriter.adapt.budget import HIGHEST_RATE, WIDTH, Budget
+from rewriter.adapt.budget import HIGHEST_RATE, WIDTH, Budget, _at_once, plan
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.self_written import chat_turns
@@ -62,6 +62,15 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
     for budget in budgets:
         for replicas in (1, 3, 8):
             assert budget.rows(64, replicas) % replicas == 0
+
+
+def test_a_backward_pass_on_a_cpu_takes_no_more_tokens_than_it_has_to() -> None:
+    for given, micro in (({}, 2), ({"per_device_train_batch_size": 4}, 4), ({"per_device_train_batch_size": 1}, 1)):
+        options = Options(method="distill", tokens=131_072, settings=given)
+        _, sizes = plan(None, options, rows=300, length=512, width=576, replicas=1, device=CPU)
+        assert (sizes.micro_batch, sizes.batch, sizes.micro_batch * sizes.accumulation) == (micro, 4, 4)
+    assert _at_once(4, 2048, CPU) == {"per_device_train_batch_size": 1}
+    assert _at_once(4, 512, torch.device("cuda")) == {}
 
 
 def test_bf16_where_the_device_multiplies_it_and_matrices_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:

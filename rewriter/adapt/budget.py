@@ -15,6 +15,7 @@ from rewriter.recipes.recipe import Adaptation
 OWN_TEXT = 98_304  # tokens, where neither data nor --tokens are given
 WARMUP = 0.05  # of the steps
 SHORTEST_ROW, LONGEST_ROW = 256, 4096  # tokens, where --length does not say
+AT_ONCE = 1_024  # tokens of a backward pass on a CPU
 ROWS = 4  # of a step, at least, where its tokens allow it
 
 # By tokens of the whole run: those of a step, and the highest learning rate of a model whose stream is `WIDTH` wide;
@@ -102,12 +103,23 @@ def plan(
     return settings | {"warmup_steps": min(settings["warmup_steps"], max(0, sizes.steps - 1))}, sizes
 
 
+def _at_once(rows: int, length: int, device: torch.device) -> dict[str, int]:
+    """The setting for how many of a rank's `rows` a backward pass takes on a CPU, where more are no faster and take
+    memory: a divisor."""
+    if device.type != "cpu":
+        return {}
+    fitting = [n for n in range(1, rows + 1) if rows % n == 0 and n * length <= AT_ONCE]
+    return {"per_device_train_batch_size": max(fitting, default=1)}
+
+
 def _budgeted(
     adapt: Adaptation | None, options: Options, rows: int, length: int, width: int, replicas: int, device: torch.device
 ) -> tuple[dict[str, Any], Schedule]:
     """The same of a run whose settings follow from its tokens, without those that the options set."""
     given, tokens = options.settings, tokens_of_run(options, rows * length)
-    sizes = schedule(given, adapt, rows, replicas, Budget(tokens).rows(length, replicas))
+    budgeted = Budget(tokens).rows(length, replicas)
+    at_once = {} if "gradient_accumulation_steps" in given else _at_once(budgeted // replicas, length, device)
+    sizes = schedule({**at_once, **given}, adapt, rows, replicas, budgeted)
     if not given.get("max_steps", 0) > 0:
         sizes = replace(sizes, steps=max(1, tokens // (sizes.batch * length)))
     done = Budget(sizes.steps * sizes.batch * length, width)
