@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -80,12 +81,14 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _methods(runs: Sequence[Run]) -> str:
-    """The ways of one recipe at the tokens at which most of them were run."""
-    tokens = max((run["tokens"] for run in runs), key=[run["tokens"] for run in runs].count)
-    same = [run for run in runs if run["tokens"] == tokens and run["recipe"] == "ladder-upper-half"]
-    lines = ["| way | loss above the original's | of the gap | tokens/s |", "| --- | --: | --: | --: |"]
-    for run in sorted(same, key=lambda run: above(run, "after")):
-        lines.append(f"| {run['way']} | +{above(run, 'after'):.2%} | {closed(run):.1%} | {run['tokens_per_second']} |")
+    """The ways of `ladder-upper-half`, at every number of tokens at which there are several."""
+    upper = [run for run in runs if run["recipe"] == "ladder-upper-half"]
+    ways = Counter(run["tokens"] for run in upper)
+    lines = ["| tokens | way | loss above the original's | of the gap | tokens/s |", "| --: | --- | --: | --: | --: |"]
+    for run in sorted(upper, key=lambda run: (run["tokens"], above(run, "after"))):
+        if ways[run["tokens"]] > 1:
+            cells = [f"{run['tokens']:,}", run["way"], f"+{above(run, 'after'):.2%}", f"{closed(run):.1%}"]
+            lines.append("| " + " | ".join([*cells, str(run["tokens_per_second"])]) + " |")
     return "\n".join(lines)
 
 

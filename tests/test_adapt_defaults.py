@@ -120,13 +120,6 @@ def test_what_is_rewritten_is_trained_where_it_can_be_apart() -> None:
         assert Options(**options).resolved(False).train == "all"  # type: ignore[arg-type]
 
 
-def test_what_is_trained_apart_anneals_unless_it_is_not_to() -> None:
-    assert Options().resolved(True).anneals
-    assert Options(train="all", anneal=3).resolved(True).anneals
-    for options in ({"anneal": 0}, {"train": "all"}, {"tp": 2}, {"method": "sft"}):
-        assert not Options(**options).resolved(True).anneals  # type: ignore[arg-type]
-
-
 def test_without_settings_a_run_distils_what_the_original_wrote(tmp_path: Path, own_cache: Path) -> None:
     directory = adapted.directory("ladder-upper-half")
     report = adapt(directory, out=tmp_path / "out", verify="none", options=Options(tokens=6144, settings=ON_CPU))
@@ -353,7 +346,7 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     directory = adapted.directory("ladder-upper-half")
     files = (directory, adapted.text_file(), adapted.text_file(20, 1))
     settings = {"learning_rate": 1e-3}
-    run(tmp_path / "out", files=files, method="distill", train="rewritten", anneal=0, settings=settings)
+    run(tmp_path / "out", files=files, method="distill", train="rewritten", settings=settings)
     assert made[0] is not None
     before, after = (load_file(place / "model.safetensors") for place in (directory, tmp_path / "out"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -367,9 +360,9 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
 
 
-@pytest.mark.parametrize("anneal", [0, None])
+@pytest.mark.parametrize("anneal", [0, 3])
 def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
-    anneal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    anneal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; while layers anneal, up to the last bit of the gradients."""
     files = (adapted.directory("ladder-upper-half"), adapted.text_file(), adapted.text_file(20, 1))

@@ -18,7 +18,7 @@ from rewriter.training.zero.frozen import FrozenLinear
 
 
 def test_a_distilled_model_follows_the_original_not_the_data(tmp_path: Path) -> None:
-    report = run(tmp_path / "out", method="distill", anneal=0)
+    report = run(tmp_path / "out", method="distill")
     lines = read_metrics(tmp_path / "out" / "training")
     assert lines[-1]["divergence"] == lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     assert abs(report.losses["after"] - report.losses["original"]) < 0.5
@@ -83,7 +83,7 @@ def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, m
 
 
 def test_annealing_begins_at_the_original_and_ends_at_the_recipe(tmp_path: Path) -> None:
-    run(tmp_path / "at-once", method="distill", anneal=0)
+    run(tmp_path / "at-once", method="distill")
     run(tmp_path / "out", method="distill", anneal=4)
     at_once, lines = (read_metrics(tmp_path / name / "training") for name in ("at-once", "out"))
     assert 0 < lines[0]["loss"] < 0.3 * at_once[0]["loss"], "at λ = 1/5 the student is near its teacher"

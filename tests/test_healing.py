@@ -47,9 +47,9 @@ def test_gaps_are_shares_of_the_originals_loss(page: ModuleType) -> None:
 
 def test_methods_are_compared_at_the_same_tokens_best_first(page: ModuleType) -> None:
     worse = {"original": 2.0, "before": 3.0, "after": 2.5}
-    runs = [made_up(way="worse", losses=worse), made_up(), made_up(tokens=9000)]
+    runs = [made_up(way="worse", losses=worse), made_up(), made_up(tokens=9000), made_up(recipe="ladder", tokens=9000)]
     rows = page._methods(runs).splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| defaults", "| worse"]
+    assert [row.split(" | ")[:2] for row in rows] == [["| 1,000", "defaults"], ["| 1,000", "worse"]]
 
 
 def test_a_run_takes_the_place_of_an_older_one(

@@ -170,6 +170,6 @@ def _callbacks(run: Run, built: student_setup.Student, step: int) -> list[Traine
     callbacks = tensorboard(run.place, step) if run.ranks.first else []
     if built.annealed:
         module = built.model.module
-        annealing = Annealing(run.annealing_steps, tuple(annealed_layers(module)))
+        annealing = Annealing(run.options.anneal, tuple(annealed_layers(module)))
         callbacks.append(AnnealingCallback(module, annealing))
     return callbacks

@@ -62,7 +62,7 @@ class Options:
     train: Train | None = None
     temperature: float = 1.0
     cross_entropy: float = 0.0
-    anneal: int | None = None
+    anneal: int = 0
     lora: int = 0
     base: str | None = None
     zero: Zero | None = None
@@ -100,12 +100,6 @@ class Options:
         method = self.method or ("distill" if distills else "sft")
         apart = method == "distill" and not any(used for _, used, _ in self._trained_whole())
         return replace(self, method=method, train=self.train or ("rewritten" if apart else "all"))
-
-    @property
-    def anneals(self) -> bool:
-        """Whether a run goes from the original wiring to the recipe's. Without a word of it, where what is rewritten
-        is trained apart."""
-        return self.train == "rewritten" if self.anneal is None else self.anneal > 0
 
     @property
     def budgeted(self) -> bool:

@@ -46,14 +46,6 @@ class Run:
         return bool(self.settings.get("bf16"))
 
     @property
-    def annealing_steps(self) -> int:
-        """In which the wiring goes from the original's to the recipe's, where its layers can: half of all, if none are
-        asked for."""
-        if not self.options.anneals:
-            return 0
-        return self.sizes.steps // 2 if self.options.anneal is None else self.options.anneal
-
-    @property
     def data_seed(self) -> int:
         """The seed of the order of rows."""
         return int(self.settings.get("data_seed", self.settings["seed"]))

@@ -209,7 +209,11 @@ def _write_student(run: Run, place: Path) -> None:
         return
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if not (run.annealing_steps and _wrote_annealed(run, partial)):
+    if run.options.anneal:
+        from rewriter.emit.annealed import write_annealed
+
+        write_annealed(rewritten(run.opened, run.source), run.source, partial)
+    else:
         partial.mkdir()
         for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
             (partial / file.name).write_bytes(file.read_bytes())
@@ -217,19 +221,6 @@ def _write_student(run: Run, place: Path) -> None:
             if file.name != "config.json" and file.is_file():
                 (partial / file.name).symlink_to(file.resolve())
     partial.rename(place)
-
-
-def _wrote_annealed(run: Run, place: Path) -> bool:
-    """Write the annealed student; False where layers cannot anneal, and nobody asked for it."""
-    from rewriter.emit.annealed import write_annealed
-
-    try:
-        write_annealed(rewritten(run.opened, run.source), run.source, place)
-    except RewriterError:
-        if run.options.anneal is not None:
-            raise
-        return False
-    return True
 
 
 def _with_adapters(module: nn.Module, rank: int, opened: Opened) -> nn.Module:

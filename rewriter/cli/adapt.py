@@ -19,7 +19,7 @@ def adapt(
     train: options.Train = None,
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
-    anneal: options.Anneal = None,
+    anneal: options.Anneal = 0,
     lora: options.Lora = 0,
     base: options.Base = None,
     zero: options.Zero = None,

@@ -220,13 +220,7 @@ Train = Annotated[
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
 Anneal = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Go from the original wiring to the recipe's over the first N steps; 0: begin with the recipe's. By "
-        "default half of the steps, where what is rewritten is trained apart.",
-        show_default=False,
-    ),
+    int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
 ]
 Lora = Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")]
 Base = Annotated[
