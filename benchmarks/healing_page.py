@@ -81,12 +81,12 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _methods(runs: Sequence[Run]) -> str:
-    """The ways of `ladder-upper-half`, at every number of tokens at which there are several."""
+    """The ways of `ladder-upper-half`, beside the defaults at the same tokens."""
     upper = [run for run in runs if run["recipe"] == "ladder-upper-half"]
     ways = Counter(run["tokens"] for run in upper)
     lines = ["| tokens | way | loss above the original's | of the gap | tokens/s |", "| --: | --- | --: | --: | --: |"]
     for run in sorted(upper, key=lambda run: (run["tokens"], above(run, "after"))):
-        if ways[run["tokens"]] > 1:
+        if ways[run["tokens"]] > 1 or run["way"] != "defaults":
             cells = [f"{run['tokens']:,}", run["way"], f"+{above(run, 'after'):.2%}", f"{closed(run):.1%}"]
             lines.append("| " + " | ".join([*cells, str(run["tokens_per_second"])]) + " |")
     return "\n".join(lines)
