@@ -43,10 +43,19 @@ class Annealing:
 
 
 def annealed_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The layers of `model` that anneal, by their index among the decoder layers; adapters around it do not matter."""
-    return {
+    """The layers of `model` that anneal, by their index among the decoder layers; adapters around it do not matter.
+
+    Raises RewriterError when there are none.
+    """
+    layers = {
         int(name.rpartition(".")[2]): module for name, module in model.named_modules() if hasattr(module, "annealing")
     }
+    if not layers:
+        raise RewriterError(
+            f"annealing: no layer of {type(model).__name__} has the attribute `annealing`. Load the model that "
+            "rewriter.emit.annealed.write_annealed wrote"
+        )
+    return layers
 
 
 def set_annealing(model: nn.Module, values: Mapping[int, float]) -> None:

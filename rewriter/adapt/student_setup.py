@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from rewriter.adapt import teacher as teachers
-from rewriter.adapt.anneal_schedule import annealed_layers
 from rewriter.adapt.isolation import isolates_segments
 from rewriter.adapt.norms import clip_gradients
 from rewriter.adapt.options import Options
@@ -149,7 +148,7 @@ def _hugging_face_student(run: Run) -> Student:
         freeze_unchanged(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
-    built = Student(HuggingFaceModel(module, ranks.group), annealed=bool(annealed_layers(module)))
+    built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
     if options.base is not None:
         quantize_frozen(module, options.base)
         cpu = torch.device("cpu")
