@@ -54,7 +54,6 @@ import rewriter as rw
 from rewriter.common.errors import RewriterError
 
 RATE = 100e6  # bytes per second, in each direction: the steps below communicate about as long as they compute
-SEGMENT = 16 << 10  # bytes at once: little beside the messages of a step
 WITHIN = 0.03
 KINDS = ("real", "delay", "wire")
 BESIDE = "beside"  # the other rank, by itself
@@ -297,7 +296,7 @@ def main() -> int:
     found: dict[str, Any] = {"rate": RATE}
     good = True
     try:
-        with tempfile.TemporaryDirectory(prefix="emulation-") as name, Link(SEGMENT) as link:
+        with tempfile.TemporaryDirectory(prefix="emulation-") as name, Link() as link:
             bench = Bench(Path(name), link, console)
             bench.prepare(["llama"] if options.quick else list(INFERENCE), list(RECIPES))
             if options.fabric is not None and options.fabric.exists():

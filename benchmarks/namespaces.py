@@ -25,10 +25,8 @@ from typing import Self
 PREFIX = "rewriter-link"
 INTERFACE = "veth"  # in every rank's namespace, which may use the same name
 SWITCH = "switch"
-SEGMENT = 64 << 10  # what the kernel hands to an interface at once (GSO)
-# A smaller bucket would have to cut segments up. What it lets through at once after a pause is a gift of bytes: one in
-# front of every exchange that is measured alone, and none in front of the second of two.
-BURST_SEGMENTS = 2
+# A segment that the kernel splits late (GSO) has up to 64 KB; a smaller bucket would have to cut each of them up.
+BURST = 128 << 10
 # Room for everything that a socket may have under way: a full queue would drop segments, and TCP would slow down.
 QUEUE = 16 << 20
 # Cubic does not pace, so that the bucket alone sets the rate. BBR would drain its window every ten seconds to measure
@@ -111,7 +109,7 @@ class Network:
 
     def _bucket(self, rate: float) -> tuple[int, int]:
         """Bytes that may pass at once after a pause, and bytes that may wait."""
-        raise NotImplementedError
+        return BURST, QUEUE
 
     def _delete(self) -> None:
         existing = namespaces()
@@ -121,26 +119,19 @@ class Network:
 
 
 class Link(Network):
-    """Ends 0 and 1 of a cable, over which `segment` bytes go at once: fewer cost more CPU time, and let less through
-    after a pause."""
+    """Ends 0 and 1 of a cable."""
 
-    def __init__(self, segment: int = SEGMENT) -> None:
+    def __init__(self) -> None:
         super().__init__(2)
-        self.segment = segment
 
     def _connect(self) -> None:
         a, b = self.ends
         run("ip", "link", "add", INTERFACE, "netns", a, "type", "veth", "peer", "name", INTERFACE, "netns", b)
         for end, name in enumerate(self.ends):
-            if self.segment != SEGMENT:
-                run("ip", "-n", name, "link", "set", INTERFACE, "gso_max_size", str(self.segment))
             _set_up(name, end)
 
     def _limited(self) -> list[tuple[str, str]]:
         return [(name, INTERFACE) for name in self.ends]
-
-    def _bucket(self, rate: float) -> tuple[int, int]:
-        return BURST_SEGMENTS * self.segment, QUEUE
 
 
 class Bridge(Network):
