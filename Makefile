@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@rm -rf $(DEMO) && mkdir -p $(dir $(DEMO))
 	$(BIN)/rewrite examples/tiny-llama --recipe ladder-upper-half --tp 2 --out $(DEMO)
-	@$(BIN)/rewrite diff $(DEMO) --html $(DEMO).html >$(DEMO).diff & drawing=$$!; \
+	@$(BIN)/rewrite diff $(DEMO) --html $(DEMO).html >/dev/null & drawing=$$!; \
 	generate="$(BIN)/rewrite generate $(DEMO) --max-new-tokens 64 --prompt"; echo "$$generate '$(PROMPT)'"; \
 	$$generate '$(PROMPT)' && wait $$drawing
 	@echo 'what the recipe changed, drawn: $(DEMO).html'

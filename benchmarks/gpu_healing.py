@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_report import Row, Scale, Table
-from healing import QUESTIONS, answers, trained, unfinished
 
-from rewriter.api import convert
+# `rewrite adapt` needs packages that the other sections do without: what needs them is imported where it is used.
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "gpu"
@@ -42,7 +41,7 @@ def healing(scale: Scale) -> None:
         with tempfile.TemporaryDirectory() as place:
             _heal(scale, ROOT / "examples" / "tiny-llama", Path(place), ends)
         return
-    # of the home directory of a borrowed machine nothing comes back
+    # beside the checkpoints: a run that goes on needs both
     os.environ.setdefault("XDG_CACHE_HOME", str(BUILD / "cache"))
     _heal(scale, checkpoint(BUILD), BUILD, ends)
 
@@ -58,20 +57,26 @@ def _heal(scale: Scale, model: Path, build: Path, ends: float) -> None:
 
 def healed(scale: Scale, model: Path, directory: Path, out: Path, tokens: int, ends: float) -> Row:
     """One recipe: wrong where the run was stopped by the end of the piece."""
+    from healing import trained
+
+    from rewriter.api import convert
+
     if not directory.exists():
         convert(model, directory.name, out=directory, verify="none")
     data = [] if scale.tiny else ["--data", f"self:{min(tokens, WRITTEN)}"]
     evaluation = scale.pick(EVALUATION, "self:2048")
     run = functools.partial(trained, directory, out, tokens, [*data, *_saves(scale)], evaluation)
     if scale.tiny:
-        found = run(stop=functools.partial(_saved, out))
-        if found is not None or not _saved(out):
+        found = run(stop=lambda: _last(out) is not None)
+        if found is not None or _last(out) is None:
             return ("",) * (len(COLUMNS) - 2), "the run was to be stopped at its first checkpoint, and was not"
         found = run()
     else:
         found = run(stop=lambda: time.monotonic() > ends)
     if found is None:
-        return ("",) * (len(COLUMNS) - 2), f"stopped at {_last(out)}; the same command goes on"
+        last = _last(out)
+        where = "before its first checkpoint" if last is None else f"at {last.name}"
+        return ("",) * (len(COLUMNS) - 2), f"stopped {where}; the same command goes on"
     original, before, after = (found["losses"][name] for name in ("original", "before", "after"))
     speed = f"{found['tokens_per_second']:,.0f}"
     above = f"{after / original - 1:.1%}"
@@ -82,16 +87,17 @@ def _saves(scale: Scale) -> list[str]:
     return ["--set", f"save_steps={scale.pick(100, 2)}"]
 
 
-def _saved(out: Path) -> bool:
-    return any(unfinished(out).glob("checkpoint-*"))
+def _last(out: Path) -> Path | None:
+    """The last checkpoint of an unfinished run."""
+    from rewriter.adapt import checkpoints
+    from rewriter.adapt.job import place_of
 
-
-def _last(out: Path) -> str:
-    found = sorted(unfinished(out).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    return found[-1].name if found else "no checkpoint"
+    return checkpoints.last(place_of(out))
 
 
 def _asked(scale: Scale, model: Path, out: Path) -> Table:
+    from healing import QUESTIONS, answers
+
     table = scale.table(f"Answers of {out.name}", ("question", "original", "healed", "result"))
     for row in zip(QUESTIONS, answers(model), answers(out), strict=True):
         question, *cells = (" ".join(cell.split()).replace("|", "/") for cell in row)

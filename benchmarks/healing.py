@@ -35,6 +35,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewriter.adapt import losses
+from rewriter.adapt.job import place_of
+from rewriter.adapt.run_log import read_metrics
 from rewriter.adapt.students import Batch, HuggingFaceModel
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
@@ -78,7 +80,7 @@ def trained(
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
     fixed = ["--out", str(out), "--tokens", str(tokens), "--eval", evaluation, "--verify", "none", "--json"]
-    resume = ["--resume"] if unfinished(out).exists() else []
+    resume = ["--resume"] if place_of(out).exists() else []
     command = [sys.executable, "-m", "rewriter.cli", "adapt", str(directory), *fixed, *options, *resume]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output)
@@ -89,20 +91,12 @@ def trained(
             raise subprocess.CalledProcessError(status, command)
         output.seek(0)
         report = json.load(output)
-    speeds = [
-        entry["tokens_per_second"]
-        for line in (out / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        if "tokens_per_second" in (entry := json.loads(line))
-    ]
+    metrics = read_metrics(out / "training")
+    speeds = [entry["tokens_per_second"] for entry in metrics if "tokens_per_second" in entry]
     measured = {"peak_bytes": usage.ru_maxrss * 1024, "tokens_per_second": statistics.median(speeds)}
     found = report["adaptation"] | measured
     result.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found
-
-
-def unfinished(out: Path) -> Path:
-    """Where an interrupted run has its checkpoints."""
-    return out.with_name(f".{out.name}.adapting")
 
 
 def _ended(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> tuple[int, resource.struct_rusage | None]:
@@ -190,8 +184,7 @@ class Case:
         """What is recorded of it."""
         found = trained(self.directory, self.out, self.tokens, list(self.options), evaluation)
         assert found is not None  # nothing stops it
-        lines = (self.out / "training" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        entries = [entry for line in lines if "divergence" in (entry := json.loads(line))]
+        entries = [entry for entry in read_metrics(self.out / "training") if "divergence" in entry]
         return {
             "model": model.name,
             "recipe": self.recipe,
