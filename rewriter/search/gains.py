@@ -22,8 +22,8 @@ from rewriter.search.computed import keep_shared
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a whole generation, and of its parts: the prefill, and one decode step. `fits`: what a rank holds, in
-    its device's memory."""
+    """Seconds of a whole generation, to ten digits (mixes that take the same times in another order are equally fast),
+    and of its parts: the prefill, and one decode step. `fits`: what a rank holds, in its device's memory."""
 
     seconds: float
     prefill: float
@@ -63,7 +63,7 @@ class Gains:
         done = self.predictor.simulate(program, record=False)
         seconds = generation_seconds(done.prefill, done.decode, load.generate)
         fits = bytes_per_rank(program, load.batch, load.prompt, load.generate) <= self.fabric.device.memory
-        return Speed(seconds, done.prefill.seconds, done.decode.seconds, fits)
+        return Speed(float(f"{seconds:.10g}"), done.prefill.seconds, done.decode.seconds, fits)
 
     def ranks(self, mix: Mix) -> dict[str, int]:
         """The mesh that a mix runs on: "tp" ranks share heads and channels, "sp" ranks tokens."""
