@@ -3,7 +3,7 @@
     python examples/real_models.py smollm2-135m-instruct models/smollm2
     python benchmarks/healing.py models/smollm2 --recipe ladder-upper-half --tokens 24576
     python benchmarks/healing.py models/smollm2 --rate 2e-4 --rate 5e-4 --rate 1e-3    # and learning rates
-    python benchmarks/healing.py models/smollm2 --way "annealed" --way "cross entropy"    # and other methods
+    python benchmarks/healing.py models/smollm2 --way "cross entropy"    # and other methods
     python benchmarks/healing.py models/smollm2 --tp 3 --recipe ladder-own-partial [--unpermuted]
     python benchmarks/healing.py models/smollm2 --steps-only     # speed of a distillation step
     python benchmarks/healing.py --page                          # docs/ADAPTATION.md from benchmarks/healing.json
@@ -50,11 +50,10 @@ WAYS: dict[str, list[str]] = {
 }
 """What is compared, by the options that differ from the defaults; the speed of these is measured too."""
 STAGES: dict[str, list[str]] = {
-    "annealed": ["--anneal", "12"],  # half of the steps of 24,576 tokens
     "cross entropy": ["--cross-entropy", "0.1"],
     "cross entropy alone": ["--method", "sft", "--train", "rewritten"],
 }
-"""What else could be minimised, or how begun, at the same tokens."""
+"""What else could be minimised at the same tokens."""
 STEP = (8, 256)  # rows and tokens of a row, of the step that is timed
 REPEATS = 3  # of a timed step, unless --repeats says otherwise
 QUESTIONS = (

@@ -144,15 +144,6 @@ def dropout(x: torch.Tensor, p: float) -> torch.Tensor:
     return x
 
 
-def blend(fresh: torch.Tensor, stale: torch.Tensor, at: float) -> torch.Tensor:
-    """(1 - at) · fresh + at · stale in the dtype of `stale`; exactly `fresh` at 0 and `stale` at 1.
-
-    Annealed conversion (`passes.annealing`): `at` is where a simulation stands. An emitted layer reads `self.annealing`
-    in its place.
-    """
-    return torch.lerp(fresh.to(stale.dtype), stale, at)
-
-
 # --- collectives on a named mesh axis. On one device each is the identity; `simulate` gives them their meaning ---
 
 

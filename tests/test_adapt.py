@@ -217,7 +217,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
     out = tmp_path / "out"
     cases: list[tuple[dict[str, Any], str]] = [
         ({"sp": 2, "lora": 4}, r"--lora with --sp 2: adapters are added to the Hugging Face model"),
-        ({"tp": 2, "anneal": 4}, r"--anneal with --tp 2"),
         ({"tp": 2, "zero": "1"}, r"--zero 1 with --tp 2: .*Use --zero 3"),
         ({"method": "distil"}, r"--method distil: expected sft, distill"),
         ({"method": "sft", "cross_entropy": 1.0}, r"--cross-entropy 1.0 is a part of the distillation loss"),

@@ -1,4 +1,4 @@
-"""The methods of `rewrite adapt`: distillation, adapters, a quantized base, annealing, from scratch."""
+"""The methods of `rewrite adapt`: distillation, adapters, a quantized base, from scratch."""
 
 from __future__ import annotations
 
@@ -80,15 +80,6 @@ def test_a_quantized_base_is_read_and_the_exact_one_is_written(tmp_path: Path, m
         assert (stored[key] == (base + change).bfloat16()).float().mean() < 0.8, key
     for name in exact:
         assert torch.equal(stored[name], exact[name]) or "proj" in name, name
-
-
-def test_annealing_begins_at_the_original_and_ends_at_the_recipe(tmp_path: Path) -> None:
-    run(tmp_path / "at-once", method="distill")
-    run(tmp_path / "out", method="distill", anneal=4)
-    at_once, lines = (read_metrics(tmp_path / name / "training") for name in ("at-once", "out"))
-    assert 0 < lines[0]["loss"] < 0.3 * at_once[0]["loss"], "at λ = 1/5 the student is near its teacher"
-    assert lines[1]["loss"] > lines[0]["loss"]
-    assert "annealing" not in (tmp_path / "out" / "modeling_rewriter_llama.py").read_text()
 
 
 def test_from_scratch_starts_from_random_weights(tmp_path: Path) -> None:

@@ -112,12 +112,6 @@ def test_a_norm_has_weights_per_rank() -> None:
         layer(own)
 
 
-def test_blending_is_exact_at_both_ends() -> None:
-    fresh, stale = states(HIDDEN), states(HIDDEN) * 3
-    assert torch.equal(model.blend(fresh, stale, 0.0), fresh)
-    assert torch.equal(model.blend(fresh, stale, 1.0), stale)
-
-
 def test_code_is_taken_as_it_is_but_for_names_and_what_is_absent() -> None:
     absent = ["RANKS", "use_per_rank_modules", "refuse_dropout", "refuse_engines"]
     text = source_of(model.rewire, {"SourceModel": "MyModel"}, absent)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from rewriter.adapt import adapted_output, checkpoints, student_setup
 from rewriter.adapt import options as settings_of
-from rewriter.adapt.anneal_schedule import Annealing, AnnealingCallback, annealed_layers
 from rewriter.adapt.budget import WIDTH, plan
 from rewriter.adapt.job import AdaptJob, identity, place_of, remember
 from rewriter.adapt.objective import loss_of
@@ -135,7 +133,8 @@ def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     theirs, facts = _measured_before(run, built)
     step = 0 if kept is None else checkpoints.step_of(kept)
     trunk = student_setup.trunk(built, theirs, run)
-    trainer = AdaptTrainer(run, built, loss_of(run, theirs, trunk), _callbacks(run, built, step))
+    callbacks = tensorboard(run.place, step) if ranks.first else []
+    trainer = AdaptTrainer(run, built, loss_of(run, theirs, trunk), callbacks)
     torch.manual_seed(seed + 1 + ranks.replica)  # dropout differs from row to row
     trainer.train(resume_from_checkpoint=kept)
     del theirs, trunk, trainer
@@ -163,13 +162,3 @@ def _measured_before(run: Run, built: student_setup.Student) -> tuple[Model | No
         found["before"] = run.measured(built.model)
         facts = run.ranks.on_first(lambda: remember(run.place, **found))
     return theirs if distills else None, facts
-
-
-def _callbacks(run: Run, built: student_setup.Student, step: int) -> list[TrainerCallback]:
-    """What watches a training that begins at `step`, besides its `Metrics`."""
-    callbacks = tensorboard(run.place, step) if run.ranks.first else []
-    if built.annealed:
-        module = built.model.module
-        annealing = Annealing(run.options.anneal, tuple(annealed_layers(module)))
-        callbacks.append(AnnealingCallback(module, annealing))
-    return callbacks

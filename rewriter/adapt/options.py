@@ -62,7 +62,6 @@ class Options:
     train: Train | None = None
     temperature: float = 1.0
     cross_entropy: float = 0.0
-    anneal: int = 0
     lora: int = 0
     base: str | None = None
     zero: Zero | None = None
@@ -83,8 +82,7 @@ class Options:
         _one_of("--ep-order", self.ep_order, ExpertOrder)
         _one_of("--too-long", self.too_long, TooLong, optional=True)
         for name, value, least in (
-            ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--anneal", self.anneal, 0),
-            ("--lora", self.lora, 0),
+            ("--tp", self.tp, 1), ("--sp", self.sp, 1), ("--ep", self.ep, 1), ("--lora", self.lora, 0),
             ("--length", self.length, 2), ("--tokens", self.tokens, 1), ("--cross-entropy", self.cross_entropy, 0),
         ):  # fmt: skip
             if value is not None and not value >= least:
@@ -181,12 +179,10 @@ class Options:
 
     def _check_sharded(self) -> None:
         where = f"--tp {self.tp}" if self.tp > 1 else f"--sp {self.sp}"
-        for name, used, instead in (
-            ("--lora", self.lora, "adapters are added to the Hugging Face model. Train on data-parallel ranks"),
-            ("--anneal", self.anneal, "the sharded module computes the recipe as it is. Anneal on data-parallel ranks"),
-        ):
-            if used:
-                raise RewriterError(f"{name} with {where}: {instead}")
+        if self.lora:
+            raise RewriterError(
+                f"--lora with {where}: adapters are added to the Hugging Face model. Train on data-parallel ranks"
+            )
         for name in ("neftune_noise_alpha", "gradient_checkpointing"):
             if self.settings.get(name):
                 raise RewriterError(f"--set {name} with {where}: the sharded module has none. Use data-parallel ranks")

@@ -63,7 +63,6 @@ class Student:
     model: Model
     own: int = 0
     program: Program | None = None
-    annealed: bool = False
     make_optimizer: Callable[[Trainer], torch.optim.Optimizer] | None = None
     optimizer: ZeroOptimizer | NodeLocalOptimizer | None = None
     experts: ExpertParallel | None = None
@@ -148,7 +147,7 @@ def _hugging_face_student(run: Run) -> Student:
         freeze_unchanged(module)
     if options.lora:
         module = _with_adapters(module, options.lora, opened)
-    built = Student(HuggingFaceModel(module, ranks.group), annealed=options.anneal > 0)
+    built = Student(HuggingFaceModel(module, ranks.group))
     if options.base is not None:
         quantize_frozen(module, options.base)
         cpu = torch.device("cpu")
@@ -208,17 +207,12 @@ def _write_student(run: Run, place: Path) -> None:
         return
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    if run.options.anneal:
-        from rewriter.emit.annealed import write_annealed
-
-        write_annealed(rewritten(run.opened, run.source), run.source, partial)
-    else:
-        partial.mkdir()
-        for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
-            (partial / file.name).write_bytes(file.read_bytes())
-        for file in run.source.iterdir():
-            if file.name != "config.json" and file.is_file():
-                (partial / file.name).symlink_to(file.resolve())
+    partial.mkdir()
+    for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
+        (partial / file.name).write_bytes(file.read_bytes())
+    for file in run.source.iterdir():
+        if file.name != "config.json" and file.is_file():
+            (partial / file.name).symlink_to(file.resolve())
     partial.rename(place)
 
 

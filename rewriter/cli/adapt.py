@@ -19,7 +19,6 @@ def adapt(
     train: options.Train = None,
     temperature: options.Temperature = 1.0,
     cross_entropy: options.CrossEntropy = 0.0,
-    anneal: options.Anneal = 0,
     lora: options.Lora = 0,
     base: options.Base = None,
     zero: options.Zero = None,

@@ -219,9 +219,6 @@ Train = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(help="distill: softens both predictions.")]
 CrossEntropy = Annotated[float, typer.Option(help="distill: weight of sft's loss in the sum.")]
-Anneal = Annotated[
-    int, typer.Option(metavar="N", help="Go from the original wiring to the recipe's over the first N steps.")
-]
 Lora = Annotated[int, typer.Option(metavar="R", help="Train adapters of rank R, and merge them.")]
 Base = Annotated[
     str | None, typer.Option(metavar="FORMAT", help="lora: keep the frozen weights quantized while training: int8.")

@@ -23,7 +23,6 @@ from rewriter.emit.python_source import camel, free_name, identifier
 from rewriter.emit.reduction_pattern import BlockMode, delays, described, layer_modes, pattern_table, shared_norms
 from rewriter.emit.source_classes import require_importable
 from rewriter.ir import Program, Source
-from rewriter.passes import annealing
 from rewriter.passes.base import bound_ranks, scopes, single_device
 
 
@@ -41,7 +40,7 @@ class HuggingFaceFiles:
     model_type: str
 
 
-def emit_huggingface(program: Program, annealed: bool = False) -> HuggingFaceFiles:
+def emit_huggingface(program: Program) -> HuggingFaceFiles:
     """The files that make `AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` compute `program`.
 
     A sharded program is emitted as what one device computes: its model-level passes alone. When those leave every layer
@@ -49,17 +48,13 @@ def emit_huggingface(program: Program, annealed: bool = False) -> HuggingFaceFil
     bound to its ranks is emitted as a model that computes every rank, with its reductions as they are (not scheduled).
     Then config.json names the ranks (`rewriter_ranks`) and what became of every reduction (`rewriter_pattern`).
 
-    With `annealed`, the files are of a variant for training alone: each rewired layer blends what it reads or adds with
-    what the original does, by its attribute `annealing` (a number or a 0-d tensor; 1.0, the rewritten layer, until it
-    is set). Parameters are the same.
-
     Raises RewriterError when the source's classes are not part of transformers, when the wiring cannot be written
     as layers, and where a child of a layer cannot compute all ranks in the source's own code (the message names the
-    node). With `annealed`, also when no layer differs from the original.
+    node).
     """
     if program.mesh or "runtime" in scopes(program):
         program = single_device(program).with_(recipe=program.recipe)
-    return emit_as_wired(annealing.annealed(program) if annealed else program)
+    return emit_as_wired(program)
 
 
 def emit_as_wired(program: Program) -> HuggingFaceFiles:

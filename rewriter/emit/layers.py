@@ -261,8 +261,6 @@ class _HuggingFaceLayers:
             text = " + ".join(self._as(n, form) for n in args_of(node)) if is_add(node) else self._scaled(node)
         elif form == "same":
             text = self._expression(node, self._operands(node))
-        elif node.target is ops.blend:
-            text = self._expression(node, {n: self._as(n, form) for n in node.all_input_nodes})
         else:
             raise RewriterError(f"{node.name}: {node.target} of a value that differs by rank cannot be printed")
         name = self.names[node] = self.unique.new(self._wish(node))
@@ -371,8 +369,6 @@ class _HuggingFaceLayers:
         users = list(node.users)
         if len(users) == 1 and users[0].target is ops.all_reduce and self.form[node] == "total":
             node = users[0]  # it is printed as nothing
-        if node.target is ops.blend:
-            return "blended"
         if node.target is ops.copy_to_group:  # of a sum over the ranks: of anything else it is printed as nothing
             return "summed"
         if node.name in self.labels:

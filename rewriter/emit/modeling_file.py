@@ -20,11 +20,6 @@ from rewriter.ir import Leaf, Program, Source, args_of
 from rewriter.ir.marks import marks
 
 STANDARD = "standard"  # the kind of a layer that keeps the source's class
-_ANNEALED = (
-    "A variant for training alone: what a rewired layer reads or adds is blended with what the original reads or adds, "
-    "by the layer's attribute `annealing`, from 0.0 (the original) to 1.0 (the rewired layer). It may change at any "
-    "step and is no part of a checkpoint: what is trained here loads in the file that was generated without it."
-)
 _REWIRED = (
     "Parameters, their names and everything around the decoder layers are the source's. `config.rewriter_layers` "
     "names the kind of every layer:"
@@ -72,7 +67,6 @@ def modeling_file(program: Program, kinds: Sequence[PrintedKind], names: ModelNa
         f"{_imports(source, modules)}\n\n{ranks}",
         *_source_check(source, bound),
         *(_per_rank_code(modules) if bound else ()),
-        *[source_of(model.blend)] * _anneals(program),
         *(_layer_class(program, kind, bound) for kind in kinds),
         _table(source, kinds),
         *_rewiring(program, bound),
@@ -97,8 +91,7 @@ def _header(program: Program, kinds: Sequence[PrintedKind], names: ModelNames, b
         ),
     ]
     lines += [filled(f"{entry.name}({entry.arguments()}): {entry.summary}", 4) for entry in program.history]
-    about = [text.format(ranks=ranks) for text in _BOUND] if bound else [_REWIRED]
-    for text in [*[_ANNEALED] * _anneals(program), *about]:
+    for text in [text.format(ranks=ranks) for text in _BOUND] if bound else [_REWIRED]:
         lines += ["", filled(text)]
     lines.append("")
     own = zip(standard_kinds(source), source.layer_classes, strict=True)
@@ -162,19 +155,12 @@ for source_class, known in FINGERPRINTS.items():
 # --- layers
 
 
-def _anneals(program: Program, layer: int | None = None) -> bool:
-    """Whether a layer, or any, blends what it computes with what the original does."""
-    blends = (n for n in program.graph.nodes if n.target is ops.blend)
-    return any(layer is None or marks(n).layer == layer for n in blends)
-
-
 def _layer_class(program: Program, kind: PrintedKind, bound: bool) -> str:
     source, layer = program.source.of_layer(kind.example), kind.layer
     arguments = layer_arguments(source)
     lines = [f"class {kind.class_name}({source.layer_class}):", *docstring(kind.what, 4), ""]
     for name, widths in (("takes", layer.widths_taken), ("gives", layer.widths_given)):
         lines.append(f"    {name} = {_widths(widths) if bound else len(widths)}")
-    lines += ["    annealing = 1.0"] * _anneals(program, kind.example)
     if layer.modules:
         lines.append("    per_rank_modules = (")
         for path, module in layer.modules.items():

@@ -269,7 +269,6 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     ops.type_as_model: lambda p, n: f"{p.atom(args_of(n)[0])}.to({p.atom(args_of(n)[1])}.dtype)",
     aten.sym_size.int: lambda p, n: f"{p.atom(args_of(n)[0])}.shape[{args_of(n)[1]}]",
     operator.getitem: _getitem,
-    ops.blend: lambda p, n: f"blend({p.arguments(n.args[:2], {})}, self.annealing)",
     ops.dropout: lambda p, n: (
         f"{p.functional}.dropout({p.value(n.args[0])}, p={p.value(n.args[1])}, training=self.training)"
     ),

@@ -32,11 +32,6 @@ def emit_runtime_module(program: Program) -> str:
 
     Raises RewriterError for what cannot be printed.
     """
-    if any(node.target is ops.blend for node in program.graph.nodes):
-        raise RewriterError(
-            "annealing: the sharded runtime module is emitted as the recipe says, without the original's reads beside "
-            "it. Anneal the adapted checkpoint, which computes the same function on one device or data-parallel"
-        )
     for path, module in program.modules.items():
         if isinstance(module, Opaque):
             raise RewriterError(

@@ -12,11 +12,6 @@ ALONE = 1  # what a layer takes or gives: the residual stream alone. (1,) where 
 vectors = int  # how many vectors of the hidden size that is. `sum` where values have widths
 
 
-def blend(fresh, stale, annealing):
-    """(1 - annealing) * fresh + annealing * stale; exactly `fresh` at 0 and `stale` at 1."""
-    return torch.lerp(fresh.to(stale.dtype), stale, annealing)
-
-
 def rewire(model, layers):
     """Give every decoder layer of `model`, a SourceModel, the class that its config names for it."""
     if model.config.rewriter_ranks != RANKS:
