@@ -25,7 +25,16 @@ def add(kind: str, found: Run) -> None:
     """Put what was found into the record, in place of an older one of the same run."""
     record = read()
     record[kind] = [entry for entry in record.get(kind, []) if _key(entry) != _key(found)] + [found]
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    keep(record)
+
+
+def keep(record: dict[str, list[Run]]) -> None:
+    """Write the record: JSON with one line for each run, in the order of what identifies them."""
+    kinds = []
+    for kind, found in sorted(record.items()):
+        lines = [json.dumps(entry, ensure_ascii=False) for entry in sorted(found, key=_order)]
+        kinds.append(f"{json.dumps(kind)}: [\n" + ",\n".join(lines) + "\n]")
+    RECORD.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
 
 
 def read() -> dict[str, list[Run]]:
@@ -36,6 +45,10 @@ def read() -> dict[str, list[Run]]:
 
 def _key(entry: Run) -> tuple[Any, ...]:
     return tuple(entry.get(name) for name in ("model", "recipe", "way", "tokens", "tp"))
+
+
+def _order(entry: Run) -> list[tuple[bool, Any]]:
+    return [(value is not None, value) for value in _key(entry)]
 
 
 def write() -> None:

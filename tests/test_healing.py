@@ -59,7 +59,20 @@ def test_a_run_takes_the_place_of_an_older_one(
     for tokens, speed in ((1000, 10), (2000, 20), (1000, 30)):
         page.add("runs", made_up(tokens=tokens, tokens_per_second=speed))
     kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["runs"]
-    assert [(run["tokens"], run["tokens_per_second"]) for run in kept] == [(2000, 20), (1000, 30)]
+    assert [(run["tokens"], run["tokens_per_second"]) for run in kept] == [(1000, 30), (2000, 20)]
+
+
+def test_a_run_of_the_record_is_a_line(page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run more changes no other line, whatever the order in which they were measured."""
+    written = page.RECORD.read_text(encoding="utf-8")
+    record = json.loads(written)
+    monkeypatch.setattr(page, "RECORD", tmp_path / "record.json")
+    page.keep({kind: found[::-1] for kind, found in reversed(record.items())})
+    assert page.RECORD.read_text(encoding="utf-8") == written
+    page.add("runs", made_up(tp=4))
+    lines, more = ([line.rstrip(",") for line in text.splitlines()] for text in (written, page.RECORD.read_text()))
+    assert [line for line in more if line not in lines] == [json.dumps(made_up(tp=4))]
+    assert len(more) == len(lines) + 1 == 2 + 2 * len(record) + sum(map(len, record.values())) + 1
 
 
 def test_the_chart_has_a_line_for_each_run(page: ModuleType) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import draws
 import faults
 import pytest
-from soak import inputs, programs, shim, tally
+from soak import inputs, programs, ranks, shim, tally
 from soak.cases import Kind, Outcome, generator, in_process, run_case
 from subprocesses import ROOT
 from test_job_ends import is_gone, until
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.header import read_header
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="it asks /proc")
 
 # Cases
 
@@ -213,6 +216,67 @@ def test_a_resumed_run_that_loses_a_file_is_found(struck: dict[str, Any]) -> Non
 
 def test_a_failing_disk_that_ends_in_a_traceback_is_found(struck: dict[str, Any]) -> None:
     assert any("0 errors in place of one" in failure for failure in struck["soak.disks False True"][1])
+
+
+# Ranks. A command stands in for `rewrite`: it starts two ranks as `rewrite` does, and one of its lines may be wrong.
+
+STAND_IN = """
+import os, subprocess, sys, tempfile, time
+from rewriter.common import processes
+processes.STOPPED_SECONDS = 1.0
+{first}
+with processes.Processes() as job:
+    for rank in range(2):
+        job.start(f"rank {{rank}}", ["sleep", "2"], processes.environment())
+    failure = job.wait()
+{last}
+if failure is not None:
+    sys.exit(f"error: {{failure.name}} {{failure.how}}")
+"""
+ORPHAN = "subprocess.Popen(['sleep', '600'])"
+FOLDER = "tempfile.mkdtemp(prefix='rewriter-')"
+HANGS = "time.sleep(600)"
+
+
+@pytest.fixture
+def struck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """The outcome of a case of the kind, quicker than in the soak, for a command with these lines."""
+    for name, seconds in {"BOUND": 4.0, "START": 10.0, "MOMENT": 0.5, "GONE": 1.0, "PAUSE": 0.3}.items():
+        monkeypatch.setattr(ranks, name, seconds)
+
+    def outcome(fault: str, first: str = "", last: str = "") -> Outcome:
+        command = (sys.executable, "-c", STAND_IN.format(first=first, last=last))
+        monkeypatch.setattr(ranks, "COMMAND", command)
+        return run_case(ranks.KIND, 3 * ranks.FAULTS.index(fault), tmp_path / "place")
+
+    return outcome
+
+
+@needs_proc
+@pytest.mark.parametrize("fault", ranks.FAULTS)
+def test_a_command_that_ends_in_order_when_a_rank_is_struck_passes(
+    fault: str, struck_rank: Callable[..., Outcome]
+) -> None:
+    assert struck_rank(fault) == Outcome(Counter({f"{fault}: generate": 1}), [])
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("fault", "lines", "said"),
+    [
+        ("killed", {"first": ORPHAN}, "1 processes are left"),
+        ("killed", {"last": FOLDER}, "left in the temporary directory: ['rewriter-"),
+        ("killed", {"last": HANGS}, "it did not end in 4 s"),
+        ("killed", {"last": "1 / 0"}, "a traceback: "),
+        ("paused", {"last": "sys.exit('error: a rank paused')"}, "exit code 1: error: a rank paused"),
+    ],
+    ids=["orphan", "folder", "hangs", "traceback", "gives up"],
+)
+def test_a_command_that_does_not_end_in_order_is_found(
+    fault: str, lines: dict[str, str], said: str, struck_rank: Callable[..., Outcome]
+) -> None:
+    (failure,) = struck_rank(fault, **lines).failures
+    assert failure.startswith(f"{fault}: generate: {said}")
 
 
 # The page

@@ -14,9 +14,11 @@ import torch
 
 from rewriter.adapt.quick_decoding import with_bf16_products, with_room
 from rewriter.adapt.teacher import frozen, load_model
+from rewriter.analysis.rank_memory import cache_elements
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
 from rewriter.emit.output_directory import sha256_of
+from rewriter.tracing import trace
 from rewriter.verify.drift import load_tokenizer
 from rewriter.weights import Checkpoint
 
@@ -67,7 +69,7 @@ def self_written(
     if missing:
         place.mkdir(parents=True, exist_ok=True)
         model = with_bf16_products(frozen(load_model(source, device)))
-        at_once = parts_at_once(model, length)
+        at_once = parts_at_once(source, model, length)
         for done in range(0, len(missing), at_once):
             some = missing[done : done + at_once]
             written, total = done * STREAMS * length, len(missing) * STREAMS * length
@@ -96,18 +98,15 @@ def _replace(path: Path, lines: list[str]) -> None:
     os.replace(partial, path)
 
 
-def parts_at_once(model: Any, length: int) -> int:
-    """How many parts of the cache are written together: two on a CPU, which writes no faster with more; on another
-    device as many as have their keys and values in a quarter of its free memory."""
+def parts_at_once(source: Path, model: Any, length: int) -> int:
+    """How many parts of the cache are written together by the `model` in `source`: two on a CPU, which writes no faster
+    with more; on another device as many as have their keys and values in a quarter of its free memory."""
     parameter = next(model.parameters())
     if parameter.device.type != "cuda":
         return 2
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    stream = 2 * config.num_hidden_layers * heads * size * length * parameter.element_size()
+    stream = cache_elements(trace(source), length) * parameter.element_size()
     free, _ = torch.cuda.mem_get_info(parameter.device)
-    return max(1, min(_MOST_PARTS, free // 4 // (stream * STREAMS)))
+    return max(1, min(_MOST_PARTS, free // 4 // max(1, stream * STREAMS)))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rewriter import ops
 from rewriter.analysis.communication import model_dtype_bytes
+from rewriter.analysis.sequence_layout import attention_shapes
 from rewriter.ir import Leaf, Module, Opaque, Program, args_of, nodes_inside
 from rewriter.ir.marks import in_stream, marks
 from rewriter.ir.shapes import Value, is_shape, wiring_shapes
@@ -51,6 +52,22 @@ def memory(program: Program) -> RankMemory:
     logits = _width(shapes[program.graph.output_node()])
     return RankMemory(
         full * size, local * size, cache * size, windowed * size, logits * size, widest * size, stream * size
+    )
+
+
+def cache_elements(program: Program, tokens: int) -> int:
+    """Elements of the keys and values that one rank keeps of `tokens` positions of one sequence.
+
+    Windows keep no more positions than their size; ranks that share tokens keep their own. Of latent attention, keys
+    and values of every head are kept, as attention reads them; transformers keeps what they are made of, which is less.
+    """
+    shared = program.mesh.get("sp", 1)
+    return sum(
+        shape.layers
+        * shape.kv_heads
+        * (shape.head_dim + shape.value_dim)
+        * -(-min(tokens, shape.window or tokens) // shared)
+        for shape in attention_shapes(program)
     )
 
 

@@ -118,7 +118,7 @@ def _generated(manifest: Manifest) -> set[str]:
 
 def _passes(opened: Reopened, weights: Weights, scratch: Path, found: Bisection, progress: ProgressCall) -> None:
     """The recipe's passes, one by one."""
-    passes = [entry.rewrite for entry in opened.program.history]
+    passes = list(opened.program.asked or ())
     if weights == "real" and too_large(opened.origin, COPIES):
         found.notes.append("its weights do not fit into memory: passes were compared on a shrunken copy")
         weights = "shrunken"

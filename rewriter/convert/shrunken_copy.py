@@ -10,6 +10,7 @@ from rewriter.convert.output_manifest import manifest_of
 from rewriter.emit import output_files
 from rewriter.emit.output_directory import OutputDirectory
 from rewriter.ir import Program
+from rewriter.verify.asked_passes import asked_passes
 from rewriter.verify.comparison import Verification
 
 
@@ -18,7 +19,6 @@ def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Veri
     from rewriter.tracing.meta_model import load_config
     from rewriter.verify.shrunken_check import check_shrunken
 
-    passes = [entry.rewrite for entry in program.history]
     assert program.source.path is not None
     config = load_config(program.source.path, program.source.remote_code)
 
@@ -32,7 +32,7 @@ def check_shrunken_copy(program: Program, progress: Callable[..., None]) -> Veri
 
     return check_shrunken(
         config,
-        passes,
+        asked_passes(program),
         program.mesh.get("tp", 1),
         plan=sequence_plan(program),
         write=write,

@@ -16,9 +16,14 @@ from rewriter.ir.structure import ProgramData, copy_graph
 
 @dataclass(frozen=True)
 class Program(ProgramData):
-    """An immutable model program. `origin` is the program as traced, before the first pass."""
+    """An immutable model program. `origin` is the program as traced, before the first pass.
+
+    `asked` are the passes of the recipe that were applied, as it asks for them (`history` has what each recorded); None
+    where passes were applied by hand.
+    """
 
     recipe: Mapping[str, Any] | None = None
+    asked: tuple[Any, ...] | None = None
     origin: Program | None = field(default=None, repr=False)
 
     def edit(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

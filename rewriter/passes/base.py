@@ -124,7 +124,11 @@ def places_of(chosen: Collection[int], kept: Sequence[int]) -> list[int]:
 def record(
     program: Program, rewrite: Any, summary: str, notes: tuple[str, ...] = (), fired: bool = True, **changes: Any
 ) -> Program:
-    """`program` with `changes` and one more entry in its history."""
+    """`program` with `changes` and one more entry in its history.
+
+    `rewrite` is the pass with the options that it was given, which verification compares with the recipe. What the
+    recipe leaves open (None, "auto") may be filled in.
+    """
     entry = PassRecord(rewrite, summary, notes, fired)
     return program.with_(history=(*program.history, entry), origin=program.origin or program, **changes)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rewriter.analysis.communication import model_dtype_bytes
-from rewriter.analysis.rank_memory import memory
-from rewriter.analysis.sequence_layout import attention_shapes, attentions
+from rewriter.analysis.rank_memory import cache_elements, memory
+from rewriter.analysis.sequence_layout import attentions
 from rewriter.ir import Program, args_of
 from rewriter.ir.marks import marks
 
@@ -21,15 +21,7 @@ def bytes_per_rank(
     """
     held = memory(program)
     shared = program.mesh.get("sp", 1)
-    length = prompt + generate
-    cache = sum(
-        shape.layers
-        * shape.kv_heads
-        * (shape.head_dim + shape.value_dim)
-        * shape.dtype_bytes
-        * -(-min(length, shape.window or length) // shared)
-        for shape in attention_shapes(program)
-    )
+    cache = cache_elements(program, prompt + generate) * model_dtype_bytes(program)
     temporary = -(-prompt // shared) * (held.block_per_token + 4 * held.stream_per_token)
     temporary += held.logits_per_token * (prompt if all_logits else 1)
     if shared == 1:

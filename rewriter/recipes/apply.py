@@ -43,6 +43,7 @@ def apply_recipe(
     original = program
     if mesh := {axis: size for axis, size in (("sp", sp), ("tp", tp)) if size > 1}:
         program = program.with_(mesh=mesh, origin=original)
+    asked: list[Any] = []
     skipped: list[tuple[str, str]] = []
     before = (id(original), *sorted(program.mesh.items()))
     debug = os.environ.get("REWRITER_DEBUG", "0") not in ("", "0")
@@ -61,9 +62,10 @@ def apply_recipe(
                 raise
             skipped.append((rewrite.name, str(error)))
             continue
+        asked.append(rewrite)
         if debug:
             _show(f"after {rewrite.name}, {(time.perf_counter() - begin) * 1e3:.1f} ms", program)
-    return program.with_(recipe=recipe.to_dict(), origin=original), skipped
+    return program.with_(recipe=recipe.to_dict(), asked=tuple(asked), origin=original), skipped
 
 
 # What a pass made of a program, by the traced program's id, the mesh and the passes so far; or why it could not.

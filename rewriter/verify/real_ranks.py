@@ -17,6 +17,7 @@ from rewriter.passes.quantize_collectives import least_quantized
 from rewriter.tracing.meta_model import build_on_meta
 from rewriter.tracing.parameters import checkpoint_expressions
 from rewriter.verify import subprocess_logits
+from rewriter.verify.asked_passes import asked_passes
 from rewriter.verify.comparison import REAL_WEIGHTS, Verification
 from rewriter.verify.drift import GOLDEN_TOKENS, golden_tokens, too_large
 from rewriter.verify.quantized_loading import cannot_load, loading_arguments
@@ -43,8 +44,7 @@ def compare_ranks(
     For a few tokens, in fp32, each side reading weights when it uses them where they do not fit into memory. `target`
     is the dtype that the output holds them in, if it is not the source's. Adds to `found` or raises VerificationError.
     """
-    passes = [entry.rewrite for entry in program.history]
-    reference = reference_of(program, passes)
+    reference = reference_of(program, asked_passes(program))
     ranks = ranks_of(mesh)
     fits = too_large(single_device(program), 1 + -(-reference.ranks // 2)) is None
     if ranks > MOST_RANKS:

@@ -12,6 +12,7 @@ from rewriter.emit.output_files import DTYPES
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
+from rewriter.verify.asked_passes import asked_passes
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
 from rewriter.verify.quantized_loading import cannot_load, loading_arguments, quantization
@@ -119,7 +120,7 @@ class RealWeights:
         if reason := cannot_load(str(source.path)):
             found.notes.append(f"--verify full: the original was not compared with: {reason}")
             return
-        reference = reference_of(self.program, [entry.rewrite for entry in self.program.history])
+        reference = reference_of(self.program, asked_passes(self.program))
         self.progress("comparing the real weights")
         model = AutoModelForCausalLM.from_pretrained(
             source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,

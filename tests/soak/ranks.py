@@ -29,6 +29,9 @@ from soak.jobs import adapt_words, fault_of_words, write_texts
 # Seconds from a fault, or its end, to the end of the command: 60 of standing still, 30 of a rank's grace, and more.
 BOUND = 150.0
 START = 120.0
+MOMENT = 6.0  # the latest, behind the first rank
+GONE = 10.0  # in which processes and folders go, behind the command's end
+COMMAND = (sys.executable, "-m", "rewriter.cli")
 FAULTS = ("killed", "stopped", "paused", "slowed")
 PAUSE = 2.0
 SLICE = 0.05  # a slowed rank stands still every other slice
@@ -65,7 +68,7 @@ def started(place: Path, arguments: list[str]) -> Iterator[subprocess.Popen[byte
     """`rewrite ARGUMENTS` in a session of its own, with a temporary directory of its own; nothing of it stays."""
     with (place / "case/messages").open("wb") as messages:
         job = subprocess.Popen(
-            [sys.executable, "-m", "rewriter.cli", *arguments], cwd=ROOT, start_new_session=True,
+            [*COMMAND, *arguments], cwd=ROOT, start_new_session=True,
             env=environment(2, TMPDIR=str(place / "case/tmp")), stdout=subprocess.DEVNULL, stderr=messages,
         )  # fmt: skip
         try:
@@ -79,7 +82,7 @@ def started(place: Path, arguments: list[str]) -> Iterator[subprocess.Popen[byte
 def ended(job: subprocess.Popen[bytes], draw: random.Random, fault: str, place: Path) -> tuple[list[str], bool]:
     """What is wrong with how a job ended of which one rank has `fault`, and whether it met it in time."""
     until(lambda: job.poll() is not None or bool(ranks_of(job)), START)
-    time.sleep(draw.uniform(0, 6))
+    time.sleep(draw.uniform(0, MOMENT))
     family = [*descendants(job.pid), *ranks_of(job)]
     ranks = ranks_of(job)
     if job.poll() is None and not ranks:
@@ -93,9 +96,9 @@ def ended(job: subprocess.Popen[bytes], draw: random.Random, fault: str, place: 
         wrong += [problem] if (problem := fault_of_words(said)) else []
         if fault in ("paused", "slowed") or not struck:
             wrong.append(f"exit code {job.returncode}: {said[-1500:]}")
-    if alive := [pid for pid in family if not until(lambda pid=pid: is_gone(pid), 10.0)]:
+    if alive := [pid for pid in family if not until(lambda pid=pid: is_gone(pid), GONE)]:
         wrong.append(f"{len(alive)} processes are left")
-    if not until(lambda: not any((place / "case/tmp").glob("rewriter-*")), 10.0):
+    if not until(lambda: not any((place / "case/tmp").glob("rewriter-*")), GONE):
         wrong.append(f"left in the temporary directory: {sorted(p.name for p in (place / 'case/tmp').iterdir())}")
     return wrong, struck
 
