@@ -96,7 +96,7 @@ def test_it_installs_itself_and_converts(tmp_path: Path) -> None:
     [
         ({"recipe": "ladder-uper-half"}, "", 2, "ladder-uper-half"),
         ({"arguments": "--no-such-option"}, "", 2, "--no-such-option"),
-        ({}, FAULT, 3, "rewritten = its reference"),
+        ({}, FAULT, 3, "asked for layers 3–5, but layers 0–5 were rewritten"),
     ],
     ids=["recipe", "argument", "verification"],
 )
