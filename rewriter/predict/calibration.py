@@ -38,7 +38,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _ROUNDS = 3
-_ROOTED: tuple[Kind, ...] = ("broadcast", "send")  # not every rank waits for every other one
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,9 @@ def sizes(largest: int = LARGEST) -> tuple[int, ...]:
 
 def measure(kinds: Sequence[Kind], wanted: Sequence[int], repetitions: int = REPETITIONS) -> list[Measurement]:
     """Times collectives of float32 among all ranks of the default group, which must be initialised; every rank gets the
-    same result. `send` is half of a round trip between ranks 0 and 1. Rounds have connections and threads of their own,
-    as launches of a program have.
+    same result. `send` is what nccl-tests' sendrecv is: every rank sends to the next one and receives from the one
+    before, as rings and quantized sums do. Rounds have connections and threads of their own, as launches of a program
+    have.
 
     A collective that the backend does not have is left out.
     """
@@ -91,11 +91,14 @@ def _measured(kind: Kind, nbytes: int, group: Any, repetitions: int) -> Measurem
         if not re.search("not (support|implement)", str(error), re.IGNORECASE):
             raise
         return None
-    timed = durations(run, repetitions, device, halves=kind == "send", rooted=kind in _ROOTED)
+    rooted = kind == "broadcast"  # not every rank waits for another one
+    timed = durations(run, repetitions, device, rooted)
     typical = mean(timed.seconds)
     cpu = busy = 0.0
-    if device.type != "cuda" and kind != "send":
-        cpu, busy = beside_computation(run, typical, repetitions, rooted=kind in _ROOTED)
+    if device.type != "cuda":
+        cpu, busy = beside_computation(run, typical, repetitions, rooted)
+        if kind == "send":  # it takes a rank's core for one message that leaves and one that arrives
+            cpu /= 2
     point = Point(nbytes, typical, min(cpu, typical), busy if busy > typical else 0.0)
     return Measurement(kind, dist.get_world_size(), point, timed.taken)
 
@@ -168,20 +171,18 @@ def _collective(kind: Kind, nbytes: int, device: torch.device, group: Any) -> St
         "reduce_scatter": lambda: _reduce_scatter(part, whole, group=group, async_op=True),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group, async_op=True),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group, async_op=True),
-        "send": lambda: _round_trip(whole, other, group),
+        "send": lambda: _shift(whole, other, group),
     }
     return calls[kind]
 
 
-def _round_trip(here: torch.Tensor, there: torch.Tensor, group: Any) -> Any:
-    """A message from rank 0 to rank 1 and one back; other ranks do nothing. It is over when the call returns."""
-    if dist.get_rank() == 0:
-        dist.send(here, 1, group=group)
-        dist.recv(there, 1, group=group)
-    elif dist.get_rank() == 1:
-        dist.recv(there, 0, group=group)
-        dist.send(here, 0, group=group)
-    return SimpleNamespace(wait=lambda: None)
+def _shift(here: torch.Tensor, there: torch.Tensor, group: Any) -> Any:
+    """A message from every rank to the next one: receives first, as the runtime begins them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    receive = dist.P2POp(dist.irecv, there, (rank - 1) % ranks, group)
+    send = dist.P2POp(dist.isend, here, (rank + 1) % ranks, group)
+    works = dist.batch_isend_irecv([receive, send])
+    return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
 
 def _keep_to_own_cores() -> None:

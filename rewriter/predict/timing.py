@@ -36,15 +36,13 @@ class MeasuredDurations:
     taken: float
 
 
-def durations(
-    run: StartCollective, repetitions: int, device: torch.device, halves: bool = False, rooted: bool = False
-) -> MeasuredDurations:
+def durations(run: StartCollective, repetitions: int, device: torch.device, rooted: bool = False) -> MeasuredDurations:
     """Repetitions of a collective whose ranks wait for it, each from the moment at which a rank's call has reached the
     library to that rank's completion, on average over ranks. So a rank's wait for others, whose computations took
     longer, is part of it, as in nccl-tests' averages: a program has it as well.
 
-    `halves`: of a round trip between ranks 0 and 1, one way. `rooted`: not every rank waits for every other one, as in
-    a broadcast; all meet before each repetition, and the longest wait counts.
+    `rooted`: not every rank waits for another one, as in a broadcast; all meet before each repetition, and the longest
+    wait counts.
     """
     warm = max(2, min(10, repetitions // 10))
     starts: list[float] = []
@@ -74,9 +72,7 @@ def durations(
     pause = _pause(typical)
     begun = len(starts)
     pauses = repeat(_affordable(pause + typical, repetitions), pause)
-    found = _waits(starts[begun:], ends[begun:], 2 if halves else dist.get_world_size(), rooted and not halves)
-    if halves:  # a round trip is over when its call returns
-        return MeasuredDurations(tuple(seconds / 2 for seconds in found), agreed(pauses.taken))
+    found = _waits(starts[begun:], ends[begun:], rooted)
     call = agreed(statistics.median(calls[begun:]))
     return MeasuredDurations(tuple(max(seconds - call, 1e-7) for seconds in found), agreed(pauses.taken))
 
@@ -102,7 +98,7 @@ def beside_computation(run: StartCollective, typical: float, repetitions: int, r
         work.wait()
         starts.append(begin)
         ends.append(time.monotonic())
-    rest = max(0.0, mean(_waits(starts, ends, dist.get_world_size(), rooted)) - typical)
+    rest = max(0.0, mean(_waits(starts, ends, rooted)) - typical)
     slower = 1 / max(0.1, 1 - rest / typical)
     taken = float(_gathered(torch.tensor([mean(lost)], dtype=torch.float64)).mean())
     return taken * slower, typical * slower
@@ -124,10 +120,10 @@ def own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _waits(starts: Sequence[float], ends: Sequence[float], ranks: int, longest: bool) -> list[float]:
-    """Of each repetition, the mean of the first `ranks` ranks' own seconds, or the longest of them. Clocks of several
-    hosts are not compared."""
-    every = _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))[:ranks]
+def _waits(starts: Sequence[float], ends: Sequence[float], longest: bool) -> list[float]:
+    """Of each repetition, the mean of the ranks' own seconds, or the longest of them. Clocks of several hosts are not
+    compared."""
+    every = _gathered(torch.tensor(ends, dtype=torch.float64) - torch.tensor(starts, dtype=torch.float64))
     found: list[float] = (every.amax(0) if longest else every.mean(0)).tolist()
     return found
 
