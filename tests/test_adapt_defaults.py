@@ -57,8 +57,8 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
     assert Budget(24_576, 8).rate == HIGHEST_RATE
     steps = [budget.tokens // (budget.length(8192) * budget.rows(budget.length(8192), 1)) for budget in budgets]
     assert steps == sorted(steps)
-    assert steps[1] >= 20, "with fewer steps a small run learns nothing"
-    assert [budget.length(8192) for budget in budgets] == [256, 256, 1024, 4096, 4096]
+    assert steps[1] >= 40, "with fewer steps a small run learns nothing"
+    assert [budget.length(8192) for budget in budgets] == [256, 256, 512, 4096, 4096]
     for budget in budgets:
         for replicas in (1, 3, 8):
             assert budget.rows(64, replicas) % replicas == 0
@@ -66,7 +66,7 @@ def test_rates_fall_and_steps_grow_with_the_tokens() -> None:
 
 def test_a_backward_pass_on_a_cpu_takes_no_more_tokens_than_it_has_to() -> None:
     for given, micro in (({}, 2), ({"per_device_train_batch_size": 4}, 4), ({"per_device_train_batch_size": 1}, 1)):
-        options = Options(method="distill", tokens=131_072, settings=given)
+        options = Options(method="distill", tokens=10**6, settings=given)
         _, sizes = plan(None, options, rows=300, length=512, width=576, replicas=1, device=CPU)
         assert (sizes.micro_batch, sizes.batch, sizes.micro_batch * sizes.accumulation) == (micro, 4, 4)
     assert _at_once(4, 2048, CPU) == {"per_device_train_batch_size": 1}

@@ -16,16 +16,16 @@ OWN_TEXT = 98_304  # tokens, where neither data nor --tokens are given
 WARMUP = 0.05  # of the steps
 SHORTEST_ROW, LONGEST_ROW = 256, 4096  # tokens, where --length does not say
 AT_ONCE = 1_024  # tokens of a backward pass on a CPU
-ROWS = 4  # of a step, at least, where its tokens allow it
+ROWS = 4  # of a step, at least, where they are no shorter than the shortest
 
 # By tokens of the whole run: those of a step, and the highest learning rate of a model whose stream is `WIDTH` wide;
 # Adam's rates go with 1 / width (arXiv 2203.03466, table 3). At 33 million they are those of arXiv 2609.13846 (width
 # 1,024), at 3 billion those of Ladder Residual (2501.06589; width 4,096, rate 5e-6), at 24,576 no worse
-# than the next higher one (`benchmarks/healing.py --rate`). Few tokens need small steps more than exact ones.
+# than the next higher one (`benchmarks/healing.py --rate`). Few tokens need many steps more than exact ones.
 WIDTH = 1_024
-_TOKENS = (24_576, 1_000_000, 33_000_000, 3_000_000_000)
-_STEP = (1_024, 4_096, 16_384, 131_072)
-_RATE = (2.8e-4, 1.5e-4, 5e-5, 2e-5)
+_TOKENS = (24_576, 400_000, 1_000_000, 33_000_000, 3_000_000_000)
+_STEP = (512, 1_024, 2_048, 16_384, 131_072)
+_RATE = (2.8e-4, 1.8e-4, 1.5e-4, 5e-5, 2e-5)
 HIGHEST_RATE = 1e-3
 WIDE_ENOUGH = 512  # for bf16 on a CPU: narrower matrices lose more in casts than their products gain
 
