@@ -132,7 +132,7 @@ def test_two_steps_on_two_ranks_are_those_on_one(written: Path, tmp_path: Path) 
     (tmp_path / "train.jsonl").write_text("\n".join(lines[:16]))
     (tmp_path / "eval.jsonl").write_text("\n".join(lines[16:]))
     words = ["--data", str(tmp_path / "train.jsonl"), "--eval", str(tmp_path / "eval.jsonl"), "--length", "128"]
-    words += ["--verify", "none", "--json"]
+    words += ["--verify", "none", "--json", "--train", "all"]  # as the sharded module trains
     for setting in ("max_steps=2", "learning_rate=2e-4", "warmup_steps=0", "use_cpu=true", "bf16=false"):
         words += ["--set", setting]
     losses = {}
@@ -142,7 +142,7 @@ def test_two_steps_on_two_ranks_are_those_on_one(written: Path, tmp_path: Path) 
         assert report["adaptation"]["steps"] == 2
         losses[name] = report["losses"]
     assert losses["one"]["original"] < losses["one"]["after"] < losses["one"]["before"]
-    assert losses["two"] == pytest.approx(losses["one"], rel=1e-3)
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-5)
 
 
 def test_the_prediction_counts_what_ranks_send() -> None:
