@@ -20,12 +20,16 @@ from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.budget import HIGHEST_RATE, WIDTH, Budget, _at_once, plan
 from rewriter.adapt.options import Options
 from rewriter.adapt.run_log import read_metrics
+from rewriter.adapt.run_ranks import RunRanks
+from rewriter.adapt.self_data import source_of
 from rewriter.adapt.self_written import chat_turns
 from rewriter.adapt.self_written import self_written as write
 from rewriter.adapt.students import HuggingFaceModel
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.analysis.sequence_layout import stream_width
+from rewriter.api import convert
+from rewriter.convert.rewritten_source import open_output
 from rewriter.emit.manifest import read_manifest
 from rewriter.verify.drift import load_tokenizer
 
@@ -202,6 +206,22 @@ def test_text_is_written_once_and_again_the_same(own_cache: Path, monkeypatch: p
     load_tokenizer(str(source)).save_pretrained(tmp)
     with pytest.raises(pytest.fail.Exception, match="written already"):
         write(tmp, 2000, CPU, silent)
+
+
+def test_text_is_that_of_the_source_whatever_order_its_channels_are_in(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_written, "ROW", 48)  # tokens
+    tiny = Path(__file__).parents[1] / "examples" / "tiny-llama"
+    texts = []
+    for recipe in ("desync-2x-sum", "ladder"):
+        convert(tiny, recipe, out=tmp_path / recipe, tp=2, verify="none")
+        opened = open_output(tmp_path / recipe)
+        texts.append(source_of(opened, "self:1000", None, True, RunRanks(), CPU, silent))
+    weights = [load_file(tmp_path / recipe / "model.safetensors") for recipe in ("desync-2x-sum", "ladder")]
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0]), "one is permuted"
+    assert texts[0] == texts[1] == str(write(tiny, 1000, CPU, silent))
+    assert len(list(own_cache.rglob("part-*.jsonl"))) == 1
 
 
 def test_what_is_written_follows_what_the_model_predicts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def source_of(
             return str(self_written(Path(teacher), tokens, device, progress, held_out))
         with tempfile.TemporaryDirectory() as place:
             source = write_source(opened, Path(place) / "source")
-            return str(self_written(source, tokens, device, progress, held_out))
+            return str(self_written(source, tokens, device, progress, held_out, opened.manifest.source.files))
 
     written: str = ranks.on_first(write)
     return written

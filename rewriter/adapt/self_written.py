@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,27 @@ class Turns:
 
 
 def self_written(
-    source: Path, tokens: int, device: torch.device, progress: Callable[..., None], held_out: bool = False
+    source: Path,
+    tokens: int,
+    device: torch.device,
+    progress: Callable[..., None],
+    held_out: bool = False,
+    files: Mapping[str, str] | None = None,
 ) -> Path:
     """A file of one {"text": …} per line that the model in `source` wrote, of about `tokens` tokens.
 
     Temperature 1. A model with a chat template writes conversations in half of its streams, both roles; what else is
     written begins with a token at random. Seeds are fixed; what is to be `held_out` has others. Parts of `STREAMS`
-    streams are kept in `cache_directory()` by the hash of weights and config, and are not written again. Raises
-    RewriterError for a source without a tokenizer.
+    streams are kept in `cache_directory()` by the hashes of weights and config, and are not written again. `files`: the
+    sha256 of the weight files of which `source` is made, where it is not the model as it came: with its channels in
+    another order it writes the same. Raises RewriterError for a source without a tokenizer.
     """
     tokenizer = load_tokenizer(str(source))
     if tokenizer is None:
         raise RewriterError(f"{source}: it has no tokenizer, so what the model writes cannot be read. Give --data FILE")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     length = min(context_length(config), ROW)
-    hashes = [sha256_of(file) for file in Checkpoint.open(source).files]
+    hashes = sorted(files.values()) if files else sorted(map(sha256_of, Checkpoint.open(source).files))
     known = json.dumps([_FORMAT, length, hashes, config, tokenizer.chat_template], sort_keys=True)
     place = cache_directory() / hashlib.sha256(known.encode()).hexdigest()[:32]
     name = "held-out" if held_out else "part"
