@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, default=Path("build/soak"), help="where it works (default build/soak)")
     parser.add_argument("--only", action="append", metavar="KIND", help="this kind; may be given several times")
     parser.add_argument("--cases", type=int, help="so many cases of each kind, without a place in the tally")
-    parser.add_argument("--repeat", metavar="KIND:NUMBER", help="run this case again and print what it finds")
+    parser.add_argument("--repeat", metavar="KIND:NUMBER", help="run this case again; note if it has been mended")
     options = parser.parse_args(arguments)
     options.state = options.state.resolve()
     options.state.mkdir(parents=True, exist_ok=True)
@@ -130,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, _, number = options.repeat.partition(":")
         outcome = run_case(known[name], int(number), prepared(known[name], options.state / f"{name}-again"))
         print(json.dumps(outcome.counts, indent=1), *outcome.failures, sep="\n")
+        if not outcome.failures:
+            tally.mend(options.repeat, commit())
         return int(bool(outcome.failures))
     for name in options.only or known:
         if reason := known[name].needs():

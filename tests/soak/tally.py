@@ -13,7 +13,8 @@ TALLY = Path(__file__).with_name("tally.json")
 PAGE = ROOT / "docs" / "RELIABILITY.md"
 
 Run = dict[str, Any]
-"""date, commit, seconds; kinds: {name: {first, behind, seconds, counts}}; failures: [{case, what}]."""
+"""date, commit, seconds; kinds: {name: {first, behind, seconds, counts}}; failures: [{case, what}], with the commit at
+which the case was repeated and passed as `mended`."""
 
 GOALS = (
     ("programs × recipes × ranks, against the independent references", 10_000, "programs", ("",), ""),
@@ -82,8 +83,22 @@ def behind(kind: str) -> int:
 
 def add(run: Run) -> None:
     """Put a run behind the others, and write the page."""
-    known = [*runs(), run]
-    TALLY.write_text(json.dumps({"runs": known}, indent=1) + "\n", encoding="utf-8")
+    keep([*runs(), run])
+
+
+def mend(case: str, commit: str) -> None:
+    """Note that a case which had failed passes at this commit."""
+    known = runs()
+    failed = [failure for run in known for failure in run["failures"] if failure["case"] == case]
+    for failure in failed:
+        failure["mended"] = commit
+    if failed:
+        keep(known)
+
+
+def keep(known: Sequence[Run]) -> None:
+    """Write tally and page."""
+    TALLY.write_text(json.dumps({"runs": list(known)}, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(known), encoding="utf-8")
 
 
@@ -111,18 +126,24 @@ def page(known: Sequence[Run]) -> str:
         listed = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
         kinds.append(f"- **{kind}**: {listed or 'none yet'}.")
     failures = [
-        f"- `{failure['case']}` at {run['commit']}: {failure['what']}" for run in known for failure in run["failures"]
+        f"- `{failure['case']}` at {run['commit']}: {failure['what']}"
+        + (f". It passes at {failure['mended']}." if "mended" in failure else "")
+        for run in known
+        for failure in run["failures"]
     ]
+    left = sum("mended" not in failure for run in known for failure in run["failures"])
     rows = [
         f"| {run['date']} | {run['commit']} | {run['seconds'] / 3600:.2f} "
         f"| {sum(k['behind'] - k['first'] for k in run['kinds'].values()):,} | {len(run['failures'])} |"
         for run in known
     ]
     hours, number = sum(run["seconds"] for run in known) / 3600, len(known)
+    told = f"{len(failures) or 'no'} failure{'s' * (len(failures) != 1)}"
+    if failures:
+        told += f", {left or 'none'} of them left"
     summary = (
-        f"**{hours:.1f} hours in {number} run{'s' * (number != 1)}: {len(failures) or 'no'} "
-        f"failure{'s' * (len(failures) != 1)}.** Every case follows from its kind and number; "
-        "`python -m soak --repeat KIND:NUMBER` repeats one."
+        f"**{hours:.1f} hours in {number} run{'s' * (number != 1)}: {told}.** Every case follows from its kind and "
+        "number; `python -m soak --repeat KIND:NUMBER` repeats one."
     )
     return TEMPLATE.format(
         summary=summary, goals="\n".join(goals), families=len(draws.ALL_FAMILIES), bound=BOUND, kinds="\n".join(kinds),
