@@ -240,12 +240,10 @@ class _HuggingFaceLayers:
         return self.ranks if self.form[node] == "per_rank" else 1
 
     def _is_inlined(self, node: fx.Node) -> bool:
-        """A sum or mean over the ranks stands where its one use is, unless it is the stream itself."""
-        if len(node.users) != 1 or in_stream(node):
+        """A sum or mean over the ranks stands where its one use is, in its layer, unless it is the stream itself."""
+        if len(node.users) != 1 or in_stream(node) or marks(next(iter(node.users))).layer != marks(node).layer:
             return False
-        if node.target is ops.all_reduce:
-            return marks(next(iter(node.users))).layer == marks(node).layer
-        return self.form[node] == "total" and _is_scaled(node)
+        return node.target is ops.all_reduce or (self.form[node] == "total" and _is_scaled(node))
 
     def _node(self, node: fx.Node) -> None:
         source = args_of(node)[0] if node.target in (*_ON_ALL, ops.all_reduce) else None

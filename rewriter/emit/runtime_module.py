@@ -14,6 +14,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.absolute_positions import counts_tokens
+from rewriter.analysis.op_semantics import without_dropout
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
@@ -43,7 +44,8 @@ def emit_runtime_module(program: Program) -> str:
             f"{where}, from 0, which is right without a key/value cache only. The sharded runtime module cannot hold "
             "it yet; the adapted checkpoint can: convert without --tp, or for a recipe that is not bound to ranks"
         )
-    return _Emitter(program.with_(graph=with_readers_first(program.graph))).source()
+    # a program that was not split still has its dropout
+    return _Emitter(program.with_(graph=with_readers_first(without_dropout(program)))).source()
 
 
 class _Emitter:

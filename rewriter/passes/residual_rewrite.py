@@ -21,7 +21,7 @@ from rewriter.analysis.residual import Block, annotate, blocks_of, computes, is_
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, put_behind, reachable
-from rewriter.ir.marks import STANDARD, Marks, Mode, mark, marks, new_call, set_marks, stream_index
+from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
 
@@ -184,12 +184,23 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
                     f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
                     "partial sum each would get another result. Leave its layer out of the selection."
                 )
-        for node in block.branch:
-            for source in node.all_input_nodes:
-                if source not in block.branch and read_index(source) is not None:
-                    node.replace_input_with(source, value)
+        read = [n for n in block.branch if any(_is_read(source, block) for source in n.all_input_nodes)]
+        sources = [source for n in read for source in n.all_input_nodes if _is_read(source, block)]
+        if in_stream(value) and not all(map(in_stream, sources)):
+            # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
+            with graph.inserting_before(read[0]):
+                record = Marks(layer=block.layer, reads=stream_index(value))
+                value = new_call(graph, record, ops.copy_to_group, value, AXIS)
+        for node in read:
+            for source in filter(partial(_is_read, block=block), node.all_input_nodes):
+                node.replace_input_with(source, value)
     drop_dead_nodes(graph)
     return _with_own_residuals(program, graph, bound)
+
+
+def _is_read(source: fx.Node, block: Block) -> bool:
+    """Whether a value that a node of `block` uses is what the block reads of the stream."""
+    return source not in block.branch and read_index(source) is not None
 
 
 def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module], name: str) -> fx.Node:

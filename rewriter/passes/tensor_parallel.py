@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.analysis.chains import chains
 from rewriter.analysis.gradients import with_constant_inputs
 from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
-from rewriter.analysis.op_semantics import aten
+from rewriter.analysis.op_semantics import aten, without_dropout
 from rewriter.analysis.placement import split_body
 from rewriter.analysis.placement_state import SplitBody
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
@@ -28,7 +28,6 @@ from rewriter.ir import (
     Parameter,
     Program,
     args_of,
-    bypass,
     called_module,
     copy_graph,
     put_behind,
@@ -60,10 +59,10 @@ class TensorParallel(Pass):
     def apply(self, program: Program) -> Program:
         ranks = program.mesh.get(AXIS, 1)
         if ranks == 1:
-            return record(program, self, "one rank: nothing to split", fired=False, graph=_without_dropout(program))
+            return record(program, self, "one rank: nothing to split", fired=False, graph=without_dropout(program))
         check_heads(program, ranks)
         program = program.with_(modules=with_constant_inputs(program))
-        graph = _without_dropout(program)
+        graph = without_dropout(program)
         sharder = _Sharder(program, graph, ranks)
         sharder.layers()
         sharder.chains()
@@ -89,16 +88,6 @@ def check_heads(program: Program, ranks: int) -> None:
             below = max(d for d in valid if d < ranks)
             near = ", ".join(map(str, [below, *[d for d in valid if d > ranks][:1]]))
             raise RewriterError(f"--tp {ranks}: {heads} query heads do not divide by {ranks}. Nearest: {near}.")
-
-
-def _without_dropout(program: Program) -> fx.Graph:
-    """The wiring without dropout: a runtime module computes in eval mode, and a partial sum must meet its sum."""
-    graph, _ = program.edit()
-    for node in list(graph.nodes):
-        module = called_module(node, program.modules)
-        if node.target is ops.dropout or (isinstance(module, Leaf) and module.kind == "Dropout"):
-            bypass(node, args_of(node)[0])
-    return graph
 
 
 class _Sharder:
