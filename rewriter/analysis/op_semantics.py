@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from rewriter import ops
-from rewriter.ir import Leaf, Program, args_of, bypass, called_module
+from rewriter.ir import args_of
 
 aten = torch.ops.aten
 
@@ -281,14 +281,3 @@ def data_of(node: fx.Node) -> list[fx.Node]:
     if row is None or row.data is None:
         return node.all_input_nodes
     return [n for n in (args_of(node)[i] for i in row.data) if isinstance(n, fx.Node)]
-
-
-def without_dropout(program: Program) -> fx.Graph:
-    """A copy of the wiring without dropout: a runtime module computes in eval mode, and a partial sum must meet its
-    sum."""
-    graph, _ = program.edit()
-    for node in list(graph.nodes):
-        module = called_module(node, program.modules)
-        if node.target is ops.dropout or (isinstance(module, Leaf) and module.kind == "Dropout"):
-            bypass(node, args_of(node)[0])
-    return graph

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from rewriter import ops
+from rewriter.analysis.dropout import is_dropout
 from rewriter.analysis.labels import reduced_shape, value_of
 from rewriter.analysis.per_rank import local_values
 from rewriter.analysis.residual import residual_blocks
@@ -257,10 +258,6 @@ def _nodes(piece: Region | fx.Node) -> tuple[fx.Node, ...]:
 def _is_glue(node: fx.Node) -> bool:
     """Whether a wiring node is plain arithmetic between modules, such as an add behind a sum: it needs no method."""
     return node.op == "call_function" and node.target not in SCHEDULED
-
-
-def is_dropout(module: Module) -> bool:
-    return isinstance(module, Leaf) and module.kind == "Dropout"
 
 
 def cache_slots(children: Mapping[str, Module]) -> list[str]:

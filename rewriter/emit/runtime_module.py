@@ -14,7 +14,7 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.absolute_positions import counts_tokens
-from rewriter.analysis.op_semantics import without_dropout
+from rewriter.analysis.dropout import is_dropout, without_dropout
 from rewriter.analysis.schedule import with_readers_first
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
@@ -22,7 +22,7 @@ from rewriter.emit.classes import ClassTable, containers
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, is_dropout
+from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter
 from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks

@@ -184,23 +184,22 @@ def settle_reads(program: Program, graph: fx.Graph, name: str) -> Program:
                     f"{name}: block {block.path} could not be split, so every rank computes all of it: from its own "
                     "partial sum each would get another result. Leave its layer out of the selection."
                 )
-        read = [n for n in block.branch if any(_is_read(source, block) for source in n.all_input_nodes)]
-        sources = [source for n in read for source in n.all_input_nodes if _is_read(source, block)]
-        if in_stream(value) and not all(map(in_stream, sources)):
+        reads = _reads(block)
+        if in_stream(value) and not all(in_stream(source) for _, source in reads):
             # an earlier pass made its modules fit for values that differ by rank: gradients are summed before them
-            with graph.inserting_before(read[0]):
+            with graph.inserting_before(reads[0][0]):
                 record = Marks(layer=block.layer, reads=stream_index(value))
                 value = new_call(graph, record, ops.copy_to_group, value, AXIS)
-        for node in read:
-            for source in filter(partial(_is_read, block=block), node.all_input_nodes):
-                node.replace_input_with(source, value)
+        for node, source in reads:
+            node.replace_input_with(source, value)
     drop_dead_nodes(graph)
     return _with_own_residuals(program, graph, bound)
 
 
-def _is_read(source: fx.Node, block: Block) -> bool:
-    """Whether a value that a node of `block` uses is what the block reads of the stream."""
-    return source not in block.branch and read_index(source) is not None
+def _reads(block: Block) -> list[tuple[fx.Node, fx.Node]]:
+    """(node of the block, what it reads of the stream), in order."""
+    uses = ((node, source) for node in block.branch for source in node.all_input_nodes)
+    return [(node, source) for node, source in uses if source not in block.branch and read_index(source) is not None]
 
 
 def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module], name: str) -> fx.Node:
@@ -212,7 +211,7 @@ def _with_own_partial(before: Block, block: Block, modules: Mapping[str, Module]
     parts = [partial_of(w, before) for w in reduced]
     for write in filter(is_normed, reduced):
         _agree(write, before)
-    first = next(n for n in block.branch if any(read_index(s) is not None for s in n.all_input_nodes))
+    first, _ = _reads(block)[0]
     made = partial(new_call, graph, Marks(layer=block.layer, reads=before.index))
     with graph.inserting_before(first):
         value = made(ops.copy_to_group, before.carried, AXIS)

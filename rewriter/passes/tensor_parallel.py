@@ -10,9 +10,10 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.chains import chains
+from rewriter.analysis.dropout import without_dropout
 from rewriter.analysis.gradients import with_constant_inputs
 from rewriter.analysis.labels import Unsplittable, reduced_shape, value_of
-from rewriter.analysis.op_semantics import aten, without_dropout
+from rewriter.analysis.op_semantics import aten
 from rewriter.analysis.placement import split_body
 from rewriter.analysis.placement_state import SplitBody
 from rewriter.analysis.projections import Shard, column_parallel, held, inputs_of, outputs_of, resized, row_parallel
