@@ -82,9 +82,9 @@ def test_the_chart_has_a_line_for_each_run(page: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_the_shipped_model_heals_by_as_much_as_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A regression: 65,536 tokens without a setting closed 58 % of the gap in loss, and 47 % in steps of 1,024."""
+    """A regression: 65,536 tokens without a setting close 60 % of the gap in loss."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     convert(TINY, "ladder-upper-half", out=tmp_path / "rewritten", verify="none")
     report = adapt(tmp_path / "rewritten", out=tmp_path / "healed", tokens=65_536, eval="self:16384", verify="none")
     original, before, after = (report.losses[name] for name in ("original", "before", "after"))
-    assert (before - after) / (before - original) > 0.53
+    assert (before - after) / (before - original) > 0.6
