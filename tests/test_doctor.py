@@ -41,7 +41,7 @@ def test_here_everything_needed_is_there(capsys: pytest.CaptureFixture[str]) -> 
     assert data["commands"][0]["name"] == "MODEL --recipe"
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "Everything needed is here." in out
+    assert "What every command needs is here" in out
     for word in ("torch", "transformers", "works here", "generate"):
         assert word in out
 
@@ -67,7 +67,7 @@ def test_a_version_out_of_range_is_found(
     assert states()[package][0] == state
     assert main(["doctor"]) == (2 if state == "missing" else 0)
     if state == "missing":
-        assert "Something needed is missing" in capsys.readouterr().out
+        assert "Something that every command needs is missing" in capsys.readouterr().out
         [finding] = [f for f in examine().findings if f.name == package]
         assert finding.next.startswith(f"pip install '{package}")
         assert works("generate") == ("no", package)

@@ -293,20 +293,23 @@ def test_counts_of_runs_add_up() -> None:
     page = tally.page([run, failed])
     assert "| safetensors headers | 10 | 1,000,000 |" in page
     assert "| other damaged inputs | 4 | 10,000 |" in page
-    assert "2.0 hours in 2 runs: 1 failure, 1 of them left." in page
+    assert "2.0 hours of a process in 2 runs: 1 failure, 1 of them left." in page
     assert "- `inputs:1` at abc: KeyError\n" in page
+    assert "| | read | refused |\n|---|---:|---:|\n| headers | 10 |  |\n| recipes |  | 4 |\n" in page
+    assert "Not reached yet: programs × recipes × ranks" in page
 
 
 def test_a_failure_that_passes_when_repeated_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "TALLY", tmp_path / "tally.json")
     monkeypatch.setattr(tally, "PAGE", tmp_path / "page.md")
-    failures = [{"case": f"inputs:{n}", "what": "KeyError"} for n in (1, 2)]
+    failures = [{"case": f"inputs:{n}", "what": "KeyError"} for n in (1, 2, 2)]
     tally.add({"date": "2026-01-01", "commit": "abc", "seconds": 3600.0, "kinds": {}, "failures": failures})
     tally.mend("inputs:2", "def")
     page = tally.PAGE.read_text(encoding="utf-8")
-    assert "2 failures, 1 of them left." in page
+    assert "3 failures, 1 of them left." in page
     assert "- `inputs:1` at abc: KeyError\n" in page
-    assert "- `inputs:2` at abc: KeyError. It passes at def.\n" in page
+    assert "- `inputs:2` at abc: KeyError. It passes at def. (2 times)\n" in page
+    assert "| 2026-01-01 | abc | 1.00 | not recorded | 3 |" in page
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ State = Literal["ok", "note", "missing"]
 # The versions of which runs of the tests are known: others of the supported range should work.
 TRIED = {
     "python": ("3.11", "3.12"),
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
     "transformers": ("5.17", "5.19", "5.20", "5.23"),
     "triton": ("3.7",),
     "vllm": ("0.32",),

@@ -63,7 +63,13 @@ class Doctor:
         colors = {"yes": "green", "in part": "yellow", "no": "bold red"}
         for command in self.commands:
             works.add_row(escape(command.name), f"[{colors[command.works]}]{command.works}[/]", escape(command.missing))
-        end = "Everything needed is here." if self.ok else "Something needed is missing: see above."
+        more = sum(command.works == "no" for command in self.commands)
+        if not self.ok:
+            end = "Something that every command needs is missing: see above."
+        elif more:
+            end = f"What every command needs is here; {more} need{'s' * (more == 1)} more: see above."
+        else:
+            end = "What every command needs is here."
         return Group(table, Text(), works, Text(), Text(end, "bold"))
 
 

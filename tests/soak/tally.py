@@ -32,11 +32,14 @@ TEMPLATE = """# Reliability
 What random and damaged inputs, programs, kills, disks and ranks have found in `rewriter`. `make soak HOURS=…` adds a
 run and writes this page from `tests/soak/tally.json`; an interrupted soak goes on where it was.
 
-{summary}
+{summary} A case is one random draw, which may try many inputs. It follows from its kind and number; to repeat one:
+`PYTHONPATH=tests:. .venv/bin/python -m soak --repeat KIND:NUMBER`.
 
 | what was tried | times | goal |
 |---|---:|---:|
 {goals}
+
+{reached}
 
 ## What is tried
 
@@ -110,6 +113,38 @@ def totals(known: Sequence[Run], kind: str) -> Counter[str]:
     return found
 
 
+def tried(known: Sequence[Run], kind: str, begins: Sequence[str], but: str) -> int:
+    """How often something of GOALS was tried."""
+    counts = totals(known, kind)
+    return sum(n for name, n in counts.items() if name.startswith(tuple(begins)) and not (but and name.startswith(but)))
+
+
+def _cases(run: Run) -> str:
+    return f"{sum(k['behind'] - k['first'] for k in run['kinds'].values()):,}" if run["kinds"] else "not recorded"
+
+
+def counted(counts: Counter[str]) -> str:
+    """Counts as a table; `what, variant` and `what: variant` go into the row of `what`, a column per variant, where
+    most are such pairs."""
+    if not counts:
+        return "None yet."
+    rows: dict[str, Counter[str]] = {}
+    for name, count in sorted(counts.items()):
+        mark = next((mark for mark in (": ", ", P=") if mark in name), None)
+        what, _, variant = name.partition(mark) if mark else (name, "", "")
+        rows.setdefault(what, Counter())[f"P = {variant}" if mark == ", P=" else variant] += count
+    columns = sorted({variant for row in rows.values() for variant in row})
+    lines = [
+        "| | " + " | ".join(column or "in all" for column in columns) + " |",
+        "|---" + "|---:" * len(columns) + "|",
+    ]
+    for what, row in rows.items():
+        lines.append(
+            f"| {what} | " + " | ".join(f"{row[column]:,}" if column in row else "" for column in columns) + " |"
+        )
+    return "\n".join(lines)
+
+
 def page(known: Sequence[Run]) -> str:
     """docs/RELIABILITY.md of these runs."""
     import draws
@@ -118,34 +153,31 @@ def page(known: Sequence[Run]) -> str:
 
     goals, kinds = [], []
     for what, goal, kind, begins, but in GOALS:
-        counts = totals(known, kind)
-        times = sum(n for name, n in counts.items() if name.startswith(begins) and not (but and name.startswith(but)))
-        goals.append(f"| {what} | {times:,} | {f'{goal:,}' if goal else ''} |")
+        goals.append(f"| {what} | {tried(known, kind, begins, but):,} | {f'{goal:,}' if goal else ''} |")
+    missed = [what for what, goal, kind, begins, but in GOALS if goal and tried(known, kind, begins, but) < goal]
     for kind in dict.fromkeys(kind for _, _, kind, _, _ in GOALS):
-        counts = totals(known, kind)
-        listed = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-        kinds.append(f"- **{kind}**: {listed or 'none yet'}.")
-    failures = [
+        kinds.append(f"### {kind.capitalize()}\n\n{counted(totals(known, kind))}")
+    failed = Counter(
         f"- `{failure['case']}` at {run['commit']}: {failure['what']}"
         + (f". It passes at {failure['mended']}." if "mended" in failure else "")
         for run in known
         for failure in run["failures"]
-    ]
+    )
+    failures = [line if count == 1 else f"{line} ({count} times)" for line, count in failed.items()]
     left = sum("mended" not in failure for run in known for failure in run["failures"])
     rows = [
-        f"| {run['date']} | {run['commit']} | {run['seconds'] / 3600:.2f} "
-        f"| {sum(k['behind'] - k['first'] for k in run['kinds'].values()):,} | {len(run['failures'])} |"
+        f"| {run['date']} | {run['commit']} | {run['seconds'] / 3600:.2f} | {_cases(run)} | {len(run['failures'])} |"
         for run in known
     ]
     hours, number = sum(run["seconds"] for run in known) / 3600, len(known)
-    told = f"{len(failures) or 'no'} failure{'s' * (len(failures) != 1)}"
-    if failures:
+    count = failed.total()
+    told = f"{count or 'no'} failure{'s' * (count != 1)}"
+    if count:
         told += f", {left or 'none'} of them left"
-    summary = (
-        f"**{hours:.1f} hours in {number} run{'s' * (number != 1)}: {told}.** Every case follows from its kind and "
-        "number; `python -m soak --repeat KIND:NUMBER` repeats one."
-    )
+    summary = f"**{hours:.1f} hours of a process in {number} run{'s' * (number != 1)}: {told}.**"
+    reached = f"Not reached yet: {'; '.join(missed)}." if missed else "Every goal is reached."
     return TEMPLATE.format(
-        summary=summary, goals="\n".join(goals), families=len(draws.ALL_FAMILIES), bound=BOUND, kinds="\n".join(kinds),
+        summary=summary, goals="\n".join(goals), reached=reached, families=len(draws.ALL_FAMILIES), bound=BOUND,
+        kinds="\n\n".join(kinds),
         failures="\n".join(failures) or "None.", runs="\n".join(rows),
     )  # fmt: skip
