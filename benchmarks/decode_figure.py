@@ -60,7 +60,7 @@ def picture(drawn: list[Row]) -> str:
     """The whole SVG."""
     longest = max(row.end - row.start for row in drawn)
     first, y = drawn[0].phase.seconds, 62.0
-    title = "A decode step of Llama 3.1 70B on 8 GPUs over PCIe: 2 of 80 layers"
+    title = "A decode step of Llama 3.1 70B on 8 RTX PRO 6000 over PCIe: 2 of 80 layers"
     parts = [text(LEFT, 24, title, "t"), *_legend(LEFT, 44)]
     for row in drawn:
         faster = f", {first / row.phase.seconds:.2f} × as fast" if row.phase.seconds < first else ""

@@ -80,6 +80,24 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.allclose(again.float(), names["logits"].float(), atol=0.1)
 
 
+@pytest.mark.slow
+def test_the_script_for_torchrun_writes_what_the_command_does(tmp_path: Path) -> None:
+    """The page's, on two ranks in place of eight."""
+    model, rewrite = str(ROOT / "examples/tiny-llama"), [sys.executable, "-m", "rewriter.cli"]
+    [script] = python_blocks((ROOT / "docs/howto/run-on-ranks.md").read_text(encoding="utf-8"))
+    (tmp_path / "run.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "run.py"]
+    said = [
+        subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True).stdout
+        for words in (
+            [*rewrite, model, "--recipe", "ladder-upper-half", "--tp", "2", "--dtype", "bf16", "--out", "out"],
+            [*rewrite, "generate", "out", "--prompt", "The sky is", "--max-new-tokens", "20"],
+            torchrun,
+        )
+    ]
+    assert said[1].strip() == f"The sky is{said[2]}".strip()
+
+
 def test_the_readme_names_every_command() -> None:
     listed = set(re.findall(r"\brewrite ([a-z]+)\b", README))
     assert set(COMMANDS) <= listed

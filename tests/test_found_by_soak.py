@@ -10,7 +10,7 @@ import emitted
 import pytest
 import torch
 import zoo
-from oracles import relative_error
+from oracles import greedy_oracle, relative_error
 from programs import runtime_case, traced
 from ranks import run_ranks
 from test_emitted_runtime import compare_gradients, on_rank
@@ -70,3 +70,26 @@ def test_what_ranks_add_in_full_crosses_layers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = PerRankReference(model, mix.modes(), 2, whole=drawn.whole(2))(ids)
         assert relative_error(adapted(ids).logits, expected) <= 1e-5
+
+
+def test_a_sum_may_wait_for_a_reduction_two_layers_later() -> None:
+    """Norms of three layers are applied where their sums are complete; the module of a rank was refused."""
+    config = AutoConfig.for_model(
+        "gemma2", num_hidden_layers=4, intermediate_size=64, num_key_value_heads=2, head_dim=8, **SIZES
+    )
+    model = draws.build(draws.Architecture(config, 2, divides=True), 0)
+    passes = available()
+    rewritten = passes["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    rewritten = passes["desync"]([0, 1, 2], n=6, resync="sum").apply(rewritten)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    ids, prompts = zoo.batch(2, 21, 256), zoo.prompts(3, 256)
+    by_rank = run_ranks(on_rank, 2, [runtime_case(rewritten, full)], ids, prompts, 4, timeout=240)
+    kept = {0: (False, False), 1: (False, False), 2: (False, True)}
+    modes = {layer: LayerMode("desync", kept[layer], resync="sum") for layer in kept}
+    reference = PerRankReference(model, modes, 2)
+    expected = reference(ids)
+    expected.square().mean().backward()
+    assert relative_error(by_rank[0][0][0], expected.detach()) <= 1e-5
+    with torch.no_grad():
+        assert by_rank[0][0][2] == greedy_oracle(reference, prompts, 4)
+    compare_gradients(rewritten, [rank[0][1] for rank in by_rank], model)

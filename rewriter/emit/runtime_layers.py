@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,16 +27,22 @@ from rewriter.ir.marks import in_stream, mark, marks, stream_index
 _RESYNC = "Resync"  # a layer that begins with a residual of each rank's own, and ends with one of all
 
 
+def previous(distance: int) -> str:
+    """The name of the layer so many before, in the code of a layer."""
+    return "previous" if distance == 1 else f"previous_{distance}"
+
+
 @dataclass(frozen=True)
 class RuntimeLayer:
     """One layer: its class (while that has no name, its text), the arguments that build it, and its call. `takes` and
-    `gives` are the values that cross, in order."""
+    `gives` are the values that cross, in order; `reads` says how many layers before it those are whose modules it
+    calls."""
 
     cls: str
     arguments: str
     takes: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
-    previous: bool
+    reads: tuple[int, ...]
 
     @property
     def construct(self) -> str:
@@ -111,20 +118,16 @@ class RuntimeLayerPrinter:
             if p.startswith(f"{path}.") and not is_dropout(m)
         }
         takes, names = self._interface(region)
-        previous = False
+        reads: set[int] = set()
 
         def module(target: str) -> str:
-            nonlocal previous
             owner, _, rest = target.removeprefix(f"{source.layers}.").partition(".")
             if owner == str(index):
                 return f"self.{rest}"
-            if owner == str(index - 1):
-                previous = True
-                return f"previous.{rest}"
-            raise RewriterError(
-                f"layer {index} would call {target}, which is neither its own nor the layer's before. Of desync with "
-                "resync: sum, keep a reduction in between"
-            )
+            if not owner.isdecimal() or int(owner) > index:
+                raise RewriterError(f"layer {index} would call {target}, which is no module of it or of a layer before")
+            reads.add(index - int(owner))
+            return f"{previous(index - int(owner))}.{rest}"
 
         lines, methods = self._schedule(region, names, module)
         given = [names[n] for n in takes]
@@ -144,13 +147,15 @@ class RuntimeLayerPrinter:
         body += ["        self.tp = tp"] if needs_group else []
         body += [f"        {line}" for line in containers(list(constructors))]
         body += [f"        self.{name} = {text}" for name, text in constructors.items()]
-        head = ", ".join(["self", *(["previous"] if previous else []), *given])
+        head = ", ".join(["self", *map(previous, sorted(reads)), *given])
         results = ", ".join(names[n] for n in gives)
         body += ["", f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return RuntimeLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, previous)
+        return RuntimeLayer(
+            "\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, tuple(sorted(reads))
+        )
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -228,11 +233,12 @@ class RuntimeLayerPrinter:
         kept = dict.fromkeys(piece.outputs)
         printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, module, inline=False)
         printed.run()
-        previous = ["previous"] if any("previous." in line for line in printed.text) else []
+        calls = {name for line in printed.text for name in re.findall(r"\b(previous(?:_\d+)?)\.", line)}
+        layers = sorted(calls, key=lambda name: (len(name), name))
         results = ", ".join(printed.env[n] for n in piece.outputs)
         body = returning(printed.text, results)
-        methods.append([f"def {name}({', '.join(['self', *previous, *head])}):", *(f"    {line}" for line in body)])
-        return f"self.{name}({', '.join([*previous, *head])})"
+        methods.append([f"def {name}({', '.join(['self', *layers, *head])}):", *(f"    {line}" for line in body)])
+        return f"self.{name}({', '.join([*layers, *head])})"
 
     def _communicates(self, node: fx.Node) -> bool:
         if node.op != "call_module":

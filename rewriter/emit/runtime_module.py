@@ -22,7 +22,7 @@ from rewriter.emit.classes import ClassTable, containers
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
 from rewriter.emit.python_source import UniqueNames, broken
-from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter
+from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, previous
 from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Opaque, Program, args_of
 from rewriter.ir.marks import UNSCHEDULED, in_stream, marks
@@ -159,9 +159,9 @@ class _Emitter:
         lines, env = first.text, first.env
         calls = []
         for layer in layers:
-            taken = ", ".join([*(["previous"] if layer.previous else []), *(env[n] for n in layer.takes)])
+            taken = ", ".join([*map(previous, layer.reads), *(env[n] for n in layer.takes)])
             env |= self.printer.names_of(layer.gives)
-            calls.append((layer.cls, layer.previous, f"{', '.join(env[n] for n in layer.gives)} = {{}}({taken})"))
+            calls.append((layer.cls, layer.reads, f"{', '.join(env[n] for n in layer.gives)} = {{}}({taken})"))
         lines += _loops(calls, f"self.{self.source_info.layers}")
         head = self._head()
         result = args_of(self.program.graph.output_node())[0]
@@ -223,16 +223,18 @@ def _folded(items: list[str]) -> str:
     return ", ".join(parts) + ("," if len(parts) == 1 else "")
 
 
-def _loops(calls: list[tuple[str, bool, str]], layers: str) -> list[str]:
-    """Calls of layers (class, whether it reads the layer before, text); equal ones in a loop."""
+def _loops(calls: list[tuple[str, tuple[int, ...], str]], layers: str) -> list[str]:
+    """Calls of layers (class, which layers before it calls, text); equal ones in a loop."""
     lines, i = [], 0
-    for (_, previous, text), run in itertools.groupby(calls):
+    for (_, reads, text), run in itertools.groupby(calls):
         j = i + len(list(run))
-        if previous:
-            lines += [f"for previous, layer in zip({layers}[{i - 1}:{j - 1}], {layers}[{i}:{j}], strict=True):"]
+        if reads:
+            names = ", ".join([*map(previous, reads), "layer"])
+            slices = ", ".join(f"{layers}[{i - before}:{j - before}]" for before in (*reads, 0))
+            lines.append(f"for {names} in zip({slices}, strict=True):")
         elif j - i > 1:
             lines.append(f"for layer in {layers}[{i}:{j}]:")
-        inside = previous or j - i > 1
+        inside = bool(reads) or j - i > 1
         lines.append(f"    {text.format('layer')}" if inside else text.format(f"{layers}[{i}]"))
         i = j
     return lines

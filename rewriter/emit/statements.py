@@ -104,10 +104,14 @@ class StatementPrinter:
 
     def _is_taken(self, name: str, position: int) -> bool:
         owner = self.owner.get(name)
-        return name in _RESERVED or (owner is not None and self.last_use.get(owner, -1) > position)
+        return (
+            name in _RESERVED
+            or name.startswith("previous")
+            or (owner is not None and self.last_use.get(owner, -1) > position)
+        )
 
 
-_RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "previous", "logits_to_keep", "gather"})
+_RESERVED = frozenset({"self", "torch", "F", "nn", "layer", "logits_to_keep", "gather"})
 
 
 def _unpacked(node: fx.Node) -> list[fx.Node | None] | None:

@@ -77,7 +77,7 @@ def _read_by_others(model: nn.Module) -> list[nn.Module]:
     As parts of their layer they would be sharded again by then.
     """
     layers = list(_layers(model))
-    if not any("previous" in signature(layer.forward).parameters for layer in layers):
+    if not any(name.startswith("previous") for layer in layers for name in signature(layer.forward).parameters):
         return []
     children = [child for layer in layers for child in layer.children()]
     return [child for child in children if child._parameters and next(child.children(), None) is None]
