@@ -16,7 +16,7 @@ convolutional network under DistributedDataParallel. An emulated step is to come
 twice the real launches' own spread (their standard deviation), whichever is larger; and recipes in the right order
 wherever they differ by more than the spread.
 
-*added*: the same with all-reduces that end 0.1 to 20 ms later (NeuronaBox, Fig. 4), on real ranks behind gloo's,
+*added*: the same with all-reduces that end 0.1 to 20 ms later (NeuronaBox, Fig. 4), on real ranks after gloo's,
 emulated by `--what-if`. Steps are to grow by as much, within 3 % of the step or twice the spread.
 
 Exit code: 0 where all that holds, 1 where it does not, 2 where it cannot be measured.

@@ -232,7 +232,7 @@ def named(scale: Scale, how: str) -> str:
 
 
 def begin(bench: Bench, step: DecodeStep) -> None:
-    """As behind a prompt of `past` tokens, always the same ones."""
+    """As after a prompt of `past` tokens, always the same ones."""
     step.begin(bench.past, None, Sampling(), 0, (), 0)
     random = torch.Generator(bench.scale.device).manual_seed(1)
     for memory in (*step.cache.keys, *step.cache.values):

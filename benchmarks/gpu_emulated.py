@@ -53,7 +53,7 @@ def emulated(scale: Scale) -> Table:
         table.attempt("duration, eager", functools.partial(eager, scale, seconds))
         table.attempt("duration, in a CUDA graph", functools.partial(graphed, scale, seconds))
     table.attempt("another delay in the same graph", functools.partial(changed, scale))
-    table.attempt("sums behind `wait`", functools.partial(sums, scale))
+    table.attempt("sums after `wait`", functools.partial(sums, scale))
     for blocks in (1, 24):
         table.attempt(f"a matrix product beside {blocks} blocks", functools.partial(product, scale, blocks))
     return table
@@ -89,7 +89,7 @@ def verdict(scale: Scale, asked: float, found: float) -> Row:
 
 
 def each(scale: Scale, run: Callable[[], object]) -> float:
-    """Seconds of each of OPERATIONS collectives that `run` starts, one behind the other on the device, which is kept
+    """Seconds of each of OPERATIONS collectives that `run` starts, one after the other on the device, which is kept
     busy until all are in its queue."""
     found = []
     for _ in range(scale.pick(7, 1)):

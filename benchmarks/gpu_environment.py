@@ -52,7 +52,7 @@ def environment(scale: Scale) -> None:
     table.attempt("clocks before", functools.partial(asked, scale))
     for what, rate in (("copy, read and written", copy_rate), ("read", read_rate)):
         table.attempt(what, lambda rate=rate: ((f"{rate(scale) / 1e9:.0f} GB/s",), ""))
-    table.attempt("clocks behind it", functools.partial(asked, scale))
+    table.attempt("clocks after it", functools.partial(asked, scale))
 
 
 def installed(name: str) -> Row:

@@ -62,7 +62,7 @@ def serving(scale: Scale) -> Table:
     }
     for how, made in ways.items():
         waited: list[float] = []
-        for name, model in (("waited for", in_turn), ("behind the next block", behind)):
+        for name, model in (("waited for", in_turn), ("overlapped with the next block", overlapped)):
             row = functools.partial(sum_row, scale, made, functools.partial(model, x, weight), waited)
             table.attempt(how, functools.partial(with_name, name, row))
     return table
@@ -99,7 +99,7 @@ def in_turn(x: Tensor, weight: Tensor) -> Tensor:
     return stream
 
 
-def behind(x: Tensor, weight: Tensor) -> Tensor:
+def overlapped(x: Tensor, weight: Tensor) -> Tensor:
     """Every block but the first reads the stream one block late."""
     token, stream = sums.begin(block(x, weight), x)
     for _ in range(BLOCKS - 1):

@@ -112,7 +112,7 @@ def _ended(process: subprocess.Popen[bytes], stop: Callable[[], bool]) -> tuple[
 
 
 def answers(directory: Path) -> list[str]:
-    """Greedy answers to the questions; of a model without a chat template, what it writes behind them."""
+    """Greedy answers to the questions; of a model without a chat template, what it writes after them."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
     found = []

@@ -1,4 +1,4 @@
-"""What a rank should add by itself where a norm stands behind the reduction: candidates, measured on a Gemma 3.
+"""What a rank should add by itself where a norm follows the reduction: candidates, measured on a Gemma 3.
 
     .venv/bin/python benchmarks/post_norm.py gemma3-270m [--tp 2 4] [--from-layer 0] [--windows 1]
 

@@ -459,7 +459,7 @@ def _tokenizer(root: Path) -> Any:
 
 
 def _prompt_ids(root: Path, tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-    """The tokens of a text, or of messages in the chat template, with the start of an answer behind them."""
+    """The tokens of a text, or of messages in the chat template, with the start of an answer after them."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt).input_ids
     elif not tokenizer.chat_template:

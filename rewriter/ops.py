@@ -176,7 +176,7 @@ def copy_to_group(x: torch.Tensor, axis: str) -> torch.Tensor:
 def agreed(x: torch.Tensor, axis: str) -> torch.Tensor:
     """`x` that every rank computed alike, as one value of all; its gradient is an equal part on each rank.
 
-    Stands behind a module whose input was copied to the group because it has values of each rank's own as well.
+    Follows a module whose input was copied to the group because it has values of each rank's own as well.
     """
     return x
 

@@ -169,11 +169,11 @@ def dropped(program: Program, path: str, target: Any, number: int = 0, inner: st
     return in_body(program, path, change, inner)
 
 
-def inserted(program: Program, path: str, behind: str, factor: float) -> Program:
+def inserted(program: Program, path: str, after: str, factor: float) -> Program:
     """The result of a module inside is multiplied by a number."""
 
     def change(graph: fx.Graph) -> None:
-        node = nodes(graph, behind)[0]
+        node = nodes(graph, after)[0]
         with graph.inserting_after(node):
             new = graph.call_function(aten.mul.Tensor, (node, factor))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SLOTS = 300  # no multiple of a tile's keys, 16 to 128
-BEHIND = 20  # slots of the memory behind those
+BEYOND = 20  # slots of the memory after those
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # name: group of query heads, head sizes of keys and values, position, padding of two rows, window, softcap, sinks
 SHAPES: dict[str, tuple[Any, ...]] = {
@@ -74,8 +74,8 @@ def make(shape: str, dtype: torch.dtype, kv_heads: int = 2, batch: int = 2) -> C
         return torch.randn(*sizes, generator=random)
 
     q = 2 * numbers(batch, heads, 1, size).to(dtype)
-    keys = numbers(batch, kv_heads, SLOTS + BEHIND, size).to(dtype)
-    values = numbers(batch, SLOTS + BEHIND, kv_heads, values_size).to(dtype).transpose(1, 2)
+    keys = numbers(batch, kv_heads, SLOTS + BEYOND, size).to(dtype)
+    values = numbers(batch, SLOTS + BEYOND, kv_heads, values_size).to(dtype).transpose(1, 2)
     keys[:, :, SLOTS:], values[:, :, SLOTS:] = torch.nan, torch.nan
     keys, values = keys[:, :, :SLOTS], values[:, :, :SLOTS]
     case = Case(

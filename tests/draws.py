@@ -173,7 +173,7 @@ def rewrite(rng: random.Random, program: Program, drawn: Architecture, chosen: M
         elif mode.resync == "sum" and all(chosen.keep.get(layer) == DROP_SYNC for layer in layers):
             rewrites.append(passes["drop_sync"](layers=selection))
         elif mode.mode == "desync":
-            # a pattern is about the reductions of a layer: none behind a block that every rank computes in full
+            # a pattern is about the reductions of a layer: none after a block that every rank computes in full
             reducing = slice(None) if drawn.divides else slice(1)
             pattern = tuple(
                 tuple("keep" if keep else "drop" for keep in chosen.keep[layer][reducing]) for layer in layers

@@ -189,7 +189,7 @@ def main() -> None:
     _time[0] = 3_000  # before the link is free again, as another stream's collective is
     free = int(device.free[0])
     _, end = device.hold(10_000, 6_000, [0, 2])
-    found["behind"] = end - free
+    found["queued"] = end - free
     found["both links"] = [int(device.free[i]) - free for i in (0, 2)]
     _time[0] = begun = 200_000
     _, end = device.hold(10_000, 6_000, [1], alone=False)
@@ -206,7 +206,7 @@ def main() -> None:
     device.hold(100_000, 0, [], moved=2 * 8 * TILE)
     changed = (device.scratch != before).nonzero()
     found["words written"] = len(changed)
-    found["only behind"] = bool((changed >= 4 * TILE).all())
+    found["only after"] = bool((changed >= 4 * TILE).all())
     found["limits"] = limits()
     found["engine"] = engine()
     print(json.dumps(found))

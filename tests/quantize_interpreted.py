@@ -116,7 +116,7 @@ def dequantized(format: Format, dtype: torch.dtype, seed: int | None, rows: int,
 
 
 def lengths(format: Format) -> tuple[int, int]:
-    """One number, and a tile that rows fill with a tail behind it."""
+    """One number, and a tile that rows fill with a tail after it."""
     return 1, quantize_triton.tile_of(format).K * format.block + 12 * format.block + 77
 
 

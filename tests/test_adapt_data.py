@@ -183,7 +183,7 @@ def test_rows_that_are_no_longer_tried_change_nothing_but_how_full_rows_are(size
     assert firsts == sorted(firsts)
 
 
-def test_a_row_behind_the_last_is_an_index_error(tmp_path: Path) -> None:
+def test_a_row_past_the_last_is_an_index_error(tmp_path: Path) -> None:
     rows = load_rows(written(tmp_path, {"text": "a"}, {"text": "b"}), shared(), length=4)
     assert len(list(rows)) == len(rows) == 2  # by __getitem__, until it says that there is no more
     assert rows[-1]["input_ids"].tolist() == [BOS, ord("b"), EOS, PAD]
@@ -259,7 +259,7 @@ def test_separators_within_strings_do_not_end_lines(tmp_path: Path) -> None:
     assert labelled(load_rows(path, shared(), length=100)) == ["a", "b\u2028\x85\x0cc"]
 
 
-def test_an_end_is_put_behind_a_text_once(tmp_path: Path) -> None:
+def test_an_end_is_put_after_a_text_once(tmp_path: Path) -> None:
     path = written(tmp_path, {"text": "a<|eos|>"})
     assert segments(load_rows(path, shared(), length=9)) == [[([BOS, 97, EOS], [-100, 97, EOS])]]
     (row,) = load_rows(path, tokenizer(pad_token=None), length=5)

@@ -145,7 +145,7 @@ def test_the_card_says_what_this_is(written: tuple[Path, Any]) -> None:
     assert "| sharded module on 2 ranks = rewritten |" in card
     serving = " ".join(card.split("## Serve\n")[1].split("\n## ")[0].split())
     assert "rewrite serve THIS_DIRECTORY --tp 2" in serving
-    assert "how many all-reduces run behind computation: in vLLM with rewriter's plugin, and not without it." in serving
+    assert "all-reduces overlap with computation: in vLLM with rewriter's plugin, and not without it." in serving
 
 
 # Loading

@@ -67,7 +67,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[Program]
     monkeypatch.setattr(kind, "apply", lambda self, program: fault(right(self, program)))
 
 
-# (pass, model, recipe, what is done to the program behind the pass, layer, operator, part of the module's path)
+# (pass, model, recipe, what is done to the program after the pass, layer, operator, part of the module's path)
 FAULTS: list[tuple[str, str, str, Any, int | None, str, str]] = [
     ("tensor_parallel", "llama", "ladder", partial(faults.reduction_missing, layer=1, place=0), 1, "all_reduce", ""),
     ("tensor_parallel", "llama", "ladder", partial(faults.scaled, layer=2, place=1, factor=0.5), 2, "mul", ""),
@@ -126,7 +126,7 @@ FAULTS: list[tuple[str, str, str, Any, int | None, str, str]] = [
         "tensor_parallel",
         "llama",
         "tensor-parallel",
-        partial(faults.inserted, path=f"{LAYERS}.1.self_attn", behind="k_proj", factor=0.9),
+        partial(faults.inserted, path=f"{LAYERS}.1.self_attn", after="k_proj", factor=0.9),
         1,
         "aten.mul.Tensor",
         "layers.1.self_attn",

@@ -108,7 +108,7 @@ def reads_before_join(source: str) -> list[str]:
     return found
 
 
-def test_generated_code_reads_a_branch_behind_its_join() -> None:
+def test_generated_code_reads_a_branch_after_its_join() -> None:
     source = emit_runtime_module(two_branches("llama"))
     assert source.count("with fork(") == source.count("branch.join()") == 3, "a class for the first, middle and last"
     assert reads_before_join(source) == []
@@ -172,7 +172,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_branch_begins_behind_what_was_launched_and_is_waited_for_at_its_join(done: list[str]) -> None:
+def test_a_branch_begins_after_what_was_launched_and_is_waited_for_at_its_join(done: list[str]) -> None:
     x = torch.ones(2)
     with torch.no_grad(), module.fork(x) as branch:
         done.append("launch")

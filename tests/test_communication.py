@@ -52,7 +52,7 @@ EXPECTED = {
     "upper-bound": 0,
     **dict.fromkeys(TOKEN_RANKS, 2 * LAYERS),  # of a rank's own tokens
 }
-# Reductions that run behind another block.
+# Reductions that overlap with another block.
 HIDDEN = {
     "ladder": 2 * LAYERS - 1,
     "ladder-int8": 2 * LAYERS - 1,

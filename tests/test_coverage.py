@@ -40,7 +40,7 @@ def test_what_the_product_promises_holds_for_a_type(model_type: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["beam", "llama4_text"])
 def test_desync_where_a_sum_is_multiplied_and_viewed(model_type: str) -> None:
-    """Beam multiplies what a norm behind the sum gives, Llama 4 views the sum by sizes of the graph."""
+    """Beam multiplies what a norm after the sum gives, Llama 4 views the sum by sizes of the graph."""
     row = check(model_type)
     assert row.desync, row.reason
     assert not row.wrong

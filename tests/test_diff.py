@@ -47,7 +47,7 @@ def test_an_output_beside_its_source(written: Path, source: Path, capsys: pytest
     data = json.loads(capsys.readouterr().out)
     assert not data["same"]
     assert (data["before"], data["after"]) == ("small", "out")
-    assert data["facts"]["of them behind computation"][0] == "0"
+    assert data["facts"]["of them overlapped with computation"][0] == "0"
     passes = {p["name"]: p for p in data["passes"]}
     assert list(passes) == ["tensor_parallel", "merge_reductions", "ladder", "fuse_projections", "overlap"]
     # two reductions a layer, the embedding's, and the gathered logits
@@ -201,7 +201,7 @@ def test_the_drawing_has_what_the_blocks_have(source: Path, recipe: str) -> None
     assert len(boxes) == len(shown)
     late = sum(max(b.late, default=0) > 0 for b in shown)
     assert len(re.findall(r"<title>[^<(]* reads the stream as it was", drawing)) == late
-    for words, reduction in (("nothing computes", "exposed"), ("behind the next", "hidden"), ("left out", "dropped")):
+    for words, reduction in (("nothing computes", "exposed"), ("overlaps with", "hidden"), ("left out", "dropped")):
         assert drawing.count(f"{words}") == sum(b.reduction == reduction for b in shown)
     assert sum(group.count for group in wired_layers(program)) == len(each_layer(program))
 

@@ -117,7 +117,7 @@ def test_a_layers_cost_is_the_drift_of_its_drop_alone(program: Program, ranks: i
     assert len(set(measured)) == 4
 
 
-def test_measuring_takes_no_more_than_the_layers_behind_each_drop(
+def test_measuring_takes_no_more_than_the_layers_after_each_drop(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each window every layer once, then for each drop its own layer rank by rank and what follows once."""

@@ -234,9 +234,9 @@ def test_positions_and_context_are_filled_in():
         torch.testing.assert_close(model(ids), model(ids, torch.arange(21).expand(2, 21), Context()))
         expected = model(ids, positions(21, padding, 2, ids.device), padded)
         torch.testing.assert_close(model(ids, ctx=padded), expected)
-        behind = Context(StaticCache(model.slots, 2, 32, torch.float32, ids.device), torch.tensor(4))
+        later = Context(StaticCache(model.slots, 2, 32, torch.float32, ids.device), torch.tensor(4))
         with pytest.raises(RewriterError, match="Pass their positions"):
-            model(ids[:, :1], ctx=behind)
+            model(ids[:, :1], ctx=later)
 
 
 @pytest.mark.parametrize(

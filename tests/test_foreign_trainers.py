@@ -196,7 +196,7 @@ def test_pefts_lora_in_trls_sft_trainer(kind: str, tmp_path: Path) -> None:
 
 
 def bits_per_byte(model: PreTrainedModel, texts: list[str]) -> float:
-    """Of each text by itself, behind the first token."""
+    """Of each text by itself, after the first token."""
     bits, size = 0.0, 0
     for text in texts:
         ids = torch.tensor([[BOS, *text.encode()]])

@@ -100,6 +100,6 @@ def sharded(group: Any, directory: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("family", [pytest.param("olmo2", marks=pytest.mark.slow), "mixtral"])
 def test_sharded_parameters_have_the_gradients_of_whole_ones(family: str) -> None:
-    """Of a ladder whose norms stand behind a sum that the next layer waits for, and of sums that are views."""
+    """Of a ladder whose norms follow a sum that the next layer waits for, and of sums that are views."""
     for errors in run_ranks(sharded, 4, adapted.directory("ladder", 2, family), timeout=120):
         assert max(errors.values()) <= 1e-5, errors

@@ -272,7 +272,7 @@ def test_a_fused_sum_takes_the_norm_with_it_up_to_its_size(model: Program) -> No
     assert not fused.delay(replace(small, norm=False)).normed
     assert not fused.delay(replace(small, nbytes=1 << 20)).normed
     separate, together = (predicted(model, library=library).decode for library in ("trtllm", "fused"))
-    assert separate.kernels - together.kernels == 4  # the norm behind each sum of both layers
+    assert separate.kernels - together.kernels == 4  # the norm after each sum of both layers
     assert together.seconds < separate.seconds
 
 

@@ -54,8 +54,8 @@ def test_rewrite_and_look(run):
     shown, printed = run("notebooks/rewrite_and_look.ipynb", 300)
     assert len(shown) == 5  # program, recipe, rewritten program, report, difference
     assert all("<svg" in html for html in shown)
-    assert "all-reduce behind computation" not in shown[0]
-    assert "all-reduce behind computation" in shown[2]
+    assert "all-reduce overlapped with computation" not in shown[0]
+    assert "all-reduce overlapped with computation" in shown[2]
     assert 0.05 < float(re.search(r"KL\(original, rewritten\): ([\d.]+)", printed)[1]) < 0.5
 
 

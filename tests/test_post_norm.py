@@ -1,7 +1,7 @@
-"""Norms behind the reduction (Gemma 2 and 3, OLMo 2) in layers where ranks keep residuals of their own.
+"""Norms after the reduction (Gemma 2 and 3, OLMo 2) in layers where ranks keep residuals of their own.
 
 The oracle is Gemma 2 written out in float64: P ranks with their own rows and columns of the checkpoint, and N the norm
-behind a block. A rank alone adds N(f_r); where a sum is complete, N(Σ f_r) is added.
+after a block. A rank alone adds N(f_r); where a sum is complete, N(Σ f_r) is added.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Gemma2:
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt() * (1 + self.w[name])
 
-    def behind(self, block: int, x: torch.Tensor) -> torch.Tensor:
+    def norm_after(self, block: int, x: torch.Tensor) -> torch.Tensor:
         name = "post_feedforward_layernorm" if block % 2 else "post_attention_layernorm"
         return self.norm(x, f"model.layers.{block // 2}.{name}.weight")
 
     def parts(self, block: int, x: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """f_r(x_r) of every rank, before the norm behind it."""
+        """f_r(x_r) of every rank, before the norm after it."""
         return [(self.mlp if block % 2 else self.attention)(block // 2, r, x[r]) for r in range(self.ranks)]
 
     def attention(self, layer: int, rank: int, stream: torch.Tensor) -> torch.Tensor:
@@ -96,12 +96,12 @@ def desynced(m: Gemma2, ids: torch.Tensor, kept: Sequence[bool], resync: str) ->
     x, whole = [m.embedding(ids)] * m.ranks, m.embedding(ids)  # whole: with every sum complete
     for block in range(2 * len(m.layers)):
         f = m.parts(block, x)
-        whole = whole + m.behind(block, all_reduce(f))
+        whole = whole + m.norm_after(block, all_reduce(f))
         if not kept[block % len(kept)]:
-            x = [a + m.behind(block, b) for a, b in zip(x, f, strict=True)]
+            x = [a + m.norm_after(block, b) for a, b in zip(x, f, strict=True)]
             continue
         if resync == "mean":
-            whole = torch.stack(x).mean(0) + m.behind(block, all_reduce(f))
+            whole = torch.stack(x).mean(0) + m.norm_after(block, all_reduce(f))
         x = [whole] * m.ranks
     return m.head(whole)
 
@@ -111,8 +111,8 @@ def own_partial(m: Gemma2, ids: torch.Tensor) -> torch.Tensor:
     own = [torch.zeros_like(after)] * m.ranks
     for block in range(2 * len(m.layers)):
         f = m.parts(block, [before + part for part in own])
-        own = [m.behind(block, part) for part in f]
-        before, after = after, after + m.behind(block, all_reduce(f))
+        own = [m.norm_after(block, part) for part in f]
+        before, after = after, after + m.norm_after(block, all_reduce(f))
     return m.head(after)
 
 
@@ -224,7 +224,7 @@ def test_ranks_of_other_families_equal_the_simulation(ranks: int) -> None:
 
 
 def norms_of_parts(graph: fx.Graph) -> list[fx.Node]:
-    """The norms behind blocks that are given what a rank's attention or MLP returns."""
+    """The norms after blocks that are given what a rank's attention or MLP returns."""
     calls = [n for n in graph.nodes if n.op == "call_module" and ".post_" in str(n.target)]
     return [n for n in calls if n.all_input_nodes[0].op == "call_module"]
 

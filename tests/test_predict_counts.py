@@ -124,7 +124,7 @@ def test_sequence_parallel_recipes_send_what_was_planned(small: Program) -> None
         sent = sum(m.nbytes for m in planned) if recipe == "ring-attention" else sum(m.nbytes for m in planned) * 4 / 3
         assert sum(s.nbytes for s in spans) == pytest.approx(4 * sent, rel=1e-6)
     ring = by_name(found)["ring-attention"].prefill
-    assert ring.exposed_seconds < ring.communication_seconds  # blocks travel behind tiles
+    assert ring.exposed_seconds < ring.communication_seconds  # blocks travel while tiles run
 
 
 def test_quantized_messages_run_kernels_on_the_communication_stream(small: Program) -> None:

@@ -62,8 +62,8 @@ def test_many_random_mixes_of_random_architectures_equal_the_reference(family: s
     check(family, seed, mixes=6)
 
 
-def test_what_follows_a_desynced_layer_starts_drained_also_behind_a_block_that_reduces_nothing() -> None:
-    """The MLP of 57 channels is computed in full by both ranks, behind the last reduction of the desynced layers."""
+def test_what_follows_a_desynced_layer_starts_drained_also_after_a_block_that_reduces_nothing() -> None:
+    """The MLP of 57 channels is computed in full by both ranks, after the last reduction of the desynced layers."""
     sizes = {"hidden_size": 32, "intermediate_size": 57, "num_attention_heads": 4, "vocab_size": 256}
     config = AutoConfig.for_model("llama", num_hidden_layers=3, pad_token_id=0, **sizes)
     runs = (((0, 1), LayerMode("desync", resync="sum")), ((2,), LayerMode("ladder")))

@@ -206,7 +206,7 @@ def test_reductions_are_merged_whether_they_are_quantized_before_or_after() -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_place_behind_tensor_parallelism_gives_the_same_program(seed: int) -> None:
+def test_every_place_after_tensor_parallelism_gives_the_same_program(seed: int) -> None:
     others: list[Step] = [
         ("drop_sync", {"layers": [0]}), ("ladder", {"layers": [1]}), ("parallel_block", {"layers": [2]}),
         ("desync", {"layers": [3], "n": 2, "resync": "sum"}), MERGE,

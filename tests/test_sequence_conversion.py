@@ -327,7 +327,7 @@ COMMANDS = {
     "a grid": ["--recipe", "attention2d", "--sp", "4", "--set", "sequence_parallel.grid=[1, 2, 2]"],
     "a ring of split heads": ["--recipe", "ring-attention", "--sp", "2", "--tp", "2"],
     "heads exchanged between split heads": ["--recipe", "ulysses", "--sp", "2", "--tp", "2"],
-    "a grid behind an exchange of heads": [
+    "a grid after an exchange of heads": [
         "--recipe", "attention2d", "--sp", "4", "--set", "sequence_parallel.grid=[2, 1, 2]", "--tp", "2",
     ],
 }  # fmt: skip

@@ -46,7 +46,7 @@ def combinations(prompt: int):
 
 
 def continued(cache, attend, prompt, first_valid):
-    """Outputs of every call behind a prompt that `attend` put into the cache."""
+    """Outputs of every call after a prompt that `attend` put into the cache."""
     position, found = prompt, []
     for step in STEPS:
         ctx = Context(cache, torch.tensor(position), first_valid)
@@ -56,7 +56,7 @@ def continued(cache, attend, prompt, first_valid):
 
 
 def decoded(group, plans):
-    """Per plan, prompt and combination: what every call behind the prompt gives."""
+    """Per plan, prompt and combination: what every call after the prompt gives."""
     from rewriter.runtime import sequence_mesh, shard_tokens
 
     results = []
@@ -88,7 +88,7 @@ def on_four_ranks():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", PLANS)
-def test_tokens_behind_a_sharded_prompt_see_what_they_see_on_one_device(name, prompt):
+def test_tokens_after_a_sharded_prompt_see_what_they_see_on_one_device(name, prompt):
     """Windows, chunks, sinks and left padding, one token or several at a time, whatever rank holds the keys."""
     q, k, v = tokens(prompt + sum(STEPS))
     cases, by_rank = on_four_ranks()

@@ -155,7 +155,7 @@ def test_loss_and_gradients_are_those_of_one_device(name):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_greedy_tokens_behind_a_sharded_prompt_are_those_of_one_device(name):
+def test_greedy_tokens_after_a_sharded_prompt_are_those_of_one_device(name):
     model = zoo.shared(CASES[name][0])
     with torch.no_grad():
         wanted = greedy_oracle(lambda ids: model(ids).logits, prompts(name), NEW_TOKENS)

@@ -332,7 +332,7 @@ def test_time_is_messages_and_arithmetic_one_after_the_other_or_side_by_side() -
     shape, tokens = AttentionShape(1, 1, 8, 8, causal=False), 16
     rate = 4 * 16 * (2 * 8 + 2 * 8)  # four queries, sixteen keys
     ring, gather = SequencePlan("ring", (1, 4, 1)), SequencePlan("attention2d", (1, 4, 1))
-    behind = dataclasses.replace(gather, overlap=True)
+    overlapped = dataclasses.replace(gather, overlap=True)
 
     def took(plan: SequencePlan, flops: float) -> tuple[float, float]:
         fabric = uniform(4 * 16 * 2, device=dataclasses.replace(DEVICE, flops=flops))
@@ -340,10 +340,10 @@ def test_time_is_messages_and_arithmetic_one_after_the_other_or_side_by_side() -
         return times.forward, times.backward
 
     assert took(gather, rate / 4) == pytest.approx((3 + 4, 3 + 10 + 3))
-    assert took(behind, rate / 4) == pytest.approx((3 * 1 + 1, 3 * 2.5 + 2.5 + 1))
+    assert took(overlapped, rate / 4) == pytest.approx((3 * 1 + 1, 3 * 2.5 + 2.5 + 1))
     assert took(ring, rate / 4) == pytest.approx((3 * 1 + 1, 3 * 3 + 2.5 + 2))
     assert took(gather, math.inf) == pytest.approx((3, 3 + 3))
-    assert took(behind, math.inf) == pytest.approx((3, 3 * 2 + 1))
+    assert took(overlapped, math.inf) == pytest.approx((3, 3 * 2 + 1))
 
 
 def test_overlapping_a_grid_hides_what_it_can() -> None:

@@ -39,7 +39,7 @@ def messages(group):
 
 
 def test_messages_arrive_whole_and_receives_are_posted_before_sends():
-    """A receive that is posted behind a send on the same connection makes gloo use one direction at a time."""
+    """A receive that is posted after a send on the same connection makes gloo use one direction at a time."""
     for rank, (found, started) in enumerate(run_ranks(messages, 3)):
         (gathered, g), (dealt, a), ((small, large), e) = found
         assert [(s.tolist(), x.item()) for s, x in gathered] == [([r, 0, 5], r) for r in range(3)]

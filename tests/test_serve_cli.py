@@ -128,19 +128,19 @@ def test_what_overlaps_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     install("vllm", "0.32.0", plugin=True)
-    assert "\n4 of 8 all-reduces run behind the next block.\n" in asked(capsys, ladder)[1]
+    assert "\n4 of 8 all-reduces overlap with the next block.\n" in asked(capsys, ladder)[1]
     assert "\nOn one rank nothing is communicated" in asked(capsys, ladder, "--tp", 1)[1]
     exact = converted(source, tmp_path, "tensor-parallel", 2)
     arguments, said = asked(capsys, exact)
     assert arguments == ["vllm", "serve", str(exact), "--tensor-parallel-size", "2"]  # no code of its own
-    assert "None of its all-reduces runs behind computation: the recipe keeps" in said
+    assert "None of its all-reduces overlaps with computation: the recipe keeps" in said
     arguments, said = asked(capsys, source)
     assert arguments == ["vllm", "serve", str(source), "--tensor-parallel-size", "1"]
     assert "It is not rewritten: none" in said
     alone = converted(source, tmp_path, "ladder", 1)  # counted for the ranks that it is served on
-    assert "7 of 8 all-reduces run behind the next block" in asked(capsys, alone, "--tp", 2)[1]
+    assert "7 of 8 all-reduces overlap with the next block" in asked(capsys, alone, "--tp", 2)[1]
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    assert "No all-reduce runs behind computation: rewriter's plugin is not" in asked(capsys, ladder)[1]
+    assert "No all-reduce overlaps with computation: rewriter's plugin is not" in asked(capsys, ladder)[1]
 
 
 def test_a_bound_output_needs_the_plugin(

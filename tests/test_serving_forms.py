@@ -28,7 +28,7 @@ def test_a_ladder_begins_steps_and_drains():
     assert sums([[0, 0], [1, 1], [0, 0]]) == [["inside", "begin"], ["step", "drain"], ["inside", "inside"]]
 
 
-def test_a_parallel_layer_sums_once_where_numbers_alone_stand_behind():
+def test_a_parallel_layer_sums_once_where_numbers_alone_follow():
     assert sums([[0, 1], [0, 1]]) == [["hold", "both"]] * 2
     assert sums([[0, 1], [0, 1]], mergeable=False) == [["begin", "drain"]] * 2
 

@@ -119,7 +119,7 @@ def after(layer, number):
 
 
 def reference(layers, config, x):
-    """The stream behind the last layer, straight from what delays and pattern mean. All ranks hold the same."""
+    """The stream after the last layer, straight from what delays and pattern mean. All ranks hold the same."""
     delays, count = config.rewriter_delays, engine.engine.ranks()
     pattern = getattr(config, "rewriter_pattern", None)
     values, drift = [x], torch.zeros_like(x)
@@ -239,7 +239,7 @@ def test_pieces_of_a_graph_sum_inline(ranks):
 
 def test_a_forgotten_sum_does_not_reach_the_next_pass():
     x = torch.ones(TOKENS, WIDTH)
-    sums.begin(x, x)  # a pass that failed behind it
+    sums.begin(x, x)  # a pass that failed after it
     token, _ = sums.begin(2 * x, x)
     torch.testing.assert_close(sums.finish(token, x), 4 * x)
 

@@ -31,7 +31,7 @@ def edited(name, path, edit):
 
 
 def with_mlp(build):
-    """The zoo's Llama, in one layer of which `build(graph, x)` stands behind the MLP. Its value has x's shape."""
+    """The zoo's Llama, in one layer of which `build(graph, x)` follows the MLP. Its value has x's shape."""
 
     def edit(graph):
         output = graph.output_node()

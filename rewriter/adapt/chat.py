@@ -44,7 +44,7 @@ class ChatEncoder:
                 f"messages need a tokenizer that knows the characters of each token, and {type(tokenizer).__name__} "
                 'does not. Give the tokenizer.json of a fast tokenizer, or {"text": …}'
             )
-        # After one of these the turn is over; a line break behind it belongs to the layout.
+        # After one of these the turn is over; a line break after it belongs to the layout.
         self.special = tuple(token for token in tokenizer.all_special_tokens if token)
         if tokenizer.split_special_tokens and any(
             token in str(tokenizer.chat_template) for token in (*self.special, "eos_token")

@@ -21,7 +21,7 @@ _CHUNK = 1 << 24  # logits in fp32 at a time: 64 MB
 
 
 def own_targets(labels_BS: Tensor, indices_n: Tensor) -> Tensor:
-    """int64 [B, n]: what this rank's tokens, at places `indices_n` of the row, are asked for: the label behind each."""
+    """int64 [B, n]: what this rank's tokens, at places `indices_n` of the row, are asked for: the label after each."""
     return next_tokens(labels_BS).index_select(1, indices_n)
 
 

@@ -22,7 +22,7 @@ class Metrics(TrainerCallback):
 
     A line has the step, the tokens seen until then, and what the Trainer logs, with the loss of the step, its parts and
     the tokens per second since the line before; `parts` gives those of the last step. When a run is resumed, lines
-    behind the checkpoint are dropped.
+    after the checkpoint are dropped.
     """
 
     def __init__(self, run: Run, parts: Callable[[], Mapping[str, float]]) -> None:
@@ -73,7 +73,7 @@ def _step(line: str) -> float:
 def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
     """The Trainer's callback for TensorBoard, which writes below the run's directory; none where it is missing.
 
-    A run that goes on behind `step` hides what was written behind it before.
+    A run that goes on after `step` hides what was written past it before.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -87,7 +87,7 @@ def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
 
 
 def _await_later_name(place: Path) -> None:
-    """Wait until a new file of events sorts behind those in `place`, which TensorBoard reads in the order of names.
+    """Wait until a new file of events sorts after those in `place`, which TensorBoard reads in the order of names.
 
     A name begins with the second; within one second process ids would decide. A clock that was set back is not awaited.
     """

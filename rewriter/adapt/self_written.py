@@ -38,7 +38,7 @@ def cache_directory() -> Path:
 
 @dataclass(frozen=True)
 class Turns:
-    """Tokens that a stream does not draw, but is given: at its start, behind a question, behind an answer."""
+    """Tokens that a stream does not draw, but is given: at its start, after a question, after an answer."""
 
     start: list[int]
     answer: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ class _Writer:
         self.given = [list(self.chat.start) if self.chat and chat else self._opening() for chat in self.chats]
         self.asks, self.since = list(self.chats), [0] * STREAMS
         self.written: list[list[list[int]]] = [[[]] for _ in range(STREAMS)]
-        self.drawn = [0] * STREAMS  # behind the first step, that of the step before
+        self.drawn = [0] * STREAMS  # after the first step, that of the step before
 
     def tokens(self) -> list[int]:
         """The next token of each stream: what is given at a turn's or a text's end, else what was drawn."""
@@ -186,7 +186,7 @@ class _Writer:
         return [*self.begin, self.plain[chosen]]
 
     def _after(self, chat: bool, asks: bool) -> list[int]:
-        """What is given behind the end of a turn, or of a text."""
+        """What is given after the end of a turn, or of a text."""
         if not chat or self.chat is None:
             return self._opening()
         return list(self.chat.answer if asks else self.chat.question)

@@ -91,7 +91,7 @@ class HuggingFaceModel:
 
 
 class Rest:
-    """What a causal LM of transformers computes behind its body: its own forward, with the body's output given."""
+    """What a causal LM of transformers computes after its body: its own forward, with the body's output given."""
 
     def __init__(self, model: Any, output: Any) -> None:
         self.model, self.output = model, {name: value for name, value in output.items() if name in _KEPT}

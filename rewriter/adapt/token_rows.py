@@ -107,7 +107,7 @@ def load_rows(
     `source` is a file with one JSON object per line, or the id of a data set on the Hub, `owner/name` or
     `owner/name:split`. An example has "messages" (and "tools", if its template takes them) or "text"; other keys are
     not read. Of messages, what the assistant wrote is a target, with its end-of-turn token; of a text every token but
-    the first, and an end-of-sequence token is put behind it where the tokenizer has one.
+    the first, and an end-of-sequence token is put after it where the tokenizer has one.
 
     An example of more than `length` tokens is cut there ("truncate"), goes on in another segment whose first
     token is the last of the one before, so that no target is lost ("split", texts only), or is a fault ("refuse").

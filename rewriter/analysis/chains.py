@@ -27,14 +27,14 @@ def chains(graph: fx.Graph, modules: Mapping[str, Module]) -> list[Chain]:
     found = []
     for node in graph.nodes:
         if marks(node).layer is not None and is_projection(called_module(node, modules)):
-            inside, entries = _behind(node, modules)
+            inside, entries = _inputs(node, modules)
             closed = all(set(n.users) <= {*inside, node} for n in (*inside, *entries))
-            if entries and closed and not any(_behind(e, modules)[1] for e in entries):
+            if entries and closed and not any(_inputs(e, modules)[1] for e in entries):
                 found.append(Chain(tuple(entries), node))
     return found
 
 
-def _behind(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
+def _inputs(exit: fx.Node, modules: Mapping[str, Module]) -> tuple[list[fx.Node], list[fx.Node]]:
     """(pointwise nodes, projections) that make the input of `exit`; no projections where something else does, too."""
     found = reachable(exit.all_input_nodes, lambda n: n.all_input_nodes if _keeps_channels(n, modules) else ())
     inside = [n for n in found if _keeps_channels(n, modules)]

@@ -94,7 +94,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
         return ()
     size = model_dtype_bytes(program)
     shapes = wiring_shapes(program)
-    behind = hidden_starts(program.graph, program.modules)
+    overlapped = hidden_starts(program.graph, program.modules)
     found: list[Collective] = []
     inside: dict[int, tuple[tuple[int, int], ...]] = {}
     for node in program.graph.nodes:
@@ -110,7 +110,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             kind: Literal["all-reduce", "all-gather"] = "all-gather" if gather else "all-reduce"
             exact = width * size
             sent = exact if format is None else _payload_per_token(width, format)
-            hidden, path = node in behind, producer(node)
+            hidden, path = node in overlapped, producer(node)
             found.append(Collective(kind, place, path, layer, index, width, sent, hidden, exact, **options))
         elif node.op == "call_module":
             module = program.modules[str(node.target)]

@@ -29,7 +29,7 @@ STYLE = (
 )
 LEGEND = (
     ("re", "reads an earlier value"), ("re ra", "reads an earlier value and its rank's own part"),
-    ("rx", "all-reduce, exposed"), ("rh", "all-reduce behind computation"),
+    ("rx", "all-reduce, exposed"), ("rh", "all-reduce overlapped with computation"),
     ("rd", "all-reduce dropped"), ("ro", "ranks hold values of their own"),
 )  # fmt: skip
 
@@ -111,7 +111,10 @@ def _reduction(block: WiredBlock, x: float, bottom: float) -> list[str]:
         return []
     y = (bottom + _STREAM) / 2 + 2
     shape = f"M{number(x)} {number(y - 7)}l7 7l-7 7l-7 -7z"
-    words = {"exposed": "all-reduce: nothing computes meanwhile", "hidden": "all-reduce behind the next computation"}
+    words = {
+        "exposed": "all-reduce: nothing computes meanwhile",
+        "hidden": "all-reduce: overlaps with the next computation",
+    }
     return [path(shape, style, words.get(block.reduction, "all-reduce left out"))]
 
 

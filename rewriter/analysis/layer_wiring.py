@@ -20,7 +20,7 @@ Reduction = Literal["none", "exposed", "hidden", "dropped"]
 class WiredBlock:
     """One block. `late` are how many blocks before its own place the stream values stand that it reads (0: the newest).
 
-    `own` says that ranks hold different values of the stream behind it, `own_partial` that it also reads what its rank
+    `own` says that ranks hold different values of the stream after it, `own_partial` that it also reads what its rank
     has added since. `reduction` is what becomes of its partial sums, on one device "none". `mode` is its label.
     """
 

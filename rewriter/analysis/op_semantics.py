@@ -246,7 +246,7 @@ def starts_sum(node: fx.Node) -> bool:
 
 
 def ends_collective(node: fx.Node) -> bool:
-    """Whether all ranks hold the same value behind a node, whatever they held before it."""
+    """Whether all ranks hold the same value after a node, whatever they held before it."""
     return kind_of(node) == "collective" and function_of(node) in ("sum", "wait", "gather", "agreed")
 
 

@@ -93,7 +93,7 @@ def _exits(state: PlacementState) -> list[fx.Node]:
 
 
 def _reaches_projection(state: PlacementState, node: fx.Node) -> bool:
-    """Whether a projection is behind `node` by linear operators only (a gate in front of a sum is not)."""
+    """Whether linear operators alone lead from a projection to `node` (a gate in front of a sum is none)."""
     if node.op == "call_module":  # a projection to one number per token scales a sum; it is not one of the summands
         return _is_projection(state, node) and reduced_shape(value_of(node))[-1] != 1
     if _is_product(state, node):

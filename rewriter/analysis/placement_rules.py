@@ -24,7 +24,7 @@ from rewriter.ir.marks import mark
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Whether a sum over ranks may be taken behind a node as well as in front of it: linear in its first tensor."""
+    """Whether a sum over ranks may be taken after a node as well as before it: linear in its first tensor."""
     row = operator_of(node)
     return is_sum(node) or (row is not None and (row.kind == "cast" or row.function in ("mul", "div", "neg")))
 
@@ -287,16 +287,16 @@ def reduce_over_ranks(node: fx.Node, sharded: Mapping[fx.Node, Split], ranks: in
     if copies is None:
         raise Unsplittable(f"{name_of(node)} reduces over heads of which ranks hold unequal numbers of copies")
     users = list(node.users)
-    last = _behind(node, ops.all_reduce, AXIS)
+    last = _after(node, ops.all_reduce, AXIS)
     factor = 1.0 / (ranks if function_of(node) == "mean" else copies)
     if factor != 1.0:
-        last = _behind(last, aten.mul.Tensor, factor)
+        last = _after(last, aten.mul.Tensor, factor)
     for user in users:
         user.replace_input_with(node, last)
 
 
-def _behind(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new node behind another one, which is its first argument; their values are of one shape."""
+def _after(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node after another one, which is its first argument; their values are of one shape."""
     with node.graph.inserting_after(node):
         new = node.graph.call_function(target, (node, *args))
     new.meta["val"] = value_of(node)

@@ -108,7 +108,7 @@ def _profile(labels: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def copied_to_group(value: fx.Node) -> fx.Node:
-    """A new `copy_to_group` of a value, behind it; that of an input, behind all inputs."""
+    """A new `copy_to_group` of a value, after it; that of an input, after all inputs."""
     with value.graph.inserting_after(placeholders(value.graph)[-1] if value.op == "placeholder" else value):
         node = value.graph.call_function(ops.copy_to_group, (value, AXIS))
     node.meta["val"] = value_of(value)

@@ -2,7 +2,7 @@
 
 Symbols as in `attention_shape`. Memory counts the tensors of the algorithms, not what transports copy. Time is the α-β
 model of `rewriter.fabric` and the arithmetic at the device's rate; work is equal on all ranks, which cyclic and zigzag
-tokens make nearly true. Where messages run behind computation the longer of both counts, block by block.
+tokens make nearly true. Where messages overlap with computation, the longer of both counts, block by block.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def attention_shapes(program: Program) -> tuple[AttentionShape, ...]:
     """The kinds of attention of a program, as one tensor-parallel rank computes them, with the number of each.
 
     Heads are a rank's own whether `tensor_parallel` was applied already or not. What that pass leaves replicated has
-    all heads, which is known only behind it.
+    all heads, which is known only after it.
     """
     ranks = program.mesh.get("tp", 1)
     split = any(entry.rewrite.makes_partials for entry in program.history)

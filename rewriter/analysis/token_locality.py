@@ -2,7 +2,7 @@
 
 The graphs of the program as traced are followed with the owners of every value (see `token_rules`) for a small example,
 in which sizes of the trace that are dynamic are numbers. Passes put sums, collectives of "tp" and products of the same
-values in between, so what holds as traced holds behind them.
+values in between, so what holds as traced holds after them.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def changed_files(root: Path, manifest: Manifest) -> list[str]:
 
 
 def in_order_of_use(program: Program, names: set[str]) -> list[str]:
-    """Tensors of a checkpoint in the order in which the model uses them; others behind."""
+    """Tensors of a checkpoint in the order in which the model uses them; others last."""
     used = [t for p in program.parameters.values() if p.expression is not None for t in p.expression.tensors()]
     order = {name: place for place, name in reversed(list(enumerate(used)))}
     return sorted(names, key=lambda name: (order.get(name, len(used)), name))

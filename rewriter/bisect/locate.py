@@ -137,12 +137,12 @@ def _streams(stage: Stage) -> dict[int | None, Ranks]:
     except (RewriterError, KeyError):
         return {}
     found: dict[int | None, Ranks] = {0: known[0]}
-    number = behind = 0
+    number = passed = 0
     for layer, blocks in now.items():
         for _ in blocks:
-            number, behind = number + 1, behind + len(origin[layer]) // len(blocks)
-            found[number] = known[behind]
-    return found if behind + 1 == len(known) else {}
+            number, passed = number + 1, passed + len(origin[layer]) // len(blocks)
+            found[number] = known[passed]
+    return found if passed + 1 == len(known) else {}
 
 
 def _in_module(stage: Stage, walk: _Walk, suspect: _Suspect) -> Fault | None:

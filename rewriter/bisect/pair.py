@@ -62,7 +62,7 @@ def bisect_pair(
     """Where `first` parts from `second`: outputs of rewriter, or models, that should compute the same.
 
     In this order, up to the first that differs: tensors of the same name, in the order of use; where the recipes
-    differ, the programs behind each pass, on each side's weights; both checkpoints as transformers loads them, module
+    differ, the programs after each pass, on each side's weights; both checkpoints as transformers loads them, module
     by module; and, on the same mesh, both sharded modules. Raises RewriterError for bad input and for models of
     different layers.
     """
@@ -109,7 +109,7 @@ def _weights(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None
 
 
 def _recipes(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None:
-    """Where the recipes differ: the programs behind the passes, one beside the other, on the same weights."""
+    """Where the recipes differ: the programs after the passes, one beside the other, on the same weights."""
     passes = [[entry.rewrite for entry in side.program.history] for side in (a, b)]
     meshes = [side.program.mesh for side in (a, b)]
     if passes[0] == passes[1] and meshes[0] == meshes[1]:
@@ -117,11 +117,11 @@ def _recipes(a: Side, b: Side, found: Bisection, progress: ProgressCall) -> None
     if too_large(a.traced, COPIES):
         found.notes.append("passes were not compared: the weights do not fit into memory")
         return
-    # passes that both have are behind each other; those of one side alone are compared with nothing new of the other
+    # passes that both have are side by side; those of one side alone are compared with nothing new of the other
     ids = golden_tokens(a.traced)
     last = [side.traced.with_(mesh=side.program.mesh, origin=side.traced) for side in (a, b)]
     for ours, theirs in _aligned(*passes):
-        progress(f"comparing behind {(ours or theirs).name}")
+        progress(f"comparing after {(ours or theirs).name}")
         if ours is not None:
             last[0] = ours.apply(last[0])
         if theirs is not None:

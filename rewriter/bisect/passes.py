@@ -1,4 +1,4 @@
-"""Pass after pass: the first one behind which a program computes something else than its reference."""
+"""Pass after pass: the first one after which a program computes something else than its reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def bisect_passes(
     found: Bisection,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Program:
-    """Apply `passes` one by one on `mesh` and compare the program behind each with its independent reference.
+    """Apply `passes` one by one on `mesh` and compare the program after each with its independent reference.
 
     Adds a step for each to `found`, and the fault where they part; returns the last program that was made. The first
     step is the trace itself. An exact pass has to leave the original function, an approximating one what its reference
@@ -75,7 +75,7 @@ def bisect_passes(
     axes = {axis: mesh[axis] for axis in ("sp", "tp") if mesh.get(axis, 1) > 1}
     program = material.traced.with_(mesh=axes, origin=material.traced) if axes else material.traced
     for number, rewrite in enumerate(passes, start=1):
-        progress(f"comparing behind {rewrite.name}", number, len(passes))
+        progress(f"comparing after {rewrite.name}", number, len(passes))
         try:
             made = rewrite.apply(program)
             lint(made, rewrite.name)

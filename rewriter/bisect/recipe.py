@@ -30,7 +30,7 @@ from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
 
 Weights = Literal["shrunken", "real"]
 _TOKENS = 21
-COPIES = 5  # of the weights in fp32: the model, the programs before and behind a pass, what ranks hold of them
+COPIES = 5  # of the weights in fp32: the model, the programs before and after a pass, what ranks hold of them
 
 
 def bisect_recipe(
@@ -44,7 +44,7 @@ def bisect_recipe(
     trust_remote_code: bool = False,
     progress: Callable[..., None] = lambda *_: None,
 ) -> Bisection:
-    """The first pass of `recipe`, and in it the layer and operator, behind which `model` computes something wrong.
+    """The first pass of `recipe`, and in it the layer and operator, after which `model` computes something wrong.
 
     `weights`: of a shrunken copy with large random ones (the default), or the model's own, which have to fit into
     memory five times in fp32. Raises RewriterError for bad input, and where there is no independent reference.

@@ -18,7 +18,7 @@ from rewriter.sequence.token_layout import join_tokens
 from rewriter.verify.simulate import RankValues, Shards, Simulator
 
 Key = tuple[str, str]
-"""(path of the body with a dot behind it, empty for the wiring; name of the node in its graph)."""
+"""(path of the body with a dot after it, empty for the wiring; name of the node in its graph)."""
 
 
 @dataclass

@@ -61,7 +61,7 @@ def generate(
 
 
 class Display:
-    """Prints what comes: a text behind its prompt, an answer behind its message if there are several; or JSON."""
+    """Prints what comes: a text after its prompt, an answer after its message if there are several; or JSON."""
 
     def __init__(self, prompts: list[Any], json: bool) -> None:
         self._prompts, self._json, self._shown = prompts, json, -1

@@ -147,7 +147,7 @@ ServingEngine = Annotated[
     typer.Option(help="Without it: vLLM where it is installed, else the server of transformers, in one process."),
 ]
 EngineArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Behind --, what the engine gets: -- --port 8001.")
+    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="After --, what the engine gets: -- --port 8001.")
 ]
 DryServe = Annotated[bool, typer.Option("--dry-run", help="Print the engine's command; start nothing.")]
 

@@ -13,7 +13,7 @@ class ProgressLine:
     """Call it with a stage, and while one runs with how much of it is done: `progress("weights", done, total)`.
 
     `done` and `total` are in the stage's own unit (bytes, layers); a stage without a total shows a spinner. Figures by
-    name (`loss=`) are shown behind the time that is left. Where stderr is no terminal nothing is written, so that logs
+    name (`loss=`) are shown after the time that is left. Where stderr is no terminal nothing is written, so that logs
     hold results and errors only.
     """
 

@@ -220,7 +220,7 @@ def _facts(before: Side, after: Side) -> dict[str, tuple[str, str]]:
         "recipe": [side.recipe for side in sides],
         "mesh": [_mesh(side) for side in sides],
         "collectives": [str(t.collectives) for t in traffic],
-        "of them behind computation": [str(t.hidden) for t in traffic],
+        "of them overlapped with computation": [str(t.hidden) for t in traffic],
         "bytes per token": [f"{t.bytes_per_token:,}" for t in traffic],
         "drift (KL, nats)": [_drift(side.manifest) for side in sides],
     }

@@ -15,7 +15,7 @@ class PassDifference:
     """What one pass did to the IR.
 
     `where` is "both", or the side that alone has the pass. `operators` counts calls by operator, [before, after] the
-    pass, of those whose number changed. `reads` are the blocks that read other values of the stream behind it. `ir` is
+    pass, of those whose number changed. `reads` are the blocks that read other values of the stream after it. `ir` is
     a unified diff of the printed IR; of two outputs, where both have the pass, from the first to the second one's.
     """
 

@@ -17,7 +17,7 @@ _CONTEXT = 2
 
 
 def steps(program: Program) -> Iterator[tuple[PassRecord, Program, Program]]:
-    """(pass, program before, program behind it) of every pass, applied again to the program as traced."""
+    """(pass, program before it, program after it) of every pass, applied again to the program as traced."""
     origin = program.origin or program
     before = origin.with_(mesh=program.mesh, origin=origin) if program.mesh else origin
     for entry in program.history:

@@ -113,7 +113,7 @@ def ir_difference(passes: Sequence[PassDifference]) -> RenderableType:
     for entry in passes:
         if entry.ir:
             parts += [Text(entry.name, "bold"), Syntax("\n".join(entry.ir), "diff", background_color="default"), Text()]
-    return Group(*parts) if parts else Text("The IR is the same behind every pass.", "dim")
+    return Group(*parts) if parts else Text("The IR is the same after every pass.", "dim")
 
 
 def _tensors(found: TensorDifferences) -> list[RenderableType]:

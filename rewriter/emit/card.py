@@ -114,7 +114,7 @@ def _serving(manifest: Manifest) -> str:
     tp = manifest.mesh.get("tp", 1)
     command = "rewrite serve THIS_DIRECTORY" + f" --tp {tp}" * (tp > 1)
     text = (
-        "serves it by vLLM, or in one process by transformers, and says how many all-reduces run behind computation: "
+        "serves it by vLLM, or in one process by transformers, and says how many all-reduces overlap with computation: "
         + ("none, for the recipe keeps the model's own wiring." if manifest.adapted.modeling is None else _BY_PLUGIN)
     )
     return f"```\n{command}\n```\n\n{textwrap.fill(text, 120, break_on_hyphens=False)}\n"

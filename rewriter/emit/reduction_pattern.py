@@ -61,10 +61,10 @@ def delays(program: Program) -> list[list[int]]:
     of_layer = by_layer(blocks)
     # a parallel layer has one block for what were two
     widths = [original[b.layer] // len(of_layer[b.layer]) for b in blocks]
-    behind = [0, *accumulate(widths)]  # original blocks before each value of the stream
+    before = [0, *accumulate(widths)]  # original blocks before each value of the stream
     table: list[list[int]] = [[] for _ in range(program.source.num_layers)]
     for block, width in zip(blocks, widths, strict=True):
-        late = behind[block.index] - behind[min(block.reads)]
+        late = before[block.index] - before[min(block.reads)]
         table[block.layer] += [late + place for place in range(width)]
     return table
 

@@ -248,10 +248,10 @@ class RuntimeLayerPrinter:
 
 
 def _place(layers: Sequence[int], families: Sequence[str]) -> str:
-    """Where layers stand among those that are wired alike: "First", "Last", "Drained" behind a ladder, or nowhere."""
+    """Where layers stand among those that are wired alike: "First", "Last", "Drained" after a ladder, or nowhere."""
     if all(i == 0 or families[i] != families[i - 1] for i in layers):
-        behind = all(i > 0 and "Ladder" in families[i - 1] and "Ladder" not in families[i] for i in layers)
-        return "Drained" if behind else "First"
+        drained = all(i > 0 and "Ladder" in families[i - 1] and "Ladder" not in families[i] for i in layers)
+        return "Drained" if drained else "First"
     if all(i + 1 == len(families) or families[i] != families[i + 1] for i in layers):
         return "Last"
     return ""
@@ -262,7 +262,7 @@ def _nodes(piece: Region | fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _is_glue(node: fx.Node) -> bool:
-    """Whether a wiring node is plain arithmetic between modules, such as an add behind a sum: it needs no method."""
+    """Whether a wiring node is plain arithmetic between modules, such as an add after a sum: it needs no method."""
     return node.op == "call_function" and node.target not in SCHEDULED
 
 

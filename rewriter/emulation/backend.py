@@ -40,7 +40,7 @@ class DelayEngines:
         for x in (*operation.outputs, *operation.inputs):
             if x.is_cuda:
                 return self.on(x.device).submit(operation)
-        if operation.call.kind == "barrier" and self._cuda:  # behind what the GPU has to do
+        if operation.call.kind == "barrier" and self._cuda:  # after what the GPU has to do
             return self.on(torch.device("cuda", torch.cuda.current_device())).submit(operation)
         return self._cpu.submit(operation)
 

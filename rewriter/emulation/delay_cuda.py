@@ -2,7 +2,7 @@
 be on. The CPU never waits for them, and all of it can be captured in a CUDA graph.
 
 Streams are ProcessGroupNCCL's since torch 2.8: a synchronous operation is on the current stream; an asynchronous one on
-a stream of its group, behind what the current stream had to do, and `wait` makes the then current stream wait. Tensors
+a stream of its group, after what the current stream had to do, and `wait` makes the then current stream wait. Tensors
 are held by the Work until then, and not recorded on streams.
 
 Delays are in a table on the device. A captured graph reads it when it is replayed: `CudaDelayEngine.change` gives all

@@ -34,7 +34,7 @@ SOURCES = {
 class Overlap:
     """Costs of one device and its runtime. A figure of 0 is none.
 
-    `crossing`, `crossing_eager`: seconds by which a kernel behind another stream's work starts later, in a CUDA graph
+    `crossing`, `crossing_eager`: seconds by which a kernel starts later after another stream's work, in a CUDA graph
     and outside. `order`: of the kernel that follows a collective's start, the part that the collective waits for.
     `contention`: by which share kernels beside a collective take longer, at least; the roofline may say more, of the
     SMs and the bandwidth that the collective takes, `taken` times. `slowed`: by which share a transfer beside kernels

@@ -24,7 +24,7 @@ from rewriter.ir.structure import (
     nodes_inside,
     parameters_of,
     placeholders,
-    put_behind,
+    put_after,
     reachable,
     walk_modules,
 )
@@ -32,5 +32,5 @@ from rewriter.ir.structure import (
 __all__ = [
     "SPLAT", "Body", "Input", "LayerArgument", "LayerSource", "Leaf", "Module", "Opaque", "Parameter", "PassRecord",
     "Program", "PythonCall", "Shape", "Source", "args_of", "bypass", "called_module", "copy_graph", "drop_dead_nodes",
-    "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_behind", "reachable", "walk_modules",
+    "edit_bodies", "nodes_inside", "parameters_of", "placeholders", "put_after", "reachable", "walk_modules",
 ]  # fmt: skip

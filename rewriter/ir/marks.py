@@ -24,7 +24,7 @@ class Mode:
     `sentence` says it in a card and in generated code, without a subject.
     `prefix` begins the name of a class of such layers in a runtime module.
     `reads`: the newest stream value, the one before ("earlier"), or that one and what this rank has added since.
-    `own_residual`: ranks hold different values behind the block, or did so before it.
+    `own_residual`: ranks hold different values after the block, or did so before it.
     `outcome`: what became of the reduction, where that differs between blocks of one mode. `word` names a kind of layer
     after it.
     """

@@ -350,8 +350,8 @@ def bypass(node: fx.Node, value: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def put_behind(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A new call `target(node, *args)` behind `node`, which all users of `node` read instead. It has no marks."""
+def put_after(node: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A new call `target(node, *args)` after `node`, which all users of `node` read instead. It has no marks."""
     with node.graph.inserting_after(node):
         new = node.graph.call_function(target, (node, *args))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)

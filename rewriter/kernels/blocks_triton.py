@@ -145,7 +145,7 @@ def rotate(parts, h, T: tl.constexpr):
 
 @triton.jit
 def rotate_back(parts, h, T: tl.constexpr):
-    """H x of each block, fp32, which `signed` completes. h [W + P, W]: a matrix of ±1, and all signs behind it.
+    """H x of each block, fp32, which `signed` completes. h [W + P, W]: a matrix of ±1, and all signs after it.
 
     The signs of what a part becomes fit no matrix of a part: it is a sum over all of them.
     """

@@ -266,7 +266,7 @@ def _levels(payload_RB: Tensor, format: Format, n: int, seed: int | None, piece:
 
 
 def _parts(payload_RB: Tensor, format: Format, count: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Views of the planes [R, K, bytes], the scales [R, K] int16, and the bytes behind them. There is a block."""
+    """Views of the planes [R, K, bytes], the scales [R, K] int16, and the bytes after them. There is a block."""
     sizes = format.part_bytes(count)
     *planes, scales, rest = payload_RB.split([*sizes, payload_RB.shape[1] - sum(sizes)], dim=1)
     return [plane.unflatten(1, (count, -1)) for plane in planes], scales.view(torch.int16), rest

@@ -59,7 +59,7 @@ def store_parts(out, parts, left, T: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def store_payload(row, codes, scales, first, count, T: tl.constexpr, FULL: tl.constexpr):
-    """Codes and scales of a tile, and, behind the last scale, zeros up to a multiple of 16 bytes."""
+    """Codes and scales of a tile, and, after the last scale, zeros up to a multiple of 16 bytes."""
     K: tl.constexpr = T.K
     left = (count - first).to(tl.int32)
     store_codes(row, codes, scales, first, count, left, T, FULL)

@@ -26,7 +26,7 @@ class _Stretch:
 def put_in_branches(graph: fx.Graph, modules: Mapping[str, Module]) -> int:
     """Let blocks of a scheduled wiring run beside the next block of their layer; the number of such blocks.
 
-    Such a block's reduction is waited for behind the next block, which therefore does not need it. Its nodes up to the
+    Such a block's reduction is waited for after the next block, which therefore does not need it. Its nodes up to the
     start get the mark `beside`. The two blocks share no value that one of them computes: a residual add that both need
     is there twice, with the same operands in the same order, so that no bit changes.
     """
@@ -75,7 +75,7 @@ def _works(stretch: _Stretch, modules: Mapping[str, Module]) -> bool:
 
 
 def _separate(block: _Stretch, branch: Sequence[fx.Node]) -> None:
-    """Let the branch have residual adds of its own, and move what the layer goes on with behind the start."""
+    """Let the branch have residual adds of its own, and move what the layer goes on with after the start."""
     graph, own = block.end.graph, dict[fx.Node, fx.Node]()
     for node in branch:
         if in_stream(node):
@@ -97,7 +97,7 @@ def _separate(block: _Stretch, branch: Sequence[fx.Node]) -> None:
 
 
 def _put_off(node: fx.Node, end: fx.Node) -> None:
-    """Move `node` to its first reader in the layer, behind `end`."""
+    """Move `node` to its first reader in the layer, after `end`."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     readers = [n for n in node.users if running_layer(n) == running_layer(node)]
     if readers:

@@ -61,13 +61,13 @@ class Desync(Pass):
     counts 1 / P per rank in a sum. `untie_norms` gives each rank weights of its own in the norms that read a rank's own
     residual.
 
-    Where a norm N stands behind the reduction (Gemma 2 and 3, OLMo 2), it moves to where the sum is complete: what a
+    Where a norm N follows the reduction (Gemma 2 and 3, OLMo 2), it moves to where the sum is complete: what a
     rank goes on with is x_r + N(f_r), for a norm takes the size of the sum from whatever part it is given, and
 
     - "mean": x = N(AR(f_r)) + AR(x_r / P);
     - "sum": x = x_last_sync + Σ N(AR(f_r)) over all blocks since, whose f_r are carried along un-normed.
 
-    One all-reduce takes all these vectors, one behind the other.
+    One all-reduce takes all these vectors, one after the other.
 
     The function is bound to the number of ranks. Raises RewriterError on one rank, when nothing would be dropped, and
     for a block whose reduction is followed by something that is neither linear nor a norm.
@@ -170,7 +170,7 @@ def desynchronise(
 ) -> Program:
     """`program` whose blocks (by index) keep their reduction or drop it; each run ends with one that is kept.
 
-    Raises RewriterError for a block with more than factors and norms behind its reduction, or that reduces inside while
+    Raises RewriterError for a block with more than factors and norms after its reduction, or that reduces inside while
     it reads a rank's own residual.
     """
     graph, _ = program.edit()
@@ -274,7 +274,7 @@ class _PerRankStream:
     def _reduced(
         self, normed: list[fx.Node], added: fx.Node | None, travel: Mapping[str, Any]
     ) -> dict[fx.Node, fx.Node]:
-        """The sums behind the writes `normed`, and that of `added`, from one all-reduce."""
+        """The sums in the writes `normed`, and that of `added`, from one all-reduce."""
         parts: dict[fx.Node, fx.Node] = {write: part_of(write) for write in normed}
         if added is not None:
             parts[added] = added

@@ -1,4 +1,4 @@
-"""All-reduces that can run behind computation are started early and waited for late."""
+"""All-reduces that can overlap with computation are started early and waited for late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rewriter import ops
 from rewriter.analysis.communication import hidden_starts
 from rewriter.analysis.residual import computes
 from rewriter.analysis.schedule import rescheduled
-from rewriter.ir import Program, copy_graph, put_behind
+from rewriter.ir import Program, copy_graph, put_after
 from rewriter.ir.marks import in_stream, mark, marks
 from rewriter.passes.base import Effect, Pass, Scope, record
 from rewriter.passes.branches import put_in_branches
@@ -25,7 +25,7 @@ class Overlap(Pass):
 
     A partial is computed when its turn comes in the model's order, and started at once; the wait, and what depends on
     it, comes where the next block needs the sum. Whoever else reads a partial runs before the start, which works in
-    place. A reduction with no block between start and wait stays an all-reduce; the add behind it runs with the next
+    place. A reduction with no block between start and wait stays an all-reduce; the add after it runs with the next
     block. The mark `runs_in` is the layer that runs a node, None after the last one; `layer` still says whose it
     is. Exact. On one rank, or without an all-reduce in the wiring, the program is returned as it is.
 
@@ -47,7 +47,7 @@ class Overlap(Pass):
         tried = _started(program, {n.name for n in reductions})
         hidden = {str(marks(n).reduction) for n in hidden_starts(tried, program.modules)}
         graph = _started(program, hidden)
-        summary = f"{len(hidden)} of {len(reductions)} all-reduces run behind the computation of another block"
+        summary = f"{len(hidden)} of {len(reductions)} all-reduces overlap with the computation of another block"
         if self.branches == 2:
             summary += f", {put_in_branches(graph, program.modules)} blocks beside the next one"
         return record(program, self, summary, fired=bool(hidden), graph=graph)
@@ -58,13 +58,13 @@ def _started(program: Program, names: Collection[str]) -> fx.Graph:
     graph, _ = copy_graph(program.graph)
     for node in list(graph.nodes):
         if node.target is ops.all_reduce and node.name in names:
-            put_behind(node, ops.all_reduce_wait).meta.update(node.meta)
+            put_after(node, ops.all_reduce_wait).meta.update(node.meta)
             node.target = ops.all_reduce_start
             mark(node, stream=None, mode=None, reduction=node.name)
     started = _last_start(graph)
 
     def late(node: fx.Node) -> bool:
-        """A sum on its way; and a residual add behind a sum that is there, which runs with the norm that follows."""
+        """A sum on its way; and a residual add after a sum that is there, which runs with the norm that follows."""
         added = in_stream(node) and any(map(is_reduced, node.all_input_nodes))
         return node.target is ops.all_reduce_wait or added
 

@@ -1,4 +1,4 @@
-"""What residual rewrites have in common: the partials behind a write, and what each block reads.
+"""What residual rewrites have in common: the partials of a write, and what each block reads.
 
 The mode of a block (`rewriter.ir.marks.Mode`) is a mark on the stream value that it writes. `settle_reads` derives
 from the marks alone what each block reads, so that passes may come in any order and mix freely.
@@ -20,7 +20,7 @@ from rewriter.analysis.per_rank import localise, share_bias, without_idle_copies
 from rewriter.analysis.residual import Block, annotate, blocks_of, computes, is_scaling, read_index, stream_values
 from rewriter.analysis.units import AXIS
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, put_behind, reachable
+from rewriter.ir import Module, Opaque, Program, args_of, bypass, drop_dead_nodes, put_after, reachable
 from rewriter.ir.marks import STANDARD, Marks, Mode, in_stream, mark, marks, new_call, set_marks, stream_index
 from rewriter.passes.selection import Selection, resolve
 
@@ -139,8 +139,8 @@ def split_writes(block: Block, modules: Mapping[str, Module], name: str) -> tupl
     reduced = [w for w in block.writes if ends_in_sum(w, modules)]
     whole = [w for w in block.writes if w not in reduced]
     for write in whole:
-        behind = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
-        if found := next((n for n in behind if n.target is ops.all_reduce), None):
+        read = reachable([write], lambda node: (n for n in node.all_input_nodes if n in inside))
+        if found := next((n for n in read if n.target is ops.all_reduce), None):
             described = write.target if write.op == "call_module" else write.name
             raise RewriterError(
                 f"{name}: block {block.path}: its reduction {found.name} is followed by {described}, which is "
@@ -232,7 +232,7 @@ def _agree(write: fx.Node, block: Block) -> None:
     record = Marks(layer=block.layer, block=block.index)
     with write.graph.inserting_before(first):
         first.replace_input_with(total, new_call(write.graph, record, ops.copy_to_group, total, AXIS))
-    set_marks(put_behind(write, ops.agreed, AXIS), record)
+    set_marks(put_after(write, ops.agreed, AXIS), record)
 
 
 def _with_own_residuals(program: Program, graph: fx.Graph, bound: set[int]) -> Program:

@@ -20,7 +20,7 @@ Selection = str | int | Sequence[int]
 
 FORMS = "all, upper-half, last:16, first:4, 12-31, 7 or [1, 5, 9]"
 
-# (first, behind the last) in quarters of the number of layers, rounded down.
+# (first, past the last) in quarters of the number of layers, rounded down.
 _PARTS = {
     "all": (0, 4),
     "lower-half": (0, 2),

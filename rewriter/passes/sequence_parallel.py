@@ -14,7 +14,7 @@ from rewriter.analysis.sequence_layout import AXIS, attention_shapes, attentions
 from rewriter.analysis.sequence_plans import allowed, choose
 from rewriter.analysis.token_locality import check_tokens
 from rewriter.common.errors import RewriterError
-from rewriter.ir import Module, Program, args_of, edit_bodies, placeholders, put_behind
+from rewriter.ir import Module, Program, args_of, edit_bodies, placeholders, put_after
 from rewriter.passes.base import Effect, Pass, Scope, record
 
 Grid = tuple[int, int, int]
@@ -22,7 +22,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SequenceParallel(Pass):
-    """y = gather(f(shard(x))): tokens are sharded once, behind the inputs, and gathered once, at the logits.
+    """y = gather(f(shard(x))): tokens are sharded once, after the inputs, and gathered once, at the logits.
 
     Between the two every value belongs to one token, so a rank computes those of its own tokens from its own tokens;
     only attention reads others, and is exact over all of them (Attention2D, arXiv 2503.15758, Alg. 1 to 11; a ring of
@@ -103,7 +103,7 @@ def _wired(program: Program, plan: ops.SequencePlan) -> fx.Graph:
     graph, _ = program.edit()
     for node in placeholders(graph):
         if node.target != "ctx" and node.users:
-            put_behind(node, ops.shard_tokens, AXIS, plan)
+            put_after(node, ops.shard_tokens, AXIS, plan)
     output = graph.output_node()
     gathered: Any = (args_of(output)[0], AXIS, plan)
     with graph.inserting_before(output):

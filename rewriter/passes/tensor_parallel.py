@@ -31,7 +31,7 @@ from rewriter.ir import (
     args_of,
     called_module,
     copy_graph,
-    put_behind,
+    put_after,
     reachable,
 )
 from rewriter.ir.marks import in_stream, mark, marks, set_marks
@@ -223,11 +223,11 @@ class _Sharder:
 
     def _split_head(self, node: fx.Node, ranges: tuple[Ranges, ...]) -> None:
         self._split_columns(node, ranges)
-        put_behind(node, ops.all_gather, AXIS, -1)
+        put_after(node, ops.all_gather, AXIS, -1)
         self.counts["heads"] += 1
 
     def _reduce(self, node: fx.Node) -> None:
-        total = put_behind(node, ops.all_reduce, AXIS)
+        total = put_after(node, ops.all_reduce, AXIS)
         set_marks(total, marks(node).only("layer", "block"))
         if in_stream(node):
             mark(total, stream=marks(node).stream)
@@ -243,5 +243,5 @@ class _Sharder:
 
 def _reads_tokens(node: fx.Node) -> bool:
     """Whether a module is given token ids. Positions are ids too, and their table may have as many rows."""
-    behind = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
-    return any(n.op == "placeholder" and n.target == "input_ids" for n in behind)
+    sources = reachable([node], lambda n: () if n.target is aten.sym_size.int else n.all_input_nodes)
+    return any(n.op == "placeholder" and n.target == "input_ids" for n in sources)

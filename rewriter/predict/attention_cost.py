@@ -32,7 +32,7 @@ def attention_items(
     stored = 2.0 * (k.nbytes + v.nbytes)
     cache = [Kernel("cache", "glue", stored / 2) for _ in range(2)]
     if given.is_decode:
-        return _behind_prompt(shape, q.shape[2], options, given, ranks, cache)
+        return _after_prompt(shape, q.shape[2], options, given, ranks, cache)
     if plan is not None and plan.ranks > 1:
         return [*cache, *_over_ranks(shape, plan, given.tokens, ranks[1])]
     tokens, read = q.shape[2], float(q.nbytes + k.nbytes + v.nbytes)
@@ -114,7 +114,7 @@ def _attention(shape: AttentionShape, nbytes: float, flops: float, queries: int,
     )  # fmt: skip
 
 
-def _behind_prompt(
+def _after_prompt(
     shape: AttentionShape,
     queries: int,
     options: Mapping[str, Any],
@@ -145,7 +145,7 @@ def _behind_prompt(
 
 def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int) -> list[Item]:
     """Full sequences whose tokens are sharded: the planned messages between the kernels, as `sequence_costs` orders
-    them. In overlapped plans a message is behind the tile that runs meanwhile."""
+    them. In overlapped plans a message overlaps with the tile that runs meanwhile."""
     sent = [m for m in messages(plan, shape, tokens, slowest(plan)) if not m.backward]
     pairs = shape.visible_pairs(tokens) / plan.ranks
     calls = max(1, ALGORITHMS[plan.kind].kernel_calls(plan, shape))
@@ -162,7 +162,7 @@ def _over_ranks(shape: AttentionShape, plan: SequencePlan, tokens: int, tp: int)
 
 
 def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile: Kernel, calls: int) -> list[Item]:
-    """Blocks of keys (and, in a grid, of queries) travel one by one, each behind the tiles of the block before."""
+    """Blocks of keys (and, in a grid, of queries) travel one by one, each while the tiles of the block before run."""
     blocks: list[Exchange] = []
     items: list[Item] = []
     results: list[list[Exchange]] = [[], []]  # of rows and columns, then of heads
@@ -180,7 +180,7 @@ def _overlapped(sent: list[AttentionMessage], plan: SequencePlan, tp: int, tile:
     for i, block in enumerate(blocks):
         here = max(1, round(left / (len(blocks) - i + 1))) if left > 1 else 0
         left -= here
-        items += [replace(block, behind=here), *[tile] * here]
+        items += [replace(block, overlaps=here), *[tile] * here]
     return [*items, *[tile] * left, *results[0], *results[1]]
 
 

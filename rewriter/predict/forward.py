@@ -202,7 +202,7 @@ class _ForwardRun:
 
 
 def head_entry(graph: fx.Graph) -> fx.Node | None:
-    """The node behind which only the wanted tokens are needed: the head, or where its input enters."""
+    """The node after which only the wanted tokens are needed: the head, or where its input enters."""
     called = [n for n in graph.nodes if n.op == "call_module"]
     if not called or marks(called[-1]).layer is not None:
         return None

@@ -48,7 +48,7 @@ class Exchange:
     """A collective inside a module: the sum of a norm's statistics, or a message of attention over sharded tokens.
 
     `kind` and `nbytes` as in `fabric.Call`; `axis` is that of the mesh; `ranks` those of the group, relative to the
-    first rank. `behind` is the number of following items of the module that run while it is on its way.
+    first rank. `overlaps` is the number of following items of the module that run while it is on its way.
     """
 
     kind: Literal["all_reduce", "all_gather", "all_to_all", "send"]
@@ -56,7 +56,7 @@ class Exchange:
     nbytes: int
     ranks: tuple[int, ...]
     name: str
-    behind: int = 0
+    overlaps: int = 0
 
 
 Item = Kernel | Exchange

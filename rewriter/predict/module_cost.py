@@ -220,7 +220,7 @@ def active_experts(experts: int, chosen: int, tokens: int) -> float:
 
 def experts_items(args: Any, kwargs: Mapping[str, Any], fused: bool) -> list[Item]:
     """Kernels of `ops.experts`. As emitted, each active expert runs on its own tokens: two products and four pieces of
-    glue (gather, activation, weighting, scatter) behind a sort. `fused`: one grouped product for all experts of each
+    glue (gather, activation, weighting, scatter) after a sort. `fused`: one grouped product for all experts of each
     projection, as grouped kernels do it."""
     x, index, _, up, down = args[:5]
     tokens, chosen = index.shape

@@ -1,6 +1,6 @@
 """What a real rank runs, under gloo, NCCL or the emulated backend: emitted modules, whose passes are timed.
 
-Prefill of prompts, and decode steps behind so many tokens as a generation has in the mean; see `Spec`.
+Prefill of prompts, and decode steps after as many tokens as a generation has in the mean; see `Spec`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class TimelineRun:
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """A collective starts on the stream of its axis, behind what the compute stream was given before.
+    """A collective starts on the stream of its axis, after what the compute stream was given before.
 
     `parts` run there one after the other: calls, and of a quantized collective the kernels between them. `exact` is the
     call that it would be unquantized. `reduction`: whether it is an all-reduce, which break-even varies. `aside`:
@@ -148,10 +148,10 @@ def _steps_of(node: fx.Node, items: tuple[Item, ...], place: Place, dtype: Any) 
         ranks = tuple(place.ranks[r] for r in item.ranks)
         call = place.call(item.kind, item.nbytes, ranks, dtype)
         words = f"{_words(call)} {item.name} {name}"
-        begin = Begin(words, layer, item.axis, (call,), call, item.kind == "all_reduce", item.behind > 0)
+        begin = Begin(words, layer, item.axis, (call,), call, item.kind == "all_reduce", item.overlaps > 0)
         yield begin
-        if item.behind:
-            waiting.append((item.behind, begin))
+        if item.overlaps:
+            waiting.append((item.overlaps, begin))
         else:
             yield Await(begin)
     if kernels:

@@ -37,7 +37,7 @@ def fork(*read: Tensor) -> Branch:
     """A branch that reads the tensors `read`, and begins when what was launched before is done.
 
     The branch keeps `read` until it is joined: the allocator would hand their memory to the other stream. What the
-    branch makes may be read behind `join` only. With gradients, whose order autograd chooses, and on a CPU there is one
+    branch makes may be read after `join` only. With gradients, whose order autograd chooses, and on a CPU there is one
     stream.
     """
     if not on_streams(read[0]):

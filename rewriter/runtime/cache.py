@@ -161,7 +161,7 @@ class SequenceCache(_SlotMemory):
     """All slots have the length room + 1, for about max_length / ranks tokens.
 
     A prompt's tokens stay where prefill had them: in a rank's order, padding included. The j-th token after the prompt
-    goes to rank j modulo the ranks, behind those, so that ranks stay within one token of each other in any layout.
+    goes to rank j modulo the ranks, after those, so that ranks stay within one token of each other in any layout.
     Where a rank writes a token that is not its own is the last index, which is never read. A slot with a window keeps
     all of a rank's tokens, and the mask leaves out what is too old.
 
@@ -214,9 +214,9 @@ class SequenceCache(_SlotMemory):
         if host and int(position) + new > self.max_length:
             raise self._too_long(int(position) + new)
         token = position + torch.arange(new, device=keys.device)
-        behind = token - self.prompt[0]
-        own = behind % self.axis.ranks == self.axis.rank
-        index = torch.where(own, self.prompt[1] + behind // self.axis.ranks, end)
+        after = token - self.prompt[0]
+        own = after % self.axis.ranks == self.axis.rank
+        index = torch.where(own, self.prompt[1] + after // self.axis.ranks, end)
         index = torch.where(token < self.max_length, index, end + 1)  # no index of the memory
         self._write(entry, index, k_BKSD, v_BKSE)
         return keys, values, self.places

@@ -77,7 +77,7 @@ class DecodeStep(DecodeState):
 
     @torch.no_grad()
     def next(self) -> None:
-        """Compute the logits behind the last tokens, and choose by them."""
+        """Compute the logits after the last tokens, and choose by them."""
         self.written += 1
         if not self._prepared:
             self._prepare()
@@ -91,7 +91,7 @@ class DecodeStep(DecodeState):
     def _forget(self) -> None:
         """Compute eagerly, until the next step has prepared something better."""
         self.how, self._prepared = "eager", False
-        self._logits: Callable[..., Tensor] = logits_behind
+        self._logits: Callable[..., Tensor] = logits_after
         self._compute: Callable[[], None] = self._compute_eagerly
         self._take: Callable[[], None] = super().take
 
@@ -120,7 +120,7 @@ class DecodeStep(DecodeState):
     def _compile(self, backend: str) -> None:
         kept = _kept(self.model)
         if kept.compiled is None:
-            kept.compiled = compile_step(logits_behind, backend)
+            kept.compiled = compile_step(logits_after, backend)
         try:  # what it stores is stored again, the same, by the step itself
             kept.compiled(self.model, self.token, self.place, self.first_valid, self._first(self.written))
         except torch._dynamo.exc.Unsupported as error:
@@ -144,10 +144,10 @@ class DecodeStep(DecodeState):
         self.how = f"eager: {reason}"
 
 
-def logits_behind(
+def logits_after(
     model: nn.Module, token_B1: Tensor, place: Tensor, first_valid_B: Tensor, cache: StaticCache | SequenceCache
 ) -> Tensor:
-    """Logits [B, V] behind tokens at `place`. Padding is always given, so that one graph serves prompts with and
+    """Logits [B, V] after tokens at `place`. Padding is always given, so that one graph serves prompts with and
     without it."""
     here_B = place - first_valid_B
     logits: Tensor = model(token_B1, here_B[:, None], Context(cache, place, first_valid_B))[:, -1]

@@ -75,7 +75,7 @@ class RuntimeModel(nn.Module):
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
         rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
-        Raises RewriterError for tokens behind a cache without their positions, for labels, positions or segments of
+        Raises RewriterError for tokens after a cache without their positions, for labels, positions or segments of
         another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are
         given different ones.
         """
@@ -133,13 +133,13 @@ class RuntimeModel(nn.Module):
                 f"StaticCache: it holds all keys on each rank, but tokens are sharded over {self.sequence.ranks}. Use "
                 "rewriter.runtime.SequenceCache, or generate"
             )
-        # tokens behind others are few: every rank computes them, and looks at the keys that it holds
+        # tokens after others are few: every rank computes them, and looks at the keys that it holds
         return ctx if ctx.position is not None else replace(ctx, shards=self.sequence.shards(input_ids_BS.shape[1]))
 
     def _positions(self, input_ids_BS: Tensor, ctx: Context) -> Tensor:
         if ctx.position is not None:
             raise RewriterError(
-                f"{type(self).__name__}: the context says that tokens stand behind others, but position_ids is None. "
+                f"{type(self).__name__}: the context says that tokens follow others, but position_ids is None. "
                 "Pass their positions"
             )
         if ctx.segment_ids is not None:

@@ -192,7 +192,7 @@ def _own_address() -> str:
 def _connected(
     listener: socket.socket, addresses: list[tuple[str, int]], rank: int, word: bytes
 ) -> dict[int, socket.socket]:
-    """Connections to all other ranks: this one calls those before it and is called by those behind it, who say the
+    """Connections to all other ranks: this one calls those before it and is called by those after it, who say the
     `word` of this job and their number. Raises OSError."""
     found = {}
     listener.settimeout(_CONNECT)

@@ -1,4 +1,4 @@
-"""Tokens to text while they come: no half characters, nothing behind the first stop string."""
+"""Tokens to text while they come: no half characters, nothing after the first stop string."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Generation:
 class TextStream:
     """The text of one prompt's new tokens, piece by piece.
 
-    A piece is given out once the tokens behind it can no longer change it. A character may take several tokens, and a
-    token may read otherwise at the start of a text (as " the" and "the"), so that each is decoded behind those of the
+    A piece is given out once the tokens after it can no longer change it. A character may take several tokens, and a
+    token may read otherwise at the start of a text (as " the" and "the"), so that each is decoded after those of the
     piece before it, at first the prompt. What may be the start of a stop string waits for the next token.
 
     It ends (`done`) with a token of `ends`, with `limit` tokens, or with the first of the strings `stop`.

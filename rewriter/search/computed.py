@@ -31,7 +31,7 @@ def keep_shared(known: Applied) -> None:
 class Part:
     """A program that is given stream values of the original, by name, and returns another one, or the logits.
 
-    `start`: the first layer that differs from the original; `end`: the layer behind the last one that does, from which
+    `start`: the first layer that differs from the original; `end`: the layer after the last one that does, from which
     on the original goes on with what it returns. `given`: the original's stream values that it reads, by name.
     """
 

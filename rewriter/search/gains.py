@@ -163,7 +163,7 @@ def _meeting(
     alone: Mapping[tuple[Placement, str], float],
     nothing: Mix,
 ) -> float:
-    """By how much the second right behind the first, in the middle, differs from the sum of the two alone."""
+    """By how much the second right after the first, in the middle, differs from the sum of the two alone."""
     first, second = names
     length, middle = BY_NAME[first].layers, gains.program.source.num_layers // 2
     standard = gains.speed(nothing)

@@ -1,6 +1,6 @@
 """What rewrites change, each alone, on a text: only what they change is computed, and what follows, many at a time.
 
-The original is computed block by block. Behind each layer stand the residual streams of all variants that end there:
+The original is computed block by block. Each layer is followed by the residual streams of all variants that end there:
 the layer's own one, and what every rewrite makes of it. They go through the rest of the original together, as one
 batch, so that a layer's weights are read once. A mix is computed from its first rewritten layer on.
 """

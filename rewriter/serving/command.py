@@ -204,7 +204,7 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
     elif ".".join(found.split(".")[:2]) not in TRIED:
         notes.append(f"warning: vLLM {found} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
     if manifest is None:
-        return [*notes, "It is not rewritten: none of its all-reduces runs behind computation."]
+        return [*notes, "It is not rewritten: none of its all-reduces overlaps with computation."]
     plugin = found is None or _plugin()
     if not plugin and manifest.per_rank is not None:
         raise RewriterError(
@@ -221,20 +221,21 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
 
 
 def _overlap(root: Path) -> str:
-    """How many all-reduces vLLM's plugin runs behind the next block."""
+    """How many all-reduces vLLM's plugin overlaps with the next block."""
     config = _config(root)
     if "rewriter_layers" not in config:
-        return "None of its all-reduces runs behind computation: the recipe keeps the model's own wiring."
+        return "None of its all-reduces overlaps with computation: the recipe keeps the model's own wiring."
     try:
         schedule = schedule_of(SimpleNamespace(**config))
     except Unsupported as reason:
         return (
-            f"None of its all-reduces runs behind computation: it is for vLLM's Transformers backend, because {reason}."
+            "None of its all-reduces overlaps with computation: it is for vLLM's Transformers backend, because "
+            f"{reason}."
         )
-    return f"{schedule.overlapped} of {schedule.summed} all-reduces run behind the next block."
+    return f"{schedule.overlapped} of {schedule.summed} all-reduces overlap with the next block."
 
 
 _NO_PLUGIN = (
-    "No all-reduce runs behind computation: rewriter's plugin is not installed beside vLLM, or VLLM_PLUGINS leaves it "
-    "out, and vLLM's Transformers backend waits for each."
+    "No all-reduce overlaps with computation: rewriter's plugin is not installed beside vLLM, or VLLM_PLUGINS leaves "
+    "it out, and vLLM's Transformers backend waits for each."
 )

@@ -16,9 +16,9 @@ class Sum(Enum):
     """What becomes of the all-reduce of a block's output."""
 
     INSIDE = "inside"  # vLLM's own, inside the block
-    BEGIN = "begin"  # begins behind the block; nothing else is under way
+    BEGIN = "begin"  # begins after the block; nothing else is under way
     STEP = "step"  # begins, and the sum before it ends
-    DRAIN = "drain"  # begins and ends behind the block, after the sum before it
+    DRAIN = "drain"  # begins and ends after the block, after the sum before it
     HOLD = "hold"  # goes with the next block's
     BOTH = "both"  # takes the held one with it
     DROP = "drop"  # is left out: every rank adds its own part
@@ -50,7 +50,7 @@ class Schedule:
 
     @property
     def overlapped(self) -> int:
-        """How many sums run behind the next block."""
+        """How many sums overlap with the next block."""
         return sum(step.sum in (Sum.BEGIN, Sum.STEP) for layer in self.layers for step in layer)
 
     @property
@@ -62,7 +62,7 @@ class Schedule:
 def schedule_of(config: Any, cuts: Sequence[int] = (), mergeable: bool = True) -> Schedule:
     """The schedule of the model that `config` (of transformers) describes.
 
-    `cuts` are the layers behind which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
+    `cuts` are the layers after which a pipeline stage ends, as the last: what is under way ends there. `mergeable`:
     sums of two blocks that nobody reads in between may be one, since nothing stands between a block's sum and the
     stream but numbers. Raises Unsupported.
     """

@@ -46,7 +46,7 @@ def recognise(graph: fx.Graph, static: StaticGraph) -> None:
 
 
 def _context(graph: fx.Graph) -> fx.Node:
-    """The placeholder of the context, behind the others."""
+    """The placeholder of the context, after the others."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     if placeholders and placeholders[-1].target == "ctx":
         return placeholders[-1]
@@ -212,7 +212,7 @@ def _repeats(graph: fx.Graph, node: fx.Node, heads: int) -> int:
 
 
 def _fold_views(graph: fx.Graph) -> None:
-    """A chain of views that ends in a shape it had before is no change. What is in memory behind the others may have
+    """A chain of views that ends in a shape it had before is no change. What is in memory after the others may have
     another layout than before, so none of them insists on one."""
     for node in list(graph.nodes):
         if node.target in (aten.view.default, aten._unsafe_view.default):

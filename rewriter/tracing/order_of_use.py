@@ -1,7 +1,7 @@
 """One order of the calls around a model's layers, whatever order the model makes them in.
 
 Some models call a module once per type of layer by iterating over a `set` (rotary embeddings), so that the order of
-calls that do not depend on each other differs between processes. What stands before, between and behind the layers is
+calls that do not depend on each other differs between processes. What stands before, between and after the layers is
 therefore ordered by first use: as a walk back from the layers, first to last, and then from the logits finds it.
 """
 
@@ -40,7 +40,7 @@ def sort_by_use(graph: fx.Graph) -> dict[str, str]:
 
 
 def _by_first_use(roots: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """The places of the roots and all that they read, each behind what it reads itself."""
+    """The places of the roots and all that they read, each after what it reads itself."""
     found: dict[fx.Node, int] = {}
     todo = [(root, False) for root in reversed([*roots])]
     while todo:

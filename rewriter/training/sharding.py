@@ -72,7 +72,7 @@ def shard_optimizer(
 
 
 def _read_by_others(model: nn.Module) -> list[nn.Module]:
-    """Norms that may be called when their layer has returned: of a pending sum, by the layer behind or by the model.
+    """Norms that may be called when their layer has returned: of a pending sum, by the next layer or by the model.
 
     As parts of their layer they would be sharded again by then.
     """

@@ -96,7 +96,7 @@ class Shares:
             paths = {names[id(m)]: m for m in modules}
             mine = {p: m for p, m in paths.items() if not any(p == w or p.startswith(f"{w}.") for w in whole)}
             self.of_block.append([s for path, module in mine.items() for s in exit_shares(path, module, hidden)])
-        self.norms = [_norms_behind(list(m), names, s) for m, s in zip(structure.modules, self.of_block, strict=True)]
+        self.norms = [_norms_after(list(m), names, s) for m, s in zip(structure.modules, self.of_block, strict=True)]
         """By block, the paths of the norms that its exits' sum passes before it is added to the stream."""
 
     def splittable(self, block: int) -> bool:
@@ -132,7 +132,7 @@ class Shares:
             if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
                 raise RewriterError(
                     f"per-rank reference: block {b} (layer {self.structure.layers[b]}) is not the sum of its ranks' "
-                    f"parts: behind {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
+                    f"parts: after {', '.join(share.path for share in self.of_block[b])} it is not linear, or more "
                     "than that writes. Leave the layer out, or name what every rank computes in `whole`"
                 )
 
@@ -148,12 +148,12 @@ class Shares:
         return ledger.writes
 
 
-def _norms_behind(modules: Sequence[nn.Module], names: Mapping[int, str], shares: Sequence[Share]) -> list[str]:
+def _norms_after(modules: Sequence[nn.Module], names: Mapping[int, str], shares: Sequence[Share]) -> list[str]:
     """The norms among `modules` (of a block, in the order of their calls) that are called after its last exit."""
     paths = [names[id(module)] for module in modules]
     exits = [i for i, path in enumerate(paths) if any(share.path == path for share in shares)]
-    behind = paths[exits[-1] + 1 :] if exits else []
-    return [path for path in behind if "norm" in path.rpartition(".")[2]]
+    after = paths[exits[-1] + 1 :] if exits else []
+    return [path for path in after if "norm" in path.rpartition(".")[2]]
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ ledger then is the definition of each mode, written as a rank sees it, with `AR`
                  x   ← AR(f_r(x_r) + x_r / P)              where it is kept, resync "mean"
                  x   ← x_sync + AR(all f_r since x_sync)   where it is kept, resync "sum"
 
-A norm N behind the exits moves to where their sum is complete. A rank's own part is then what its copy writes, N(f_r),
+A norm N after the exits moves to where their sum is complete. A rank's own part is then what its copy writes, N(f_r),
 and what all ranks have together, N(AR(f_r)), stands for every AR(f_r): where a sum is kept, each rank's share of it is
 1/P.
 
@@ -100,7 +100,7 @@ class PerRankReference:
         def run(rank: int) -> torch.Tensor:
             for path in (path for b in split for path in self._shares.norms[b]):
                 norm = copies[rank].get_submodule(path)
-                norm.forward = ledgers[rank].behind(norm.forward)
+                norm.forward = ledgers[rank].with_norm(norm.forward)
             with watched(copies[rank], ledgers[rank], self.structure.chain):
                 logits: torch.Tensor = copies[rank](input_ids=input_ids, use_cache=False, **kwargs).logits
             return logits
@@ -243,7 +243,7 @@ class _Rank(Ledger):
             self.carries.append([])
             self.written, self.share = torch.zeros_like(self.x), torch.zeros_like(self.x)
 
-    def behind(self, norm: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def with_norm(self, norm: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """`norm` of what this rank gives it; the norm of what all ranks give together is kept for the write."""
 
         def normed(part: torch.Tensor) -> torch.Tensor:

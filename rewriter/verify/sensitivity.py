@@ -1,7 +1,7 @@
 """What dropping one attention reduction costs, layer by layer, on real weights: what `drop_sync` chooses its layers by.
 
 Each layer's drop alone is compared with the original. What comes before that layer is the same in both, so it is
-computed once for all layers. Only that layer is computed rank by rank: behind it the ranks agree again, and what
+computed once for all layers. Only that layer is computed rank by rank: after it the ranks agree again, and what
 follows is the original on another residual stream. With L layers this takes as long as about 1 + L/2 forward passes on
 one device, and the output layer L/2 times more.
 """

@@ -135,7 +135,7 @@ def _joined(pieces: Sequence[Stored | None], dim: int) -> Stored | None:
         if axis != dim and whole:
             continue
         pers = [p.shape[axis] if p.parts[1].shape[axis] == 1 else p.numbers[axis] for p in found]
-        # what comes behind a piece begins with a block too
+        # what comes after a piece begins with a block too
         ends = [piece.shape[axis] for piece in found[:-1]] if axis == dim else []
         found = [_finer(piece, axis, gcd(*pers, *ends)) for piece in found]
     scales = [piece.parts[1] for piece in found]

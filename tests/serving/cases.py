@@ -24,7 +24,7 @@ from rewriter.api import convert
 TOKENS = 64
 LORA_RANK = 8
 AWQ, MEANT = "llama-awq", "llama-meant"  # weights of 4 bits, and what they stand for
-MIX = {  # a standard layer, a ladder that begins and ends, and a parallel layer behind it
+MIX = {  # a standard layer, a ladder that begins and ends, and a parallel layer after it
     "name": "mix",
     "summary": "Layers of several kinds, for tests.",
     "paper": "none",
@@ -107,7 +107,7 @@ def rewritten(case: Case, root: Path) -> Path:
 
 
 def lora_of(directory: Path) -> Path:
-    """A LoRA for a rewritten Llama, in PEFT's format; made once. It changes what stands before sums and behind."""
+    """A LoRA for a rewritten Llama, in PEFT's format; made once. It changes what stands before and after sums."""
     out, scale = directory.with_name(f"{directory.name}-lora"), 2.0
     if out.exists():
         return out

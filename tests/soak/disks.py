@@ -14,7 +14,7 @@ STRIKES = ((errno.ENOSPC, shim.FOREVER), (errno.EIO, 1), (errno.EIO, shim.FOREVE
 
 
 def case(index: int, place: Path) -> Outcome:
-    """A command meets a fault, says so or gets around it, and comes to the files of an undisturbed run behind it."""
+    """A command meets a fault, says so or gets around it, and then comes to the files of an undisturbed run."""
     draw, outcome = generator("disks", index), Outcome()
     known = commands(place)
     command = known[index % len(known)]
@@ -34,7 +34,7 @@ def case(index: int, place: Path) -> Outcome:
         if code and not command.out.exists():
             code = command.run(resume=bool(command.left()))
             if code:
-                outcome.failures.append(f"{about}: behind it, exit code {code}: {command.message()[-600:]}")
+                outcome.failures.append(f"{about}: after it, exit code {code}: {command.message()[-600:]}")
         if not code and (found := command.left()) != command.expected:
             outcome.failures.append(f"{about}: not as undisturbed: {differing(found, command.expected)}")
     command.clear()

@@ -52,7 +52,7 @@ def logits(draw: random.Random, family: str, ranks: int, place: Path) -> dict[st
 
 
 def training_step(draw: random.Random, family: str, ranks: int, place: Path) -> dict[str, int]:
-    """Gradients of every parameter, and the logits behind a step along them.
+    """Gradients of every parameter, and the logits after a step along them.
 
     Errors are relative to the parameter's largest gradient, but not to less than 1e-3 of the model's: a router of one
     expert whose weight is normalised has a gradient of rounding alone.
@@ -86,7 +86,7 @@ def training_step(draw: random.Random, family: str, ranks: int, place: Path) -> 
 
 
 def text(draw: random.Random, family: str, ranks: int, place: Path) -> dict[str, int]:
-    """What the adapted checkpoint writes with a cache, behind prompts padded on the left."""
+    """What the adapted checkpoint writes with a cache, after prompts padded on the left."""
     if family in draws.EXPERTS | draws.SUMS_INSIDE:
         ranks = 1  # the per-rank residuals of these are not computed on one device
     shutil.rmtree(place / "text", ignore_errors=True)

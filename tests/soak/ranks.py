@@ -29,8 +29,8 @@ from soak.jobs import adapt_words, fault_of_words, write_texts
 # Seconds from a fault, or its end, to the end of the command: 60 of standing still, 30 of a rank's grace, and more.
 BOUND = 150.0
 START = 120.0
-MOMENT = 6.0  # the latest, behind the first rank
-GONE = 10.0  # in which processes and folders go, behind the command's end
+MOMENT = 6.0  # the latest, after the first rank
+GONE = 10.0  # in which processes and folders go, after the command's end
 COMMAND = (sys.executable, "-m", "rewriter.cli")
 FAULTS = ("killed", "stopped", "paused", "slowed")
 PAUSE = 2.0

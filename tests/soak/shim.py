@@ -44,7 +44,7 @@ def variables(folder: Path) -> dict[str, str] | None:
 
 def arm(directory: Path, first: int, times: int = 1, error: int = 0) -> None:
     """Count calls that change files below `directory` from now on, in this process. The `first` and the `times` - 1
-    behind it fail with `error` of errno, or kill the process where that is 0. `first` 0: only count."""
+    after it fail with `error` of errno, or kill the process where that is 0. `first` 0: only count."""
     values = (ctypes.c_long(first), ctypes.c_long(times), ctypes.c_int(error))
     ctypes.CDLL(None).soak_arm(os.fsencode(directory.resolve()), *values)
 

@@ -48,7 +48,7 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
   or refused with a `RewriterError` that does not call it a fault of rewriter. An input that is refused at a new line of
   the code is damaged further.
 - **Programs.** Random architectures of {families} families, random mixes of layers, P of 1, 2, 3, 4 and 8: logits, the
-  gradients of every parameter and a step along them, text with a cache behind padded prompts, and emitted modules on
+  gradients of every parameter and a step along them, text with a cache after padded prompts, and emitted modules on
   real ranks. The reference is P copies of transformers' eager model, which know no pass.
 - **Kills.** SIGKILL at a random system call that changes a file, of conversions in five ways, `adapt` and `predict`.
   What was killed is resumed, or started over, to the files of an undisturbed run; or the refusal says what to delete.
@@ -85,7 +85,7 @@ def behind(kind: str) -> int:
 
 
 def add(run: Run) -> None:
-    """Put a run behind the others, and write the page."""
+    """Put a run after the others, and write the page."""
     keep([*runs(), run])
 
 

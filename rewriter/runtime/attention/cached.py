@@ -1,7 +1,7 @@
 """Attention over new tokens and the cache. `rewriter.ops.attention` is its specification.
 
 Where tokens are sharded over a sequence axis, this finds the way to keys of other ranks: `sequence_op` for full
-sequences, `decode` for tokens behind them.
+sequences, `decode` for tokens after them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention(
     the keys in view. Padding (the first `ctx.first_valid` positions of a row) is never seen, except by itself, so
     that no row is empty and none gives NaN. A token sees those of its own segment, where `ctx.segment_ids` has any.
 
-    With `ctx.shards` the S tokens are those that this rank holds, with a SequenceCache behind a prompt they are the new
+    With `ctx.shards` the S tokens are those that this rank holds, with a SequenceCache after a prompt they are the new
     ones on every rank, and keys of all ranks are seen. Raises RewriterError for a bias that does not fit the keys in
     view, and for a bias or softcap where other ranks hold keys.
     """
@@ -56,8 +56,8 @@ def attention(
         return _over_ranks(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, sinks)
     positions: Tensor | None = None
     if ctx.cache is not None:
-        behind = ctx.position is not None and q_BHSD.shape[2] == 1
-        if behind and bias is None and without_masks(q_BHSD):
+        follows = ctx.position is not None and q_BHSD.shape[2] == 1
+        if follows and bias is None and without_masks(q_BHSD):
             return _one_token(q_BHSD, k_BKSD, v_BKSE, ctx, slot, mask, scale, softcap, sinks)
         k_BKSD, v_BKSE, positions = ctx.cache.append(slot, k_BKSD, v_BKSE, ctx.position)
     queries, keys = q_BHSD.shape[2], k_BKSD.shape[2]
@@ -95,7 +95,7 @@ def _one_token(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A new token behind others in a StaticCache."""
+    """A new token after others in a StaticCache."""
     cache, position, first_B = ctx.cache, ctx.position, ctx.first_valid
     assert isinstance(cache, StaticCache)
     assert position is not None
@@ -164,7 +164,7 @@ def _in_segments(mask: MaskSpec, ctx: Context, segment_ids_BS: Tensor, s: Tensor
 
 
 def _stored_visible(mask: MaskSpec, ctx: Context, s: Tensor, t: Tensor) -> Tensor:
-    """Boolean [B or 1, 1, S, T] for queries at s [S] and keys at t [T]; what stands behind the last query is not stored
+    """Boolean [B or 1, 1, S, T] for queries at s [S] and keys at t [T]; what follows the last query is not stored
     yet."""
     stored = (t >= 0) & (t <= s[-1])
     if ctx.first_valid is not None:

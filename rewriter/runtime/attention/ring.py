@@ -5,7 +5,7 @@ from one neighbour to the other; the next are on their way while the present one
 sees, of what an earlier rank holds, the first chunk with both of its own, and of what a later rank holds both chunks
 with its second: a full rectangle of equal area and one kernel call, at every step on every rank.
 
-In backward keys and values go round again, and behind them the sums of their gradients, in the accumulation dtype. A
+In backward keys and values go round again, followed by the sums of their gradients, in the accumulation dtype. A
 sum starts at the rank after the owner of its keys and takes P − 1 steps back to it, where the owner's part is added. Of
 that part the owner computes one half at the start, while the first keys are on their way to it, the other at the end,
 while the sum is: nothing travels that no computation hides.

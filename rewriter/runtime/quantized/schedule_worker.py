@@ -151,7 +151,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def _start_on_stream(schedules: Sequence[Schedule], result: Tensor, keep: Sequence[Tensor]) -> Transfer:
     # `keep` and `result` belong to the caller's stream. They are held until it waits for this one, and what is freed
-    # afterwards is used again behind that.
+    # afterwards is used again after that.
     with torch.cuda.device(result.device):
         if result.device not in _streams:
             _streams[result.device] = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The plugin of vLLM: rewritten models on vLLM's own layers, their all-reduces behind computation.
+"""The plugin of vLLM: rewritten models on vLLM's own layers, whose all-reduces overlap with computation.
 
 vLLM loads `register` through the entry point `vllm.general_plugins`. Nothing here imports vLLM before that.
 """

@@ -1,4 +1,4 @@
-"""The form of a decoder layer, read from its own `forward`: which children are blocks, what stands before and behind
+"""The form of a decoder layer, read from its own `forward`: which children are blocks, what stands before and after
 each, and how the residual stream passes through. Layers of any family have the same few forms.
 
 B blocks of a layer compute out_i = after_i(block_i(before_i(stream_i))), stream_{i+1} = stream_i + out_i. vLLM hands
@@ -44,7 +44,7 @@ class LayerForm:
 
     @property
     def mergeable(self) -> bool:
-        """Whether only factors stand between blocks and the stream, the same behind all."""
+        """Whether only factors stand between blocks and the stream, the same after every block."""
         return len({b.after for b in self.branches}) == 1 and all(isinstance(a, float) for a in self.branches[0].after)
 
     def with_norms(self, norms: Mapping[str, str]) -> LayerForm:

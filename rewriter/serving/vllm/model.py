@@ -130,7 +130,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
             continue
         desynced = any(step.sum in (Sum.DROP, Sum.RESYNC_SUM, Sum.RESYNC_MEAN) for step in steps)
         if desynced and not all(isinstance(a, float) for b in form.branches for a in b.after):
-            raise Unsupported("a norm stands behind its sums, some of which are dropped")
+            raise Unsupported("a norm follows its sums, some of which are dropped")
         if not form.paired and steps[0].late and previous is None and index == min(layers) > 0:
             raise Unsupported(
                 "a pipeline stage begins where the stream is read late, and its layers hand on one tensor"
@@ -145,7 +145,7 @@ def rewire(model: nn.Module, vllm_config: VllmConfig) -> Schedule:
         rewired.previous = () if previous is None else (previous,)
         previous = rewired
     logger.info(
-        "rewriter: %d of %d all-reduces of %s run behind the next block",
+        "rewriter: %d of %d all-reduces of %s overlap with the next block",
         schedule.overlapped, schedule.summed, type(model).__name__,
     )  # fmt: skip
     return schedule

@@ -146,7 +146,7 @@ def opened(hidden: Any, residual: Any) -> State:
 
 
 def closed(state: State, paired: bool) -> Any:
-    """What the next layer, or the norm behind the last, is to be given."""
+    """What the next layer, or the norm after the last, is to be given."""
     whole = (state.stream, state.ready, state.token, state.own, state.drift)
     if not state.settled():
         return (state.stream, whole) if paired else whole  # models look at the shape of the first

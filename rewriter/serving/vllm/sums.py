@@ -1,4 +1,4 @@
-"""All-reduces that begin behind a block and end behind the next one: custom operators that stay inside a compiled
+"""All-reduces that begin after a block and end after the next one: custom operators that stay inside a compiled
 graph and inside a captured one.
 
 The order of begins and ends is a dependence of data: every operator takes what the one before it returned. What is
@@ -30,7 +30,7 @@ _under_way: deque[Callable[[], Tensor]] = deque()
 
 
 def _launch(x: Tensor) -> None:
-    """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others behind this operator."""
+    """Begin the all-reduce of a copy of `x`: the compiler gives the memory of `x` to others after this operator."""
     copy = x.clone()
     if engine.engine.ranks() == 1:
         _under_way.append(lambda: copy)
@@ -47,7 +47,7 @@ def _launch(x: Tensor) -> None:
         with torch.cuda.stream(stream):
             result = _all_reduce(copy)
             ended = stream.record_event()
-        _under_way.append(partial(_behind, result, ended))
+        _under_way.append(partial(_after, result, ended))
 
 
 def _awaited(result: Tensor, work: Any) -> Tensor:
@@ -55,7 +55,7 @@ def _awaited(result: Tensor, work: Any) -> Tensor:
     return result
 
 
-def _behind(result: Tensor, ended: torch.cuda.Event) -> Tensor:
+def _after(result: Tensor, ended: torch.cuda.Event) -> Tensor:
     torch.cuda.current_stream().wait_event(ended)
     return result
 
