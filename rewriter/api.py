@@ -406,12 +406,21 @@ def generate(
     manifest = read_manifest(root)
     if not manifest.runtime:
         raise RewriterError(f"{root}: it has no runtime module. Rewrite the model again.")
+    if not 0 <= sampling.get("seed", 0) < 2**63:
+        raise RewriterError(f"--seed {sampling['seed']}: expected a number from 0 to 2^63 - 1")
     mesh = manifest.mesh if tp is None else {**manifest.mesh, "tp": tp}
     if mesh_name(mesh) not in manifest.runtime:
         made = ", ".join(manifest.runtime)
         raise RewriterError(f"{root}: no runtime module for {mesh_name(mesh)}, only {made}. {_other_degree(manifest)}")
     check_files(root, manifest, None if check else [entry.module for entry in manifest.runtime.values()])
-    ends, filling = end_tokens(root, config_of(root))
+    config = config_of(root)
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and max_new_tokens > positions:
+        raise RewriterError(
+            f"--max-new-tokens {max_new_tokens}: expected at most {positions:,}, which is how many positions the model "
+            "has (max_position_embeddings in config.json)"
+        )
+    ends, filling = end_tokens(root, config)
     tokenizer = _tokenizer(root)
     ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
     # A special token is no part of the text, and so ends it by its id.

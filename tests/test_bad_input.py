@@ -390,6 +390,32 @@ def test_a_number_of_24_digits(model: Path, capsys: Capture, option: str) -> Non
     assert "fault of rewriter" not in refused(capsys, "m", "--recipe", "ladder", "--tp", "9" * 5000)
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"), [("--seed", "from 0 to 2^63 - 1"), ("--max-new-tokens", "how many positions the model has")]
+)
+@pytest.mark.parametrize("digits", [13, 24])
+def test_a_number_that_generate_cannot_hold(
+    model: Path, capsys: Capture, option: str, expected: str, digits: int
+) -> None:
+    if (option, digits) == ("--seed", 13):
+        digits = 19
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    assert expected in refused(capsys, "generate", "out", "--prompt", "x", option, "9" * digits)
+
+
+@pytest.mark.parametrize(
+    "given", [["--tokens", "9" * 24], ["--data", f"self:{'9' * 24}"], ["--data", "self:" + "9" * 5000]]
+)
+def test_more_tokens_than_any_run_saw(model: Path, capsys: Capture, given: list[str]) -> None:
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    message = refused(capsys, "adapt", "out", "--out", "adapted", *given)
+    assert "at most 1,000,000,000,000,000" in message
+    assert len(message) < 400
+    assert not Path("adapted").exists()
+
+
 @pytest.mark.parametrize("layers", [str(list(range(3000))), str([1.5] * 3000), "x" * 20_000])
 def test_a_long_list_is_not_repeated_in_its_error(model: Path, capsys: Capture, layers: str) -> None:
     message = refused(capsys, "m", "--recipe", "ladder", "--set", f"ladder.layers={layers}", "--out", "out")

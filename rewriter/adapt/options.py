@@ -45,6 +45,7 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of `optim` that step each element by itself, and so need not see whole tensors."""
+MOST_TOKENS = 10**15  # a run of more is a slip of the pen: the largest so far saw 10**14
 BATCH = 32  # rows of an optimizer step, over all ranks; the paper's
 MICRO_BATCH = 8  # rows that a rank computes at once, at most, where nothing else is said
 
@@ -87,6 +88,8 @@ class Options:
         ):  # fmt: skip
             if value is not None and not value >= least:
                 raise RewriterError(f"{name} {value}: expected {least} or more")
+            if value is not None and value > MOST_TOKENS:
+                raise RewriterError(f"{name} {str(value)[:60]}: expected at most {MOST_TOKENS:,}")
         if not self.temperature > 0:
             raise RewriterError(f"--temperature {self.temperature}: expected more than 0")
         self._check_combinations()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ import torch
 
 from rewriter.adapt.budget import OWN_TEXT
 from rewriter.adapt.evaluate import HELD_OUT
+from rewriter.adapt.options import MOST_TOKENS
 from rewriter.adapt.run_ranks import RunRanks
 from rewriter.adapt.self_written import self_written
 from rewriter.common.errors import RewriterError
+from rewriter.common.scratch import scratch_folder
 from rewriter.convert.rewritten_source import Opened, write_source
 
 PREFIX = "self:"
@@ -26,9 +27,13 @@ def asked_tokens(data: str) -> int | None:
     if not data.startswith(PREFIX):
         return None
     number = data.removeprefix(PREFIX).replace("_", "").replace(",", "")
-    if not number.isdecimal() or int(number) < 1:
-        raise RewriterError(f"--data {data}: expected {PREFIX}N, the number of tokens to write, such as {PREFIX}24576")
-    return int(number)
+    tokens = int(number) if number.isdecimal() and len(number) <= len(str(MOST_TOKENS)) else 0
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise RewriterError(
+            f"--data {data[:60]}: expected {PREFIX}N, the number of tokens to write, such as {PREFIX}24576, at most "
+            f"{MOST_TOKENS:,}"
+        )
+    return tokens
 
 
 def own_text(opened: Opened, known: bool, tokens: int | None) -> str:
@@ -66,8 +71,8 @@ def source_of(
     def write() -> str:
         if teacher is not None:
             return str(self_written(Path(teacher), tokens, device, progress, held_out))
-        with tempfile.TemporaryDirectory() as place:
-            source = write_source(opened, Path(place) / "source")
+        with scratch_folder("self") as place:
+            source = write_source(opened, place / "source")
             return str(self_written(source, tokens, device, progress, held_out, opened.manifest.source.files))
 
     written: str = ranks.on_first(write)

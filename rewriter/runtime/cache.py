@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import size
 from rewriter.runtime.pytree_node import register_node
 from rewriter.runtime.sequence_axis import SequenceAxis, Shards
 
@@ -43,13 +44,20 @@ class _SlotMemory:
         device: torch.device | str,
     ) -> None:
         # Zeros, because a masked weight of 0 times an uninitialised NaN is NaN.
-        self.keys, self.values = (
-            [
-                torch.zeros(batch, spec.kv_heads, length, size, dtype=dtype, device=device)
-                for spec, length, size in zip(slots, lengths, sizes, strict=True)
-            ]
-            for sizes in ([s.head_dim_k for s in slots], [s.head_dim_v for s in slots])
-        )
+        try:
+            self.keys, self.values = (
+                [
+                    torch.zeros(batch, spec.kv_heads, length, width, dtype=dtype, device=device)
+                    for spec, length, width in zip(slots, lengths, sizes, strict=True)
+                ]
+                for sizes in ([s.head_dim_k for s in slots], [s.head_dim_v for s in slots])
+            )
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what the CPU's allocator raises
+            per_token = sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in slots) * dtype.itemsize * batch
+            raise RewriterError(
+                f"A cache of {max(lengths):,} tokens does not fit into the memory of {device}: a token takes "
+                f"{size(per_token)}. Generate fewer tokens, or for fewer prompts at once."
+            ) from error
         self.only_slot = False
 
     def clear(self) -> None:

@@ -4,7 +4,6 @@ again."""
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from rewriter.adapt.adaptation import adapt
 from rewriter.adapt.options import Options
 from rewriter.common.errors import RewriterError
+from rewriter.common.scratch import scratch_folder
 from rewriter.convert.conversion import convert
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, rewritten, write_source
@@ -56,8 +56,8 @@ def heal(
     program = tails.computed.original
     length = text.held_out.shape[1]
     rows = max(_ROWS, -(-healing.tokens // length))
-    with tempfile.TemporaryDirectory(prefix="rewriter-heal-") as scratch:
-        place, data = Path(scratch), Path(scratch) / "own.jsonl"
+    with scratch_folder("heal") as place:
+        data = place / "own.jsonl"
         recipe = Recipe.parse(found.recipe)
         tp, sp = found.ranks["tp"], found.ranks["sp"]
         convert(str(program.source.path), recipe, out=place / "rewritten", tp=tp, sp=sp, verify="none")
