@@ -337,13 +337,13 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
 
     `options` go to `rewriter.runtime.load` (dp, device, dtype, compile) or to `from_pretrained`; device, dtype and
     compile mean the same for both. `check` compares the sha256 of every file that is read with the manifest; without
-    it, ranks check sizes and headers. Which of the two it is, is logged to "rewriter". The generated file runs only if
+    it, sizes and headers are compared. Which of the two it is, is logged to "rewriter". The generated file runs only if
     it has the hash that the manifest says. Raises RewriterError for a directory that `rewrite` did not write,
     VerificationError for a generated file that was changed.
     """
     root = Path(directory)
     from rewriter.emit.manifest import read_manifest
-    from rewriter.verify.saved_output import check_files
+    from rewriter.verify.saved_output import check_files, check_headers
 
     manifest = read_manifest(root)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -360,6 +360,7 @@ def load(directory: str | os.PathLike[str], *, check: bool = False, **options: A
     if stray:
         raise RewriterError(f"{root / stray[0]}: not written by `rewrite`, and it could be run. Move it away.")
     check_files(root, manifest, None if check else [*generated, "config.json"])
+    check_headers(root, manifest)
     from transformers import AutoModelForCausalLM
 
     _LOG.info("%s: the adapted checkpoint on one device, by transformers", root)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_api import add_tokenizer
 
 import rewriter as rw
+from rewriter import api
 from rewriter.cli import main
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.runtime import load
@@ -159,3 +160,21 @@ def test_the_single_device_model_is_checked_when_asked(outputs: dict[str, Path])
     rw.load(out)
     with pytest.raises(VerificationError, match=r"model\.safetensors: changed since it was written"):
         rw.load(out, check=True)
+
+
+def test_nothing_is_trained_on_weights_that_changed(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """Training reads them all anyway, so that every bit is compared."""
+    out = outputs[REFERENCES]
+    (out / "README.md").write_text("My own card.")
+    flip(out / "model.safetensors")
+    with pytest.raises(VerificationError, match=r"model\.safetensors: changed since it was written"):
+        api.adapt(out, out=tmp_path / "adapted", tokens=64)
+    assert not list(tmp_path.glob("*adapted*"))
+
+
+def test_the_single_device_model_of_another_layout_is_refused(outputs: dict[str, Path]) -> None:
+    path = outputs[REFERENCES] / "model.safetensors"
+    tensors = load_file(path)
+    save_file({f"_{name}": tensor for name, tensor in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(RewriterError, match="changed since `rewrite` wrote the weights of the ranks"):
+        rw.load(outputs[REFERENCES])

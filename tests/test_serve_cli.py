@@ -13,6 +13,7 @@ from pathlib import Path
 import emitted
 import pytest
 import zoo
+from safetensors.torch import load_file, save_file
 
 from rewriter import api
 from rewriter.cli import main
@@ -221,6 +222,12 @@ def test_an_output_that_is_not_whole_is_refused(
     weights = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(weights[:-1])
     assert "model.safetensors: not a valid safetensors file" in refused(capsys, out)
+    tensors = load_file(ladder / "model.safetensors")
+    save_file({f"_{name}": tensor for name, tensor in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+    assert "model.safetensors: changed since `rewrite` wrote the weights" in refused(capsys, out)
+    (out / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    asked(capsys, out)
+    assert "model.safetensors: changed since it was written" in refused(capsys, out, "--check", code=3)
     (out / "model.safetensors").write_bytes(weights)
     (out / "generation_config.json").rename(tmp_path / "moved")
     assert f"generation_config.json: missing, but {MANIFEST} names it" in refused(capsys, out)

@@ -30,8 +30,9 @@ from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
-from rewriter.emit.manifest import AdaptationEntry
+from rewriter.emit.manifest import AdaptationEntry, Manifest
 from rewriter.runtime.load import rank_device
+from rewriter.verify.saved_output import check_files
 from rewriter.weights import Checkpoint
 
 
@@ -71,7 +72,8 @@ def adapt(
 
     An interrupted run leaves its checkpoints in `.NAME.adapting` beside `out`, where `resume` continues it: step for
     step with the same losses. Raises RewriterError for bad input, before anything is written, and for a loss that is
-    not finite; VerificationError where what was written does not compute what the recipe says.
+    not finite; VerificationError where what was written does not compute what the recipe says, and where weights, code
+    or config of `directory` have changed since they were written.
     """
     opened, final = open_output(directory), Path(os.path.abspath(out))
     known = teacher is not None or opened.manifest.adaptation is None
@@ -83,6 +85,7 @@ def adapt(
     device = rank_device("cpu" if given.get("use_cpu") else None)
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
     ranks.on_first(lambda: check_free(final))
+    ranks.on_first(lambda: check_files(opened.root, opened.manifest, _read_by_training(opened.manifest)))
     if ranks.world > 1 and (optim := given.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
         raise RewriterError(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
@@ -120,6 +123,11 @@ def adapt(
         for job in jobs:
             job.close(done)
     return AdaptReport(str(final), entry.losses, entry.model_dump())
+
+
+def _read_by_training(manifest: Manifest) -> list[str]:
+    """Weights, code and config: what decides what is trained. Cards and settings of generation may be edited."""
+    return [name for name in manifest.files if name == "config.json" or name.endswith((".safetensors", ".py"))]
 
 
 def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:

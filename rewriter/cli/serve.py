@@ -16,6 +16,7 @@ def serve(
     arguments: options.EngineArguments = None,
     tp: options.ChosenRanks = None,
     engine: options.ServingEngine = None,
+    check: options.Check = False,
     dry_run: options.DryServe = False,
 ) -> None:
     """Check an output, say which of its all-reduces overlap, and become the serving engine.
@@ -24,7 +25,7 @@ def serve(
     """
     from rewriter.serving.command import serve_command
 
-    command = serve_command(directory, tp=tp, engine=engine, arguments=arguments or [])
+    command = serve_command(directory, tp=tp, engine=engine, arguments=arguments or [], check=check)
     for note in command.notes:
         typer.echo(note, err=True)
     if dry_run:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rewriter.common.errors import RewriterError
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
-from rewriter.verify.saved_output import check_files
+from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
 from rewriter.weights import Checkpoint
 
@@ -44,16 +44,18 @@ def serve_command(
     tp: int | None = None,
     engine: Engine | None = None,
     arguments: Sequence[str] = (),
+    check: bool = False,
 ) -> ServeCommand:
     """How to serve `directory`, an output of `rewrite` or a plain checkpoint, on `tp` ranks.
 
     Without `engine`, vLLM where it is installed, else the server of transformers. Without `tp`, as many ranks as the
     output was made for. `arguments` go to the engine as they are. Reads the manifest, headers of weights and generated
-    code, and imports no engine. Raises RewriterError for a directory without a model, a number of ranks that it cannot
-    have, and an engine that is not installed; VerificationError where a file is missing or its code was changed.
+    code, with `check` every byte, and imports no engine. Raises RewriterError for a directory without a model, a number
+    of ranks that it cannot have, and an engine that is not installed; VerificationError where a file is missing or was
+    changed.
     """
     root = Path(directory)
-    manifest = _checked(root)
+    manifest = _checked(root, check)
     _refuse_ours(arguments)
     if engine is None:
         engine = "vllm" if _program("vllm") is not None or _version() is not None else "transformers"
@@ -77,9 +79,9 @@ def serve_command(
 # --- the directory
 
 
-def _checked(root: Path) -> Manifest | None:
-    """The manifest of an output whose files are all there, with weights of the size that their headers say; None for
-    a plain checkpoint."""
+def _checked(root: Path, check: bool) -> Manifest | None:
+    """The manifest of an output whose files are all there, with weights of the size that their headers say and in the
+    layout of when it was written; None for a plain checkpoint. `check` compares the sha256 of every file."""
     if not root.is_dir():
         raise RewriterError(f"{root}: no such directory. Give one that `rewrite MODEL --recipe …` wrote")
     manifest = read_manifest(root) if (root / MANIFEST).exists() else None
@@ -92,8 +94,11 @@ def _checked(root: Path) -> Manifest | None:
         if not (root / name).is_file():
             raise RewriterError(f"{root / name}: missing, but {MANIFEST} names it. Rewrite the model again")
     Checkpoint.open(root)
-    if manifest is not None and manifest.adapted.modeling is not None:
-        check_files(root, manifest, [manifest.adapted.modeling])  # it will be run
+    if manifest is None:
+        return None
+    code = [] if manifest.adapted.modeling is None else [manifest.adapted.modeling]  # it will be run
+    check_files(root, manifest, None if check else code)
+    check_headers(root, manifest)
     return manifest
 
 

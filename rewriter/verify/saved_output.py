@@ -12,6 +12,7 @@ from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.expressions import Expression, Tensor
 from rewriter.common.files import check_sha256, read_json
 from rewriter.emit.manifest import Manifest, ranks_of, read_manifest
+from rewriter.weights import references
 
 
 def verify(directory: str | os.PathLike[str], *, progress: Callable[..., None] = lambda *_: None) -> dict[str, Any]:
@@ -81,6 +82,18 @@ def check_files(
                 f"{root}: its manifest names {name!r}, outside the directory. `rewrite` did not write it so."
             )
         check_sha256(root / name, manifest.files[name])
+
+
+def check_headers(root: Path, manifest: Manifest) -> None:
+    """Compare sizes and headers of the checkpoint with what a rank's references say of them, if there are any.
+
+    It costs nothing beside a load, and finds a checkpoint that was replaced by another layout. Raises RewriterError
+    for one that was, VerificationError where the references changed.
+    """
+    found = next((entry.weights for entry in manifest.runtime.values() if entry.weights is not None), None)
+    if found is not None:
+        check_files(root, manifest, [found])
+        references.check_headers(root, root / found)
 
 
 def config_of(root: Path) -> dict[str, Any]:

@@ -76,9 +76,7 @@ class RankWeights:
         """
         table = _read(path)
         try:
-            files: dict[str, tuple[int, str]] = {
-                name: (int(entry["size"]), str(entry["header"])) for name, entry in table["files"].items()
-            }
+            files = _files(table)
             references = {
                 name: Reference(
                     decoded(source), dim, ranges and tuple(tuple(map(_pair, own)) for own in ranges), *dtype
@@ -88,7 +86,7 @@ class RankWeights:
             casts = {name: reference.dtype for name, reference in references.items() if reference.dtype is not None}
             parameters = {name: reference.on_rank(rank) for name, reference in references.items()}
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise RewriterError(f"{path}: not as `rewrite` wrote it (at {error}). Rewrite the model again") from error
+            raise _broken(path, error) from error
         checkpoint = Checkpoint(root, {root / name: _unchanged(root, name, *known) for name, known in files.items()})
         return cls(path, checkpoint, parameters, casts)
 
@@ -183,6 +181,27 @@ def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             done.record(stream)
     stream.synchronize()
     return result.view(tensor.dtype).view(tensor.shape)
+
+
+def check_headers(root: Path, path: Path) -> None:
+    """Compare the checkpoint in `root` with what the references in `path` were written for: sizes and headers.
+
+    Raises RewriterError where a file is another, and where `references_text` did not write `path`.
+    """
+    try:
+        files = _files(_read(path))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _broken(path, error) from error
+    for name, known in files.items():
+        _unchanged(root, name, *known)
+
+
+def _files(table: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    return {name: (int(entry["size"]), str(entry["header"])) for name, entry in table["files"].items()}
+
+
+def _broken(path: Path, error: Exception) -> RewriterError:
+    return RewriterError(f"{path}: not as `rewrite` wrote it (at {error}). Rewrite the model again")
 
 
 def _unchanged(root: Path, name: str, size: int, digest: str) -> Any:
