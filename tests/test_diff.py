@@ -217,3 +217,34 @@ def test_notebook_objects_show_the_drawing(source: Path, tmp_path: Path) -> None
     assert "one block" in shown or "1 block before" in shown
     assert "<svg" in shown
     assert "cannot be applied" in Recipe.load("ladder").with_overrides({"ladder.layers": "last:99"})._repr_html_()
+
+
+def test_a_line_of_code_that_somebody_changed_is_found(written: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    module = copy / "runtime/tp2/module.py"
+    lines = module.read_text().splitlines(keepends=True)
+    place = next(n for n, line in enumerate(lines) if re.fullmatch(r" +\w+ = \w+ \+ \w+\n", line))
+    spoilt = lines[place].replace(" + ", " - ")
+    module.write_text("".join([*lines[:place], spoilt, *lines[place + 1 :]]))
+    found = api.diff(written, copy, tensors=False)
+    assert not found.same
+    [changed] = [code for code in found.code if code.rows]
+    assert changed.title == "runtime module"
+    assert ("changed", (place + 1, lines[place].rstrip()), (place + 1, spoilt.rstrip())) in changed.rows
+
+
+def test_ranges_of_ranks_that_somebody_exchanged_are_found(written: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    path = copy / "runtime/tp2/weights.json"
+    table = json.loads(path.read_text())
+    for entry in table["parameters"].values():
+        if entry[2]:
+            entry[2].reverse()
+    path.write_text(json.dumps(table))
+    found = api.diff(written, copy)
+    assert not found.same
+    [changed] = [code for code in found.code if code.rows]
+    assert changed.title == "ranges of the ranks"
+    assert changed.added == changed.removed > 0

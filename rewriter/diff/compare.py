@@ -3,6 +3,7 @@ of it."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -61,6 +62,7 @@ class Side:
     program: Program
     module: str
     modeling: str
+    ranges: str = ""
 
     @property
     def recipe(self) -> str:
@@ -171,8 +173,17 @@ def _output(root: Path, manifest: Manifest, program: Program) -> Side:
         return path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else ""
 
     entry = manifest.runtime.get(mesh_name(manifest.mesh))
-    module = read(entry.module if entry else None)
-    return Side(root.name, root, manifest, program, module, read(manifest.adapted.modeling))
+    module, ranges = (read(entry.module), read(entry.weights)) if entry else ("", "")
+    return Side(root.name, root, manifest, program, module, read(manifest.adapted.modeling), _by_parameter(ranges))
+
+
+def _by_parameter(references: str) -> str:
+    """A file of weights by reference with a line for each parameter; as it is where it is none."""
+    try:
+        table = json.loads(references)["parameters"]
+        return "\n".join(f"{name}: {json.dumps(entry)}" for name, entry in table.items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return references
 
 
 def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progress: ProgressCall) -> DiffReport:
@@ -189,6 +200,8 @@ def _compare(before: Side, after: Side, tensors: bool, notes: list[str], progres
         code.append(
             code_difference("modeling file", _modeling(before, names[0]), before.modeling, names[1], after.modeling)
         )
+    if before.ranges and after.ranges:
+        code.append(code_difference("ranges of the ranks", names[0], before.ranges, names[1], after.ranges))
     layers: list[LayerDifference] = layers_between(before.program, after.program)
     found: TensorDifferences | None = None
     if tensors and before.root is not None and after.root is not None:

@@ -17,17 +17,21 @@ LARGEST = 1 << 24  # of a layer, a vocabulary, a number of heads or experts: a h
 # As transformers calls them in every config; a list has a number per layer.
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
 _BASES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
+_FACTORS = ("factor", "long_factor", "short_factor")  # of positions, which are divided by them
 _Place = tuple[str, ...]
 
 
 def check_numbers(file: str | Path, config: Mapping[str, Any]) -> None:
-    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0 and a rotary base that is not above 0."""
+    """Raise RewriterError, naming file and key, for a NaN, an epsilon below 0, and a rotary base or factor that is not
+    above 0."""
     for place, value in _floats(config):
         name = place[-1]
         if math.isnan(value):
             wrong = "expected a number"
         elif name.endswith(_BASES) and not 0 < value < math.inf:
             wrong = "expected a base above 0"
+        elif name in _FACTORS and place[0].startswith("rope") and not 0 < value < math.inf:
+            wrong = "expected a factor above 0"
         elif name.endswith(("_eps", "epsilon")) and not 0 <= value < math.inf:
             wrong = "expected a small number, 0 or more"
         else:
@@ -52,9 +56,10 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 
 def _floats(config: Mapping[str, Any], place: _Place = ()) -> Iterator[tuple[_Place, float]]:
-    """Every number of a config with its place, but for those in lists."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _floats(value, (*place, name))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield (*place, name), min(value, 1 << 1000) if isinstance(value, int) else value
+    """Every number of a config with its place, those of a list at the place of the list."""
+    for name, found in config.items():
+        for value in found if isinstance(found, list) else [found]:
+            if isinstance(value, Mapping):
+                yield from _floats(value, (*place, name))
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield (*place, name), min(value, 1 << 1000) if isinstance(value, int) else value

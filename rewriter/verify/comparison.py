@@ -20,6 +20,7 @@ REAL_WEIGHTS = 1e-4
 # copy, and until two right computations differ like two independent errors in a deep model. In parts of the error of
 # quantization itself; sums that are exact, or made in another way, differ by about 1 at every token.
 QUANTIZED, QUANTIZED_REAL_WEIGHTS = 0.5, 2.0
+NEXT = "`rewrite bisect` finds the pass, layer and operator"
 MEDIAN = (
     "the figure of quantized sums is not the largest relative error, but the difference at the median token, in parts "
     "of what quantization changes there"
@@ -53,7 +54,9 @@ class Verification:
         """Compare two tensors and keep the figure. Raises VerificationError with the worst position beyond `limit`."""
         check = compare(name, actual, expected, limit)
         if not check.passed:
-            raise VerificationError(f"{name}: {check.worst}; relative error {check.error:.2e}, limit {limit:.0e}")
+            raise VerificationError(
+                f"{name}: {check.worst}; relative error {check.error:.2e}, limit {limit:.0e}. {NEXT}"
+            )
         # The same comparison at several lengths is one line: its worst.
         for index, earlier in enumerate(self.checks):
             if earlier.name == name:
@@ -78,7 +81,7 @@ class Verification:
         error = float(torch.cat(figures).median())
         if not error <= limit:
             raise VerificationError(
-                f"{name}: at half of the tokens the logits differ by {error:.2f} or more, limit {limit:.1f}"
+                f"{name}: at half of the tokens the logits differ by {error:.2f} or more, limit {limit:.1f}. {NEXT}"
             )
         self.checks.append(Check(name, error, limit))
         if MEDIAN not in self.notes:
