@@ -218,10 +218,17 @@ def _rank_dtype(
 
 
 def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:
-    """The files of a checkpoint that are copied as they are, with their names: tokenizer, chat templates, licences."""
+    """The files of a checkpoint that are copied as they are, with their names: tokenizer, chat templates, licences.
+
+    Raises RewriterError for something else in the place of one, such as a folder or a link that leads nowhere.
+    """
     for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
+            continue
+        if path.is_file():
             yield path, path.name
+        elif path.suffix:
+            raise RewriterError(f"{path}: not a regular file. Put the model's own there, or remove it")
     for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
         yield path, f"{CHAT_TEMPLATES}/{path.name}"
 

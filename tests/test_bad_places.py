@@ -1,0 +1,74 @@
+"""A folder, or a link to itself, where a command expects a file: one error that names it, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from refusals import Capture, refused
+from test_api import add_tokenizer
+
+from rewriter.cli import main
+
+
+def folder(place: Path) -> None:
+    place.mkdir()
+
+
+def loop(place: Path) -> None:
+    place.symlink_to(place.name)
+
+
+Put = Callable[[Path], None]
+OF_MODEL = ("config.json", "model.safetensors", "generation_config.json")
+OF_OUTPUT = ("rewrite.json", "config.json", "model.safetensors", "runtime/tp2/module.py", "runtime/tp2/weights.json")
+GIVEN = {
+    "recipe.yaml": ["m", "--recipe", "recipe.yaml", "--out", "new"],
+    "fabric.yaml": ["predict", "m", "--recipe", "ladder", "--fabric", "fabric.yaml"],
+    "prompts.txt": ["generate", "out", "--prompts", "prompts.txt"],
+    "data.jsonl": ["adapt", "out", "--out", "new", "--data", "data.jsonl"],
+}
+
+
+@pytest.mark.parametrize("put", [folder, loop])
+def test_in_place_of_the_tokenizer(model: Path, capsys: Capture, put: Put) -> None:
+    add_tokenizer(model)
+    (model / "tokenizer.json").unlink()
+    put(model / "tokenizer.json")
+    assert "tokenizer.json" in refused(capsys, "m", "--recipe", "ladder", "--out", "out")
+
+
+@pytest.mark.parametrize("put", [folder, loop])
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_in_place_of_a_file_of_the_model(model: Path, capsys: Capture, name: str, put: Put) -> None:
+    (model / name).unlink(missing_ok=True)
+    put(model / name)
+    assert name in refused(capsys, "m", "--recipe", "ladder", "--out", "out")
+
+
+@pytest.mark.parametrize("put", [folder, loop])
+@pytest.mark.parametrize("name", OF_OUTPUT)
+def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str, put: Put) -> None:
+    assert main(["m", "--recipe", "ladder", "--tp", "2", "--out", "out", "--verify", "none"]) == 0
+    capsys.readouterr()
+    (Path("out") / name).unlink()
+    put(Path("out") / name)
+    message = refused(capsys, "verify", "out", code=2 if name == "rewrite.json" else 3)
+    assert Path(name).name in message
+    if not name.startswith("runtime"):
+        trained = refused(
+            capsys, "adapt", "out", "--out", "new", code=2 if name in ("rewrite.json", "config.json") else 3
+        )
+        assert Path(name).name in trained
+
+
+@pytest.mark.parametrize("put", [folder, loop])
+@pytest.mark.parametrize("name", GIVEN)
+def test_in_place_of_a_file_that_is_given(model: Path, capsys: Capture, name: str, put: Put) -> None:
+    if "out" in GIVEN[name]:
+        add_tokenizer(model)
+        assert main(["m", "--recipe", "ladder", "--tp", "2", "--out", "out", "--verify", "none"]) == 0
+        capsys.readouterr()
+    put(Path(name))
+    assert name in refused(capsys, *GIVEN[name])
