@@ -34,6 +34,7 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the project's markers, so that a misspelt one is an error under `--strict-markers`."""
     config.addinivalue_line("markers", "slow: takes more than about ten seconds (real processes, long generations)")
+    config.addinivalue_line("markers", "smoke: slow, and run with every set of versions all the same (make matrix)")
     config.addinivalue_line("markers", "tracer: tests the tracer, which traces every model anew")
     if config.pluginmanager.hasplugin("hypothesispytest"):  # the environment of vLLM has none
         from hypothesis import HealthCheck, settings

@@ -102,7 +102,7 @@ def test_it_installs_itself_and_converts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "fault", "code", "said"),
     [
-        ({"recipe": "ladder-uper-half"}, "", 2, "ladder-uper-half"),
+        pytest.param({"recipe": "ladder-uper-half"}, "", 2, "ladder-uper-half", marks=pytest.mark.slow),
         ({"arguments": "--no-such-option"}, "", 2, "--no-such-option"),
         ({}, FAULT, 3, "rewritten = its reference"),
     ],
@@ -117,6 +117,7 @@ def test_a_failed_conversion_fails_its_step(
     assert list((tmp_path / "artifacts").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failure_that_a_step_hides_is_found(tmp_path: Path) -> None:
     """Were its exit code lost, there would be nothing to upload."""
     hiding = copy.deepcopy(ACTION)

@@ -77,6 +77,7 @@ def test_chat_templates_come_along(out: Path, tmp_path: Path) -> None:
         assert (original / name).read_text() == (out / name).read_text()
 
 
+@pytest.mark.slow
 def test_outputs_with_golden_logits_in_the_root_are_still_read(source: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     api.convert(source, "ladder-upper-half", out=old, tp=2)

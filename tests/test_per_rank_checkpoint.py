@@ -342,6 +342,7 @@ def test_rewriting_it_again_is_refused() -> None:
             api.convert(converted(), "desync-2x", tp=4, dry_run=True, trust_remote_code=trust)
 
 
+@pytest.mark.slow
 def test_the_files_are_formatted_and_clean(tmp_path: Path) -> None:
     programs = {f"{family}_{mix}": program(family, mix, 4) for family in FAMILIES for mix in MIXES}
     emitted.assert_clean_modeling(programs, tmp_path)

@@ -50,13 +50,13 @@ def check_mixes(rng: random.Random, drawn: draws.Architecture, mixes: Sequence[d
 
 
 @pytest.mark.parametrize("seed", [0])
-@pytest.mark.parametrize("family", draws.ALL_FAMILIES)
+@pytest.mark.parametrize("family", draws.ALL_FAMILIES[::2])
 def test_random_mixes_of_random_architectures_equal_the_reference(family: str, seed: int) -> None:
     check(family, seed, mixes=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(9))
 @pytest.mark.parametrize("family", draws.ALL_FAMILIES)
 def test_many_random_mixes_of_random_architectures_equal_the_reference(family: str, seed: int) -> None:
     check(family, seed, mixes=6)
@@ -97,9 +97,7 @@ def check_generation(family: str, seed: int, ranks: int, directory: Path, tokens
     assert text[:, inputs["input_ids"].shape[1] :].tolist() == expected, f"{drawn.config}\n{chosen}"
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks"), [("llama", 1), ("qwen3", 2), ("gpt2", 4), ("gpt_neox", 2), ("gemma2", 2), ("granite", 2)]
-)
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 4), ("gemma2", 2), ("granite", 2)])
 def test_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
     family: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -108,7 +106,7 @@ def test_adapted_checkpoints_write_with_a_cache_what_the_reference_gives(
 
 # The per-rank residuals of experts are not computed on one device: such checkpoints are refused.
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [

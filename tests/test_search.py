@@ -181,6 +181,7 @@ def test_a_rise_is_a_mean_over_windows() -> None:
 # --- seconds ---
 
 
+@pytest.mark.slow
 def test_increments_add_up_to_the_simulated_mix(directory: Path) -> None:
     gains = Gains(trace(directory), Workload(tp=3, prompt=64, generate=16), Cluster("pcie-gen4"))
     names = ("ladder", "drop", "drop-mlp", "desync-4x", "parallel")

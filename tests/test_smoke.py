@@ -109,6 +109,8 @@ def test_the_trace_computes_what_the_model_computes(program: Program, original: 
     assert difference(rw.simulate(program, IDS, dtype=torch.float32), original) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_the_checkpoint_is_the_program_in_transformers_alone(
     written: Path, simulated: torch.Tensor, original: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -117,6 +119,8 @@ def test_the_checkpoint_is_the_program_in_transformers_alone(
     assert difference(simulated, original) > 1e-2  # the recipe changes the function
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_two_ranks_are_one(written: Path, simulated: torch.Tensor, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
     torchrun = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -126,6 +130,8 @@ def test_two_ranks_are_one(written: Path, simulated: torch.Tensor, tmp_path: Pat
     assert difference(ranks[0], simulated) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_two_steps_on_two_ranks_are_those_on_one(written: Path, tmp_path: Path) -> None:
     text = (MODEL / "heldout.txt").read_text()
     lines = [json.dumps({"text": text[i : i + 400]}) for i in range(0, 24 * 400, 400)]

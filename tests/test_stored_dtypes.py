@@ -59,7 +59,7 @@ def rank_logits(group: object, directory: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", MIXED)
-@pytest.mark.parametrize("materialize", [False, True])
+@pytest.mark.parametrize("materialize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_compute_in_one_dtype(case: str, materialize: bool, tmp_path: Path) -> None:
     dtype, declared, computed = MIXED[case]
     path = source(tmp_path / "source", dtype, declared)

@@ -140,7 +140,7 @@ def tried(cell: Cell, environments: Environments, base: Path | None) -> Result:
         result["versions"] = dict(environments.of(cell, base))
         begun = time.monotonic()
         tests = [ROOT / name for name in table.SMOKE]
-        pytest = [environments.python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        pytest = [environments.python, "-m", "pytest", "-q", "-m", "smoke or not slow", "-p", "no:cacheprovider"]
         printed = ran([*pytest, "--rootdir", ROOT, *tests], folder, TMPDIR=str(folder))
         result["tests"] = passed(printed)
     except Failed as error:
