@@ -20,6 +20,11 @@ def loop(place: Path) -> None:
     place.symlink_to(place.name)
 
 
+def device(place: Path) -> None:
+    """It never ends, and is no file."""
+    place.symlink_to("/dev/zero")
+
+
 Put = Callable[[Path], None]
 OF_MODEL = ("config.json", "model.safetensors", "generation_config.json")
 OF_OUTPUT = ("rewrite.json", "config.json", "model.safetensors", "runtime/tp2/module.py", "runtime/tp2/weights.json")
@@ -27,6 +32,8 @@ GIVEN = {
     "recipe.yaml": ["m", "--recipe", "recipe.yaml", "--out", "new"],
     "fabric.yaml": ["predict", "m", "--recipe", "ladder", "--fabric", "fabric.yaml"],
     "prompts.txt": ["generate", "out", "--prompts", "prompts.txt"],
+    "prompts.jsonl": ["generate", "out", "--prompts", "prompts.jsonl"],
+    "text.txt": ["m", "--recipe", "drop-sync", "--tp", "2", "--calibration", "text.txt", "--out", "new"],
     "data.jsonl": ["adapt", "out", "--out", "new", "--data", "data.jsonl"],
 }
 
@@ -63,7 +70,7 @@ def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str
         assert Path(name).name in trained
 
 
-@pytest.mark.parametrize("put", [folder, loop])
+@pytest.mark.parametrize("put", [folder, loop, device])
 @pytest.mark.parametrize("name", GIVEN)
 def test_in_place_of_a_file_that_is_given(model: Path, capsys: Capture, name: str, put: Put) -> None:
     if "out" in GIVEN[name]:

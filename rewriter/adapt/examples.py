@@ -49,6 +49,8 @@ def read_examples(source: str | Path, faults: Faults) -> Iterator[tuple[str, dic
     path = Path(source)
     if path.is_dir():
         raise RewriterError(f"{source}: a directory, where a file was expected. Give the .jsonl file in it")
+    if path.exists() and not path.is_file():
+        raise RewriterError(f"{source}: a device or a pipe, and the data are read more than once. Give a file")
     if path.exists():
         return _read_lines(path, str(source), faults)
     # An id has one slash at most and no suffix of a file; anything else is a path that is not there.

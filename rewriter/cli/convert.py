@@ -10,6 +10,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError, shortened
+from rewriter.common.files import read_given
 from rewriter.common.fork_server import start_early
 
 
@@ -77,14 +78,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
 
 def read_text(file: Path) -> str:
     """The text of a calibration file. Raises RewriterError where it cannot be read as UTF-8 or holds nothing."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise RewriterError(f"--calibration {file}: {reason}. Give a text file to measure on.") from None
-    if not text.strip():
-        raise RewriterError(f"--calibration {file}: it is empty. Give a text file to measure on.")
-    return text
+    return read_given("--calibration", file, "Give a text file to measure on.")
 
 
 def parse_degrees(text: str) -> list[int]:

@@ -11,6 +11,7 @@ import typer
 
 from rewriter.cli import options
 from rewriter.common.errors import RewriterError
+from rewriter.common.files import read_given
 
 if TYPE_CHECKING:
     from rewriter.runtime.text_stream import Generation
@@ -99,15 +100,8 @@ def read_prompts(file: Path) -> list[Any]:
     """
     if file.suffix == ".jsonl":
         return _read_json_lines(file)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise RewriterError(f"--prompts {file}: {reason}. Give a text file with one prompt per line.") from None
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise RewriterError(f"--prompts {file}: it is empty. Give a text file with one prompt per line.")
-    return lines
+    text = read_given("--prompts", file, "Give a text file with one prompt per line.")
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _read_json_lines(file: Path) -> list[Any]:

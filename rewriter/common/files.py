@@ -12,6 +12,7 @@ from typing import Any
 from rewriter.common.errors import RewriterError, VerificationError
 
 MAX_DEPTH = 64  # levels of a JSON file; code that walks through it calls itself as often
+MOST_TEXT = 256 << 20  # bytes of a file of prompts, or of text to measure on
 
 
 def require_place(path: Path, option: str) -> None:
@@ -35,6 +36,27 @@ def write_text(path: Path, text: str, option: str) -> None:
         raise RewriterError(f"{option} {path}: cannot be written: {error.strerror or error}.") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_given(option: str, path: Path, hint: str) -> str:
+    """The text of a file or pipe that an option names, without a byte order mark. `hint` is the next step.
+
+    Raises RewriterError where it is neither, is larger than 256 MiB, holds nothing, or is not UTF-8.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise RewriterError(f"{option} {path}: neither a file nor a pipe. {hint}")
+        with path.open("rb") as file:
+            data = file.read(MOST_TEXT + 1)
+        text = data.decode("utf-8-sig") if len(data) <= MOST_TEXT else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise RewriterError(f"{option} {path}: {reason}. {hint}") from None
+    if not text.strip():
+        wrong = "it is empty" if len(data) <= MOST_TEXT else f"larger than {MOST_TEXT >> 20} MiB"
+        raise RewriterError(f"{option} {path}: {wrong}. {hint}")
+    return text
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
