@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,16 @@ def test_the_site_is_built_strictly() -> None:
     assert command == "mkdocs build --strict"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra `docs` is not installed: make docs")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "site/reference/cli-adapt.html").is_file()
+
+
 def test_the_lines_of_the_readme_are_links_to_files() -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", README) if not t.startswith("http")]
     assert len(targets) > 15
@@ -224,10 +235,17 @@ def test_the_generated_reference_has_every_command_recipe_and_field() -> None:
     from rewriter.recipes.catalogue import library
 
     pages = reference.pages()
-    assert all(f"## rewrite {name}\n" in pages["reference/cli.md"] for name in COMMANDS)
-    assert "`--trust-remote-code`" in pages["reference/cli.md"]
-    assert all(f"## {name}\n" in pages["reference/library.md"] for name in library())
-    assert all(f"## {name}\n" in pages["reference/fabrics.md"] for name in fabrics())
+    assert all(pages[f"reference/cli-{name}.md"].startswith(f"# rewrite {name}\n") for name in COMMANDS)
+    assert "`--trust-remote-code`" in pages["reference/cli-convert.md"]
+    assert all(f"```yaml\nname: {name}\n" in pages[f"reference/recipe-{name}.md"] for name in library())
+    assert all(f"```yaml\nname: {name}\n" in pages[f"reference/fabric-{name}.md"] for name in fabrics())
+    for index, kind, names in (
+        ("cli", "cli", COMMANDS),
+        ("library", "recipe", library()),
+        ("fabrics", "fabric", fabrics()),
+    ):
+        assert all(f"({kind}-{name}.md)" in pages[f"reference/{index}.md"] for name in names)
+    assert {place: text.count("\n") for place, text in pages.items() if text.count("\n") > 250} == {}
     fields = [field.alias or name for name, field in Manifest.model_fields.items()]
     assert all(f"| `{name}` |" in pages["reference/manifest.md"] for name in fields)
 

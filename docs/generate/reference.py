@@ -20,23 +20,24 @@ from rewriter.recipes.catalogue import entries, find
 
 
 def pages() -> dict[str, str]:
-    """The generated pages by place."""
-    return {
-        "reference/cli.md": command_line(),
-        "reference/library.md": recipes(),
-        "reference/fabrics.md": fabric_table(),
-        "reference/manifest.md": manifest_schema(),
-    }
+    """The generated pages by place: an index of commands, recipes and fabrics each, and a page for each of them."""
+    return {**command_line(), **recipes(), **fabric_pages(), "reference/manifest.md": manifest_schema()}
 
 
-def command_line() -> str:
+def command_line() -> dict[str, str]:
     """Every command with its arguments and options, as `--help` has them."""
-    parts = ["# Command line", "Made from the commands themselves. `rewrite COMMAND --help` says the same."]
-    parts += _command(typer.main.get_command(conversion), "rewrite MODEL", 2)
     group = typer.main.get_command(commands)
-    for name in COMMANDS:
-        parts += _command(group.commands[name], f"rewrite {name}", 2)  # type: ignore[attr-defined]
-    return "\n\n".join(parts) + "\n"
+    found = {"MODEL": typer.main.get_command(conversion)}
+    found |= {name: group.commands[name] for name in COMMANDS}  # type: ignore[attr-defined]
+    rows, made = [], {}
+    for name, command in found.items():
+        page = "cli-convert.md" if name == "MODEL" else f"cli-{name}.md"
+        first = _plain(command.help or command.short_help or "").partition("\n")[0]
+        rows.append((f"[`rewrite {name}`]({page})", first.replace("|", "\\|")))
+        made[f"reference/{page}"] = "\n\n".join(_command(command, f"rewrite {name}", 1)) + "\n"
+    intro = "Made from the commands themselves. `rewrite COMMAND --help` says the same."
+    index = "\n\n".join(["# Command line", intro, _table(("command", "what it does"), rows)]) + "\n"
+    return {"reference/cli.md": index, **made}
 
 
 def _command(command: Any, title: str, level: int) -> Iterator[str]:
@@ -62,39 +63,41 @@ def _parameter(parameter: Any, context: Any) -> tuple[str, str] | None:
     return f"`{record[0]}`", _cell(record[1])
 
 
-def recipes() -> str:
+def recipes() -> dict[str, str]:
     """Every recipe that ships, whole."""
-    parts = [
-        "# The recipes that ship",
-        "Made from the files of the package. `rewrite recipes show NAME` prints one. "
-        "[Recipes](recipes.md) compares them; [Rewrites](../concepts/rewrites.md) has the equations.",
-    ]
+    rows, made = [], {}
     for entry in entries():
         recipe = Recipe.load(entry.name)
         paper = f"Paper: {recipe.paper}." if recipe.paper else ""
         text = find(entry.name).read_text(encoding="utf-8").rstrip()
-        parts += [f"## {entry.name}", _plain(f"{recipe.summary} {paper}"), f"```yaml\n{text}\n```"]
-    return "\n\n".join(parts) + "\n"
+        page = f"recipe-{entry.name}.md"
+        rows.append((f"[`{entry.name}`]({page})", _cell(recipe.summary)))
+        parts = [f"# {entry.name}", _plain(f"{recipe.summary} {paper}"), f"```yaml\n{text}\n```"]
+        made[f"reference/{page}"] = "\n\n".join(parts) + "\n"
+    intro = (
+        "Made from the files of the package. `rewrite recipes show NAME` prints one. "
+        "[Recipes](recipes.md) compares them; [Rewrites](../concepts/rewrites.md) has the equations."
+    )
+    index = "\n\n".join(["# The recipes that ship", intro, _table(("recipe", "what it does"), rows)]) + "\n"
+    return {"reference/library.md": index, **made}
 
 
-def fabric_table() -> str:
+def fabric_pages() -> dict[str, str]:
     """Every fabric that ships, and the fields of each."""
-    parts = [
-        "# The fabrics that ship",
-        "A fabric says what a cluster's links cost. Made from the files of the package; every figure names its source. "
-        "`rewrite fabrics show NAME` prints one. [Predict](../howto/predict.md) uses them.",
-        _table(
-            ("fabric", "device", "figures", "what it is"),
-            [
-                (f"[`{name}`](#{name})", f.device.name, "by formula" if f.modelled else "measured", _cell(f.summary))
-                for name, f in ((name, load_fabric(name)) for name in fabrics())
-            ],
-        ),
-    ]
+    rows, made = [], {}
     for name in fabrics():
+        fabric = load_fabric(name)
+        figures = "by formula" if fabric.modelled else "measured"
+        rows.append((f"[`{name}`](fabric-{name}.md)", fabric.device.name, figures, _cell(fabric.summary)))
         text = (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
-        parts += [f"## {name}", f'??? note "{name}.yaml"\n\n' + _indented(f"```yaml\n{text}\n```")]
-    return "\n\n".join(parts) + "\n"
+        parts = [f"# {name}", _plain(fabric.summary), f"```yaml\n{text}\n```"]
+        made[f"reference/fabric-{name}.md"] = "\n\n".join(parts) + "\n"
+    intro = (
+        "A fabric says what a cluster's links cost. Made from the files of the package; every figure names its source. "
+        "`rewrite fabrics show NAME` prints one. [Predict](../howto/predict.md) uses them."
+    )
+    table = _table(("fabric", "device", "figures", "what it is"), rows)
+    return {"reference/fabrics.md": "\n\n".join(["# The fabrics that ship", intro, table]) + "\n", **made}
 
 
 def manifest_schema() -> str:
