@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -41,6 +42,7 @@ from rewriter.adapt.students import Batch, HuggingFaceModel
 from rewriter.adapt.trunk import freeze_unchanged, share_frozen, trunk_of
 from rewriter.api import convert
 from rewriter.recipes import Recipe
+from rewriter.verify.drift import CALIBRATION
 
 WAYS: dict[str, list[str]] = {
     "defaults": [],
@@ -62,6 +64,7 @@ QUESTIONS = (
     "What do bees make?", "What is the opposite of hot?", "Who wrote Romeo and Juliet?", "What is frozen water called?",
 )  # fmt: skip
 MOST_ANSWERED = 24  # tokens
+PROSE, WINDOW = 2_048, 256  # tokens of other text, and those that are read at once
 
 
 def trained(
@@ -125,6 +128,17 @@ def answers(directory: Path) -> list[str]:
         written = model.generate(**inputs, max_new_tokens=MOST_ANSWERED, do_sample=False)
         found.append(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     return found
+
+
+@torch.no_grad()
+def perplexity(directory: Path) -> float:
+    """Of the packaged text, its first 2,048 tokens in windows of 256, which no run has trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
+    ids = tokenizer(CALIBRATION.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :PROSE]
+    windows = ids.split(WINDOW, dim=1)
+    losses = [float(model(input_ids=window, labels=window).loss) * (window.shape[1] - 1) for window in windows]
+    return math.exp(sum(losses) / sum(window.shape[1] - 1 for window in windows))
 
 
 def timed_steps(model: Path, directory: Path, repeats: int) -> dict[str, list[float]]:
@@ -247,6 +261,8 @@ def main() -> None:
             kind = "steps"
         else:
             found, kind = case.run(given.model, given.eval), "runs"
+            read = zip(("original", "before", "after"), (given.model, case.directory, case.out), strict=True)
+            found["perplexity"] = {name: round(perplexity(place), 2) for name, place in read}
             if given.ask:
                 asked = zip(QUESTIONS, *map(answers, (given.model, case.directory, case.out)), strict=True)
                 found["answers"] = [[" ".join(cell.split()) for cell in row] for row in asked]

@@ -81,12 +81,13 @@ def closed(run: Run) -> float:
 
 def _runs(runs: Sequence[Run]) -> str:
     lines = [
-        "| recipe | ranks | tokens | rewritten | healed | of the gap | tokens/s | memory, GB |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: |",
+        "| recipe | ranks | tokens | rewritten | healed | of the gap | perplexity of prose | tokens/s | memory, GB |",
+        "| --- | --: | --: | --: | --: | --: | --- | --: | --: |",
     ]
     for run in sorted(runs, key=lambda run: (run["model"], run["recipe"], run["tokens"])):
         cells = [f"`{run['recipe']}`, {run['model']}", str(run["tp"] or "any"), f"{run['tokens']:,}"]
         cells += [f"+{above(run, 'before'):.1%}", f"+{above(run, 'after'):.1%}", f"{closed(run):.0%}"]
+        cells.append(" → ".join(f"{run['perplexity'][name]:,.1f}" for name in ("original", "before", "after")))
         lines.append(
             "| " + " | ".join([*cells, str(run["tokens_per_second"]), f"{run['peak_bytes'] / 1e9:.1f}"]) + " |"
         )

@@ -247,3 +247,21 @@ def test_a_killed_rank_is_told_at_once_in_one_line() -> None:
     )
     assert "\n" not in str(failure.value)
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_commands_that_succeed(tmp_path: Path) -> None:
+    """But for the cache of torch's compiler, which is of the user, not of the run."""
+    model, scratch = str(ROOT / "examples/tiny-llama"), tmp_path / "scratch"
+    scratch.mkdir()
+    for words in (
+        [model, "--recipe", "ladder-upper-half", "--tp", "2", "--out", "out"],
+        ["generate", "out", "--prompt", "def x", "--max-new-tokens", "4"],
+        ["adapt", "out", "--out", "adapted", "--data", "self:2048", "--tokens", "1024", "--tp", "2"],
+        ["verify", "out"],
+        ["diff", "out"],
+    ):
+        command = [sys.executable, "-m", "rewriter.cli", *words]
+        settings = environment(1) | {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        subprocess.run(command, cwd=tmp_path, env=settings, check=True, capture_output=True, timeout=300)
+        assert [p.name for p in scratch.iterdir() if not p.name.startswith("torchinductor_")] == [], words
