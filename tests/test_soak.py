@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 import draws
 import faults
 import pytest
-from soak import inputs, programs, ranks, shim, tally
+from soak import inputs, options, programs, ranks, shim, tally
 from soak.cases import Kind, Outcome, generator, in_process, run_case
 from subprocesses import ROOT
 from test_job_ends import is_gone, until
@@ -277,6 +278,44 @@ def test_a_command_that_does_not_end_in_order_is_found(
 ) -> None:
     (failure,) = struck_rank(fault, **lines).failures
     assert failure.startswith(f"{fault}: generate: {said}")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "wrong"),
+    [
+        (0, "", ""), (2, "error: --tp 0: expected 1 or more\n", ""), (1, "error: x\n", "exit code 1"),
+        ("KeyError: 'a'", "", "exit code KeyError"), (2, "error: a\nTraceback (most\n", "a traceback"),
+        (2, "error: a\nerror: b\n", "2 errors"), (2, "", "0 errors"), (2, "error: a fault of rewriter\n", "as a fault"),
+    ],
+)  # fmt: skip
+def test_how_a_command_ended_is_judged(code: object, said: str, wrong: str) -> None:
+    found = options.judged(code, said, 1.0)
+    assert found == wrong if not wrong else wrong in found
+    assert options.judged(0, "", 1e4) == "it took 10000 s"
+
+
+def test_options_of_every_command_are_drawn_and_what_a_command_changes_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert all(options.options_of(name) for name in options.COMMANDS if name not in ("verify", "recipes"))
+    assert {options.drawn(random.Random(seed))[0] for seed in range(200)} == set(options.COMMANDS)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text("{}")
+
+    def spoils(words: list[str]) -> int:
+        Path("m/config.json").write_text(f"{words}")
+        return 0
+
+    monkeypatch.setattr(options, "main", spoils)
+    monkeypatch.setattr(options.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    outcome = options.case(0, tmp_path)
+    assert len(outcome.failures) == options.BATCH
+    assert all("it changed what it was given" in failure for failure in outcome.failures)
 
 
 # The page

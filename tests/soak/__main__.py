@@ -28,9 +28,9 @@ def kinds() -> dict[str, Kind]:
     """Every kind by name. Imports torch, transformers and the tests' modules."""
     import conftest  # noqa: F401  # the settings of tests: no network, one thread
 
-    from soak import disks, inputs, kills, programs, ranks
+    from soak import disks, inputs, kills, options, programs, ranks
 
-    return {module.KIND.name: module.KIND for module in (inputs, programs, kills, disks, ranks)}
+    return {module.KIND.name: module.KIND for module in (inputs, options, programs, kills, disks, ranks)}
 
 
 class Soak:

@@ -20,6 +20,7 @@ GOALS = (
     ("programs × recipes × ranks, against the independent references", 10_000, "programs", ("",), ""),
     ("safetensors headers", 1_000_000, "inputs", ("headers: ",), ""),
     ("other damaged inputs", 10_000, "inputs", ("",), "headers: "),
+    ("commands with options that nobody would mean", None, "options", ("",), ""),
     ("kills at a system call, then resumed or started over", 200, "kills", ("killed: ",), ""),
     ("two runs at one place", None, "kills", ("two at once: ",), ""),
     ("a full or failing disk in mid-write", None, "disks", ("",), ""),
@@ -47,6 +48,9 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
   JSON Lines: valid ones, damaged in their values, lines and bytes, through the readers that commands use. Each is read,
   or refused with a `RewriterError` that does not call it a fault of rewriter. An input that is refused at a new line of
   the code is damaged further.
+- **Options.** Commands that run, with up to three options more, of values that nobody would mean: numbers without end,
+  folders and devices for files, words for numbers. Each runs, or says in one line what is wrong; none changes what it
+  was given.
 - **Programs.** Random architectures of {families} families, random mixes of layers, P of 1, 2, 3, 4 and 8: logits, the
   gradients of every parameter and a step along them, text with a cache after padded prompts, and emitted modules on
   real ranks. The reference is P copies of transformers' eager model, which know no pass.
