@@ -45,6 +45,32 @@ def test_passes_have_the_same_gradients_on_ranks_in_either_order(first: str) -> 
     compare_gradients(rewritten, [rank[0][1] for rank in by_rank], model)
 
 
+@pytest.mark.parametrize("first", ["desync", "own_partial"])
+def test_a_norm_has_the_same_gradient_in_either_order(first: str) -> None:
+    """Of Gemma 2's norm after a reduction that desync keeps, below a layer that read the rank's own part of it before:
+    its weight got P times its gradient."""
+    config = AutoConfig.for_model(
+        "gemma2", num_hidden_layers=3, intermediate_size=64, num_key_value_heads=2, head_dim=8, **SIZES
+    )
+    model = draws.build(draws.Architecture(config, 2, divides=True), 0)
+    passes = available()
+    steps = {
+        "desync": passes["desync"]([1], n=None, pattern=(("drop", "keep"),), resync="mean"),
+        "own_partial": passes["ladder"]([2], variant="own_partial"),
+    }
+    rewritten = passes["tensor_parallel"]().apply(trace(config).with_(mesh={"tp": 2}))
+    for name in sorted(steps, key=lambda name: name != first):
+        rewritten = steps[name].apply(rewritten)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    ids, prompts = zoo.batch(2, 21, 256), zoo.prompts(3, 256)
+    by_rank = run_ranks(on_rank, 2, [runtime_case(rewritten, full)], ids, prompts, 2, timeout=240)
+    modes = {1: LayerMode("desync", (False, True), resync="mean"), 2: LayerMode("own_partial")}
+    expected = PerRankReference(model, modes, 2)(ids)
+    expected.square().mean().backward()
+    assert relative_error(by_rank[0][0][0], expected.detach()) <= 1e-5
+    compare_gradients(rewritten, [rank[0][1] for rank in by_rank], model)
+
+
 def test_a_program_that_was_not_split_is_emitted_without_its_dropout() -> None:
     """GPT-NeoX's layers call modules of dropout; the module that was emitted of one rank called them and had none."""
     program = traced("gpt_neox")

@@ -286,8 +286,9 @@ class _PerRankStream:
         return {of: self._late(of, operator.getitem, pieces, i) for i, of in enumerate(parts)}
 
     def _normed(self, write: fx.Node, total: fx.Node) -> fx.Node:
-        """What `write` makes of its `total`; ranks agree on it where the norm was given parts of it before."""
-        if write not in self.waiting:
+        """What `write` makes of its `total`; ranks agree on it where the norm is given parts of it, too, or was by an
+        earlier pass."""
+        if write not in self.waiting and write.target is not ops.agreed:
             return made_of(write, total)
         normed = made_of(write, self._late(write, ops.copy_to_group, total, AXIS), runs_in=self._running(write))
         return self._late(write, ops.agreed, normed, AXIS)
