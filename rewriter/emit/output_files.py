@@ -228,7 +228,12 @@ def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:
         if path.is_file():
             yield path, path.name
         elif path.suffix:
-            raise RewriterError(f"{path}: not a regular file. Put the model's own there, or remove it")
+            try:
+                path.stat()
+                wrong = "not a regular file"
+            except OSError as error:
+                wrong = f"cannot be read: {error.strerror}"
+            raise RewriterError(f"{path}: {wrong}. Put the model's own there, or remove it")
     for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
         yield path, f"{CHAT_TEMPLATES}/{path.name}"
 
