@@ -17,6 +17,7 @@ DOCS = HERE.parent / "docs"
 PAGE, CHART = DOCS / "ADAPTATION.md", DOCS / "figures" / "healing.svg"
 SMOOTHED = 12  # points of a curve: each is the mean of so many parts of the run
 SLOWEST = "all weights, fp32"
+FIRST = "smollm2"  # the model of runs whose line in the drawing names none
 
 Run = dict[str, Any]
 
@@ -96,7 +97,7 @@ def _runs(runs: Sequence[Run]) -> str:
 
 def _methods(runs: Sequence[Run]) -> str:
     """The ways of `ladder-upper-half`, beside the defaults at the same tokens."""
-    upper = [run for run in runs if run["recipe"] == "ladder-upper-half"]
+    upper = [run for run in runs if run["recipe"] == "ladder-upper-half" and run["model"] == FIRST]
     ways = Counter(run["tokens"] for run in upper)
     lines = ["| tokens | way | loss above the original's | of the gap | tokens/s |", "| --: | --- | --: | --: | --: |"]
     for run in sorted(upper, key=lambda run: (run["tokens"], above(run, "after"))):
@@ -132,7 +133,8 @@ def chart(runs: Sequence[Run]) -> str:
         curve = run["curve"]
         size = max(1, len(curve) // SMOOTHED)
         parts = [curve[first : first + size] for first in range(0, len(curve), size)]
-        name = f"{run['recipe']}, {run['tokens'] // 1000:,}k"
+        model = f", {run['model']}" if run["model"] != FIRST else ""
+        name = f"{run['recipe']}{model}, {run['tokens'] // 1000:,}k"
         lines[name] = [
             (fmean(tokens for tokens, _ in part), 100 * fmean(kl for _, kl in part) / run["losses"]["original"])
             for part in parts

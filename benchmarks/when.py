@@ -179,7 +179,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def heal() -> list[str]:
     """The recipes that a real model healed from, by benchmarks/healing.json."""
     runs = healing_page.read()["runs"]
-    found = {run["recipe"] for run in runs if run["way"] == "defaults" and healing_page.above(run, "after") <= HEALED}
+    own = [run for run in runs if run["way"] == "defaults" and run["model"] == healing_page.FIRST]
+    found = {run["recipe"] for run in own if healing_page.above(run, "after") <= HEALED}
     return [recipe for recipe in RECIPES if recipe in found]
 
 

@@ -25,7 +25,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def made_up(**own: Any) -> dict[str, Any]:
     usual = {
-        "model": "m", "recipe": "ladder-upper-half", "way": "defaults", "tp": None, "tokens": 1000,
+        "model": "smollm2", "recipe": "ladder-upper-half", "way": "defaults", "tp": None, "tokens": 1000,
         "losses": {"original": 2.0, "before": 3.0, "after": 2.2}, "tokens_per_second": 10, "peak_bytes": 3_100_000_000,
         "curve": [[100 * n, 1.0 / n] for n in range(1, 11)],
     }  # fmt: skip
@@ -48,6 +48,7 @@ def test_gaps_are_shares_of_the_originals_loss(page: ModuleType) -> None:
 def test_methods_are_compared_at_the_same_tokens_best_first(page: ModuleType) -> None:
     worse = {"original": 2.0, "before": 3.0, "after": 2.5}
     runs = [made_up(way="worse", losses=worse), made_up(), made_up(tokens=9000), made_up(recipe="ladder", tokens=9000)]
+    runs.append(made_up(model="gemma3", way="another model's"))
     rows = page._methods(runs).splitlines()[2:]
     assert [row.split(" | ")[:2] for row in rows] == [["| 1,000", "defaults"], ["| 1,000", "worse"]]
 
