@@ -265,3 +265,11 @@ def test_nothing_is_left_of_commands_that_succeed(tmp_path: Path) -> None:
         settings = environment(1) | {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(tmp_path / "cache")}
         subprocess.run(command, cwd=tmp_path, env=settings, check=True, capture_output=True, timeout=300)
         assert [p.name for p in scratch.iterdir() if not p.name.startswith("torchinductor_")] == [], words
+
+
+def test_a_port_is_not_one_that_the_system_gives_to_connections() -> None:
+    """A connection that another job opened took it between the choice and rank 0, which then could not listen."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {processes.free_port() for _ in range(8)}
+    assert len(found) > 1
+    assert all(10_000 <= port < first_given for port in found)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -87,10 +88,21 @@ def local_rank() -> int:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nothing listens on.
+
+    It lies below those that the system gives to connections, so that none takes it before a rank listens there.
+    """
+    try:
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_given = 0  # no Linux
+    below = range(10_000, first_given)
+    tried = random.SystemRandom().sample(below, min(64, len(below)))
+    for port in (*tried, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise RewriterError("no TCP port of 127.0.0.1 is free. End other jobs, and try again")
 
 
 @dataclass(frozen=True)
