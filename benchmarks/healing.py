@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -130,6 +131,7 @@ def answers(directory: Path) -> list[str]:
     return found
 
 
+@functools.cache  # of the original it is asked for with every run
 @torch.no_grad()
 def perplexity(directory: Path) -> float:
     """Of the packaged text, its first 2,048 tokens in windows of 256, which no run has trained on."""

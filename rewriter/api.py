@@ -397,6 +397,7 @@ def generate(
     Raises RewriterError for a directory without manifest, runtime module (for `tp`), tokenizer or, for messages, chat
     template, for a prompt that gives no tokens, and when a rank fails.
     """
+    from rewriter.analysis.sequence_layout import context_length
     from rewriter.emit.end_tokens import end_tokens
     from rewriter.emit.manifest import mesh_name, ranks_of, read_manifest
     from rewriter.runtime.generate_worker import launch
@@ -415,11 +416,10 @@ def generate(
         raise RewriterError(f"{root}: no runtime module for {mesh_name(mesh)}, only {made}. {_other_degree(manifest)}")
     check_files(root, manifest, None if check else [entry.module for entry in manifest.runtime.values()])
     config = config_of(root)
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and max_new_tokens > positions:
+    if max_new_tokens > (positions := context_length(config)):
         raise RewriterError(
             f"--max-new-tokens {max_new_tokens}: expected at most {positions:,}, which is how many positions the model "
-            "has (max_position_embeddings in config.json)"
+            "has"
         )
     ends, filling = end_tokens(root, config)
     tokenizer = _tokenizer(root)

@@ -26,3 +26,9 @@ def refused(capsys: Capture, *words: str, code: int = 2) -> str:
     assert "Traceback" not in err
     assert listing(Path.cwd()) == before
     return err.removeprefix("error: ").strip()
+
+
+def written(capsys: Capture, *more: str) -> None:
+    """Convert `m` to `out`, with nothing of what was printed kept."""
+    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none", *more]) == 0
+    capsys.readouterr()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import Capture, refused
+from refusals import Capture, refused, written
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -279,8 +279,7 @@ def test_an_output_that_is_not_ours(model: Path, capsys: Capture, resume: list[s
 
 
 def test_an_output_that_is_ours_is_not_overwritten_either(model: Path, capsys: Capture) -> None:
-    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys)
     assert "already holds an output of rewriter" in convert(capsys, "m", "--verify", "none")
     assert "Choose another --out" in convert(capsys, "m", "--verify", "none", "--dry-run")
 
@@ -399,8 +398,7 @@ def test_a_number_that_generate_cannot_hold(
 ) -> None:
     if (option, digits) == ("--seed", 13):
         digits = 19
-    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys)
     assert expected in refused(capsys, "generate", "out", "--prompt", "x", option, "9" * digits)
 
 
@@ -408,8 +406,7 @@ def test_a_number_that_generate_cannot_hold(
     "given", [["--tokens", "9" * 24], ["--data", f"self:{'9' * 24}"], ["--data", "self:" + "9" * 5000]]
 )
 def test_more_tokens_than_any_run_saw(model: Path, capsys: Capture, given: list[str]) -> None:
-    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys)
     message = refused(capsys, "adapt", "out", "--out", "adapted", *given)
     assert "at most 1,000,000,000,000,000" in message
     assert len(message) < 400
@@ -440,8 +437,7 @@ def test_a_symlink_loop_or_a_directory_in_place_of_a_file(model: Path, capsys: C
 
 @pytest.mark.parametrize("text", ["[[[[", "[]", "[" * 100_000, '{"schema": 1}', "\x00\xff"])
 def test_a_manifest_that_is_none(model: Path, capsys: Capture, text: str) -> None:
-    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys)
     Path("out/rewrite.json").write_text(text)
     for words in (["verify", "out"], ["generate", "out", "--prompt", "x"], ["reshard", "out", "--tp", "2"]):
         assert "out/rewrite.json: " in refused(capsys, *words)
@@ -455,8 +451,7 @@ def test_a_directory_that_rewrite_did_not_write(model: Path, capsys: Capture, wo
 
 
 def test_an_output_without_tokenizer_cannot_read_text(model: Path, capsys: Capture) -> None:
-    assert main(["m", "--recipe", "ladder", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys)
     assert "out: it has no tokenizer" in refused(capsys, "generate", "out", "--prompt", "x")
 
 

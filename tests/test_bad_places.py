@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from refusals import Capture, refused
+from refusals import Capture, refused, written
 from test_api import add_tokenizer
-
-from rewriter.cli import main
 
 
 def folder(place: Path) -> None:
@@ -57,8 +55,7 @@ def test_in_place_of_a_file_of_the_model(model: Path, capsys: Capture, name: str
 @pytest.mark.parametrize("put", [folder, loop])
 @pytest.mark.parametrize("name", OF_OUTPUT)
 def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str, put: Put) -> None:
-    assert main(["m", "--recipe", "ladder", "--tp", "2", "--out", "out", "--verify", "none"]) == 0
-    capsys.readouterr()
+    written(capsys, "--tp", "2")
     (Path("out") / name).unlink()
     put(Path("out") / name)
     message = refused(capsys, "verify", "out", code=2 if name == "rewrite.json" else 3)
@@ -75,7 +72,6 @@ def test_in_place_of_a_file_of_an_output(model: Path, capsys: Capture, name: str
 def test_in_place_of_a_file_that_is_given(model: Path, capsys: Capture, name: str, put: Put) -> None:
     if "out" in GIVEN[name]:
         add_tokenizer(model)
-        assert main(["m", "--recipe", "ladder", "--tp", "2", "--out", "out", "--verify", "none"]) == 0
-        capsys.readouterr()
+        written(capsys, "--tp", "2")
     put(Path(name))
     assert name in refused(capsys, *GIVEN[name])

@@ -34,9 +34,9 @@ def command_line() -> dict[str, str]:
         page = "cli-convert.md" if name == "MODEL" else f"cli-{name}.md"
         first = _plain(command.help or command.short_help or "").partition("\n")[0]
         rows.append((f"[`rewrite {name}`]({page})", first.replace("|", "\\|")))
-        made[f"reference/{page}"] = "\n\n".join(_command(command, f"rewrite {name}", 1)) + "\n"
+        made[f"reference/{page}"] = _page(*_command(command, f"rewrite {name}", 1))
     intro = "Made from the commands themselves. `rewrite COMMAND --help` says the same."
-    index = "\n\n".join(["# Command line", intro, _table(("command", "what it does"), rows)]) + "\n"
+    index = _page("# Command line", intro, _table(("command", "what it does"), rows))
     return {"reference/cli.md": index, **made}
 
 
@@ -72,13 +72,13 @@ def recipes() -> dict[str, str]:
         text = find(entry.name).read_text(encoding="utf-8").rstrip()
         page = f"recipe-{entry.name}.md"
         rows.append((f"[`{entry.name}`]({page})", _cell(recipe.summary)))
-        parts = [f"# {entry.name}", _plain(f"{recipe.summary} {paper}"), f"```yaml\n{text}\n```"]
-        made[f"reference/{page}"] = "\n\n".join(parts) + "\n"
+        about = _plain(f"{recipe.summary} {paper}")
+        made[f"reference/{page}"] = _page(f"# {entry.name}", about, f"```yaml\n{text}\n```")
     intro = (
         "Made from the files of the package. `rewrite recipes show NAME` prints one. "
         "[Recipes](recipes.md) compares them; [Rewrites](../concepts/rewrites.md) has the equations."
     )
-    index = "\n\n".join(["# The recipes that ship", intro, _table(("recipe", "what it does"), rows)]) + "\n"
+    index = _page("# The recipes that ship", intro, _table(("recipe", "what it does"), rows))
     return {"reference/library.md": index, **made}
 
 
@@ -90,14 +90,13 @@ def fabric_pages() -> dict[str, str]:
         figures = "by formula" if fabric.modelled else "measured"
         rows.append((f"[`{name}`](fabric-{name}.md)", fabric.device.name, figures, _cell(fabric.summary)))
         text = (LIBRARY / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
-        parts = [f"# {name}", _plain(fabric.summary), f"```yaml\n{text}\n```"]
-        made[f"reference/fabric-{name}.md"] = "\n\n".join(parts) + "\n"
+        made[f"reference/fabric-{name}.md"] = _page(f"# {name}", _plain(fabric.summary), f"```yaml\n{text}\n```")
     intro = (
         "A fabric says what a cluster's links cost. Made from the files of the package; every figure names its source. "
         "`rewrite fabrics show NAME` prints one. [Predict](../howto/predict.md) uses them."
     )
     table = _table(("fabric", "device", "figures", "what it is"), rows)
-    return {"reference/fabrics.md": "\n\n".join(["# The fabrics that ship", intro, table]) + "\n", **made}
+    return {"reference/fabrics.md": _page("# The fabrics that ship", intro, table), **made}
 
 
 def manifest_schema() -> str:
@@ -114,7 +113,7 @@ def manifest_schema() -> str:
             rows.append((f"`{field.alias or name}`", f"`{_type(field.annotation)}`", needed))
         parts += [f"## {model.__name__}", _plain(inspect.getdoc(model) or "")]
         parts.append(_table(("field", "type", ""), rows))
-    return "\n\n".join(parts) + "\n"
+    return _page(*parts)
 
 
 def _models(start: type[BaseModel]) -> list[type[BaseModel]]:
@@ -136,6 +135,10 @@ def _inside(hint: Any) -> Iterator[type[BaseModel]]:
 def _type(hint: Any) -> str:
     name = hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint)
     return re.sub(r"\b(?:rewriter|typing|collections\.abc)\.(?:\w+\.)*", "", name)
+
+
+def _page(*parts: str) -> str:
+    return "\n\n".join(parts) + "\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -130,6 +129,7 @@ class RuntimeLayerPrinter:
             return f"{previous(index - int(owner))}.{rest}"
 
         lines, methods = self._schedule(region, names, module)
+        before = tuple(sorted(reads))
         given = [names[n] for n in takes]
         gives = tuple(sorted(region.outputs, key=self.crossing_order))
         constructors = {name: self.table.construct(child) for name, child in children.items()}
@@ -147,15 +147,13 @@ class RuntimeLayerPrinter:
         body += ["        self.tp = tp"] if needs_group else []
         body += [f"        {line}" for line in containers(list(constructors))]
         body += [f"        self.{name} = {text}" for name, text in constructors.items()]
-        head = ", ".join(["self", *map(previous, sorted(reads)), *given])
+        head = ", ".join(["self", *map(previous, before), *given])
         results = ", ".join(names[n] for n in gives)
         body += ["", f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
         for method in methods:
             body += ["", *(f"    {line}".rstrip() for line in method)]
         values = {"tp": "tp", "slot": f"slot={slot}"}
-        return RuntimeLayer(
-            "\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, tuple(sorted(reads))
-        )
+        return RuntimeLayer("\n".join(body), ", ".join(values[a] for a in arguments), takes, gives, before)
 
     def _interface(self, region: Region) -> tuple[tuple[fx.Node, ...], dict[fx.Node, str]]:
         """(arguments in order: what crosses layers, then the context; names of the arguments)."""
@@ -231,10 +229,16 @@ class RuntimeLayerPrinter:
         env = {n: names[n] for n in takes}
         head = list(env.values())
         kept = dict.fromkeys(piece.outputs)
-        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, module, inline=False)
+        called: set[str] = set()
+
+        def counted(target: str) -> str:
+            text = module(target)
+            called.add(text.partition(".")[0])
+            return text
+
+        printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, counted, inline=False)
         printed.run()
-        calls = {name for line in printed.text for name in re.findall(r"\b(previous(?:_\d+)?)\.", line)}
-        layers = sorted(calls, key=lambda name: (len(name), name))
+        layers = sorted(called - {"self"}, key=lambda name: (len(name), name))
         results = ", ".join(printed.env[n] for n in piece.outputs)
         body = returning(printed.text, results)
         methods.append([f"def {name}({', '.join(['self', *layers, *head])}):", *(f"    {line}" for line in body)])

@@ -117,10 +117,10 @@ def totals(known: Sequence[Run], kind: str) -> Counter[str]:
     return found
 
 
-def tried(known: Sequence[Run], kind: str, begins: Sequence[str], but: str) -> int:
+def tried(known: Sequence[Run], kind: str, begins: tuple[str, ...], but: str) -> int:
     """How often something of GOALS was tried."""
     counts = totals(known, kind)
-    return sum(n for name, n in counts.items() if name.startswith(tuple(begins)) and not (but and name.startswith(but)))
+    return sum(n for name, n in counts.items() if name.startswith(begins) and not (but and name.startswith(but)))
 
 
 def _cases(run: Run) -> str:
