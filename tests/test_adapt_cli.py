@@ -48,6 +48,7 @@ def test_the_command_tells_what_it_did_and_refuses_with_file_and_line(
             ["weight_decay=much: expected a number"],
         ),
         (command(tmp_path, tmp_path / "b"), [f"{tmp_path}: no rewrite.json in it"]),
+        (command(directory, Path("/")), ["/: exists, and is not an output of rewriter"]),
     ]
     for words, parts in refused:
         assert main(words) == 2, words

@@ -16,7 +16,7 @@ from typing import Any
 import draws
 import faults
 import pytest
-from soak import inputs, options, programs, ranks, shim, tally
+from soak import fuzz, inputs, options, programs, ranks, shim, tally
 from soak.cases import Kind, Outcome, generator, in_process, run_case
 from subprocesses import ROOT
 from test_job_ends import is_gone, until
@@ -67,6 +67,8 @@ def test_nothing_of_a_case_outlives_it(tmp_path: Path) -> None:
 
 # Inputs
 
+fuzzes = pytest.mark.skipif(bool(fuzz.missing()), reason=fuzz.missing())
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -75,12 +77,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@fuzzes
 @pytest.mark.parametrize("reader", inputs.READERS, ids=lambda reader: reader.name)
 def test_damaged_inputs_are_read_or_refused(reader: inputs.Reader, place: Path) -> None:
     few = replace(reader, batch=min(reader.batch, 40 if reader.name == "configs" else 150))
-    outcome = inputs.batch(few, generator("test", 0), place)
+    outcome = inputs.batch(few, 1, place)
     assert outcome.failures == []
+    assert sum(outcome.counts.values()) == few.batch
     assert min(outcome.counts[f"{reader.name}: read"], outcome.counts[f"{reader.name}: refused"]) > 0
+
+
+@fuzzes
+def test_inputs_that_come_to_new_code_are_damaged_further_and_follow_from_the_seed(place: Path) -> None:
+    few = replace(inputs.READERS[0], batch=400)
+    counts, corpora = [], []
+    for seed in (1, 1, 2):
+        counts.append(inputs.batch(few, seed, place).counts)
+        corpora.append({path.name for path in (place / "fuzz" / "corpus").iterdir()})
+    assert counts[0] == counts[1]
+    assert corpora[0] == corpora[1] != corpora[2]
+    assert len(corpora[0]) > 2 * len(few.examples(place))
 
 
 def read_carelessly(place: Path, file: Path) -> None:
@@ -93,11 +109,12 @@ def refuse_blaming_rewriter(place: Path, file: Path) -> None:
     raise RewriterError("KeyError: 'x'. This is a fault of rewriter.")
 
 
+@fuzzes
 @pytest.mark.parametrize(
     ("read", "said"), [(read_carelessly, "KeyError: 'w'"), (refuse_blaming_rewriter, "as a fault of rewriter")]
 )
 def test_a_careless_reader_is_found(read: Any, said: str, place: Path) -> None:
-    outcome = inputs.batch(replace(inputs.READERS[0], read=read, batch=300), generator("test", 0), place)
+    outcome = inputs.batch(replace(inputs.READERS[0], read=read, batch=300), 1, place)
     assert any(said in failure for failure in outcome.failures)
 
 

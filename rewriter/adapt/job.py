@@ -85,7 +85,7 @@ def remember(place: Path, **facts: Any) -> dict[str, Any]:
 
 def place_of(out: Path) -> Path:
     """Where a run works whose result goes to `out`."""
-    return out.with_name(f".{out.name}.adapting")
+    return out.parent / f".{out.name}.adapting"  # `with_name` raises for the root
 
 
 def identity(source: str) -> str:

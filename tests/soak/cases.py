@@ -109,9 +109,14 @@ def _child(work: Callable[[], Outcome], file: Path) -> None:
             outcome = work()
         except BaseException:
             raised = traceback.format_exc()
-        data = {"counts": outcome.counts, "failures": outcome.failures, "raised": raised}
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        partial.replace(file)
+        keep(outcome, file, raised)
     finally:
         os._exit(0)
+
+
+def keep(outcome: Outcome, file: Path, raised: str = "") -> None:
+    """Write an outcome for the process that waits for it in `in_process`."""
+    data = {"counts": outcome.counts, "failures": outcome.failures, "raised": raised}
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(data), encoding="utf-8")
+    partial.replace(file)

@@ -1,14 +1,15 @@
 """Damaged inputs: each is read, or refused in words that blame it and not rewriter.
 
-A case is a batch for one reader. Which places of the code refused an input is what guides the batch: an input that is
-refused at a new place, or read in the end, is damaged further.
+A case is a batch for one reader, guided by coverage: an input that comes to new code is damaged further.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,13 @@ from rewriter.tracing.meta_model import build_skeleton, load_config
 from rewriter.weights.checkpoint import Checkpoint
 from rewriter.weights.header import read_header
 from rewriter.weights.references import RankWeights
-from soak.cases import Kind, Outcome, generator
+from soak.cases import Kind, Outcome
+from soak.fuzz import Damage, fuzzed, missing
 from soak.mutate import as_json, damaged_bytes, damaged_json, damaged_value, damaged_yaml
 
 RECIPES = Path(catalogue.__file__).parent / "library"
 LONGEST = 20_000  # characters of a refusal; more would be a file poured into a terminal
-Damage = Callable[[random.Random, bytes], bytes]
+LIMIT = 300.0  # seconds of a batch
 
 
 @dataclass(frozen=True)
@@ -176,17 +178,17 @@ def data(place: Path) -> list[bytes]:
 
 
 READERS = (
-    Reader("headers", "weights/model.safetensors", headers, damaged_header, read_weights, 4000),
+    Reader("headers", "weights/model.safetensors", headers, damaged_header, read_weights, 40_000),
     Reader("indices", "split/model.safetensors.index.json", at("index.json"), damaged_table,
-           lambda place, file: Checkpoint.open(file.parent), 400),
-    Reader("configs", "config/config.json", configs, damaged_table, read_config, 40),
-    Reader("recipes", "recipe.yaml", files_of(RECIPES), damaged_text, read_recipe, 200),
+           lambda place, file: Checkpoint.open(file.parent), 4000),
+    Reader("configs", "config/config.json", configs, damaged_table, read_config, 200),
+    Reader("recipes", "recipe.yaml", files_of(RECIPES), damaged_text, read_recipe, 2000),
     Reader("fabrics", "fabric.yaml", files_of(FABRICS), damaged_text,
-           lambda place, file: load_fabric(file), 100),
-    Reader("manifests", "out/rewrite.json", at("manifest.json"), damaged_table, read_output, 200),
+           lambda place, file: load_fabric(file), 2000),
+    Reader("manifests", "out/rewrite.json", at("manifest.json"), damaged_table, read_output, 2000),
     Reader("references", "out/runtime/tp2/weights.json", at("references.json"), damaged_table,
-           lambda place, file: RankWeights.open(place / "out", file, 1), 200),
-    Reader("data", "data.jsonl", data, damaged_lines, read_data, 200),
+           lambda place, file: RankWeights.open(place / "out", file, 1), 2000),
+    Reader("data", "data.jsonl", data, damaged_lines, read_data, 4000),
 )  # fmt: skip
 
 
@@ -207,49 +209,47 @@ def prepare(place: Path) -> None:
 
 
 def case(index: int, place: Path) -> Outcome:
-    """A batch for the reader whose turn it is. Headers come every other time: they are read quickest."""
+    """A batch for the reader whose turn it is. Headers come every other time."""
     others = READERS[1:]
     reader = READERS[0] if index % 2 == 0 else others[index // 2 % len(others)]
-    return batch(reader, generator("inputs", index), place)
+    return batch(reader, index + 1, place)  # libFuzzer takes a seed of 0 for none
 
 
-def batch(reader: Reader, draw: random.Random, place: Path) -> Outcome:
+def batch(reader: Reader, seed: int, place: Path, limit: float = LIMIT) -> Outcome:
     """Damage and read so many inputs; what is not refused as it should be is a failure."""
-    outcome, corpus, seen = Outcome(), list(reader.examples(place)), set[str]()
-    file = place / reader.file
-    for _ in range(reader.batch):
-        given = reader.damage(draw, draw.choice(corpus))
+    file, work = place / reader.file, place / "fuzz"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    examples = {f"{number}": data for number, data in enumerate(reader.examples(place))}
+
+    def one(given: bytes, outcome: Outcome) -> None:
         file.unlink(missing_ok=True)  # a new file is written quicker than an old one is cut
         file.write_bytes(given)
-        where, wrong = attempt(lambda: reader.read(place, file))
-        outcome.counts[f"{reader.name}: {'read' if where == 'read' else 'refused'}"] += 1
-        if wrong:
+        read, wrong = attempt(lambda: reader.read(place, file))
+        outcome.counts[f"{reader.name}: {'read' if read else 'refused'}"] += 1
+        if wrong and len(outcome.failures) < 10:
             outcome.failures.append(f"{reader.name}: {wrong}; given {given[:2000]!r}")
-        if where not in seen and len(given) < 100_000:
-            corpus.append(given)
-        seen.add(where)
-    return outcome
+
+    return fuzzed(work, examples, reader.damage, one, reader.batch, seed, limit)
 
 
-def attempt(read: Callable[[], Any]) -> tuple[str, str]:
-    """Where an input was refused, as a place of the code, or "read"; and what is wrong with that, if anything."""
+def attempt(read: Callable[[], Any]) -> tuple[bool, str]:
+    """Whether an input was read, and what is wrong with how it was refused, if anything."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             read()
     except RewriterError as error:
-        return place_of(error), wrong_words(str(error))
+        return False, wrong_words(str(error))
     except Exception as error:
-        return place_of(error), f"{type(error).__name__}: {error} at {place_of(error)}"
-    return "read", ""
+        return False, f"{type(error).__name__}: {error} at {place_of(error)}"
+    return True, ""
 
 
 def place_of(error: BaseException) -> str:
     """File and line that raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "nowhere" if trace is None else f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def wrong_words(message: str) -> str:
@@ -263,4 +263,4 @@ def wrong_words(message: str) -> str:
     return ""
 
 
-KIND = Kind("inputs", share=0.3, limit=300, prepare=prepare, run=case)
+KIND = Kind("inputs", share=0.3, limit=LIMIT + 30, prepare=prepare, run=case, needs=missing)

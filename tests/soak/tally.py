@@ -46,8 +46,8 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
 
 - **Inputs.** Safetensors headers, indices, configs, recipes, fabrics, manifests, the ranks' weights by reference, and
   JSON Lines: valid ones, damaged in their values, lines and bytes, through the readers that commands use. Each is read,
-  or refused with a `RewriterError` that does not call it a fault of rewriter. An input that is refused at a new line of
-  the code is damaged further.
+  or refused with a `RewriterError` that does not call it a fault of rewriter. [atheris](https://github.com/google/atheris)
+  (libFuzzer) guides them by coverage: an input that comes to new code is damaged further.
 - **Options.** Commands that run, with up to three options more, of values that nobody would mean: numbers without end,
   folders and devices for files, words for numbers. Each runs, or says in one line what is wrong; none changes what it
   was given.
