@@ -12,15 +12,20 @@ import pytest
 import torch
 from independent_tensors import LIMIT, SPELLINGS, Types, differences, other_values, parameters
 from subprocesses import ROOT
+from transformers import AutoModelForCausalLM
 
+from rewriter import trace
 from rewriter.common.errors import RewriterError
 from rewriter.coverage.configs import registered_types
+from rewriter.emit.weight_references import cast_dtypes
 from rewriter.tracing import parameters as reading
+from rewriter.weights import Checkpoint
 
 # Tied, merged experts, a shared head, names that old versions had, fused projections, a model without ties.
 FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "gemma3_text", "gpt_neox")
 ROWS = dict(re.findall(r"^\| ([\w-]+) \|(.*)\|$", (ROOT / "docs" / "COVERAGE.md").read_text(), re.MULTILINE))
 BUILDS = [name for name in registered_types() if ROWS.get(name, "").startswith(" yes |")]
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TRACES = [name for name in BUILDS if ROWS[name].startswith(" yes | yes |")]
 LADDERS = [name for name in TRACES if ROWS[name].startswith(" yes | yes | yes |")]
 # transformers builds these from a config inside theirs, which it does not know alone. A recipe that leaves the function
@@ -82,6 +87,37 @@ def test_ranks_and_adapted_checkpoint_of_any_type_agree(model_type: str, tmp_pat
 def test_ladders_of_any_type_agree_with_their_reference(model_type: str, tmp_path: Path) -> None:
     found = differences(Types(model_type, tmp_path), "as saved", "ladder")
     assert max(found.values()) <= LIMIT, found
+
+
+def cast_alike(types: Types, dtype: torch.dtype) -> int:
+    """How many parameters transformers keeps in fp32 beside `dtype`: ranks have all of them in the same dtypes."""
+    model = AutoModelForCausalLM.from_pretrained(types.source("as saved").path, dtype=dtype, trust_remote_code=True)
+    model.save_pretrained(path := types.scratch / "half")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=True)
+    program, checkpoint = trace(path), Checkpoint.open(path)
+    casts = cast_dtypes(program, checkpoint)
+    expressions = {name: spec.expression for name, spec in program.parameters.items() if spec.expression is not None}
+    found = {name: {casts[name]} if name in casts else e.dtypes(checkpoint.dtypes) for name, e in expressions.items()}
+    wanted = {name: {STORED[tensor.dtype]} for name, tensor in model.state_dict().items()}
+    assert found == {name: wanted[name] for name in found}
+    return sum(dtypes == {"F32"} for dtypes in wanted.values())
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("deepseek_v3", torch.bfloat16), ("gpt_oss", torch.float16)])
+def test_ranks_keep_in_fp32_what_transformers_keeps(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert cast_alike(Types(model_type, tmp_path), dtype) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", TRACES)
+def test_ranks_of_any_type_keep_in_fp32_what_transformers_keeps(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    types = Types(model_type, tmp_path)
+    if not (types.model._keep_in_fp32_modules_strict or types.model._keep_in_fp32_modules):
+        pytest.skip("it keeps nothing in fp32")
+    cast_alike(types, dtype)
 
 
 def test_a_tie_that_is_not_one_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
