@@ -19,7 +19,7 @@ import pytest
 from soak import fuzz, inputs, options, programs, ranks, shim, tally
 from soak.cases import Kind, Outcome, generator, in_process, run_case
 from subprocesses import ROOT
-from test_job_ends import is_gone, until
+from test_job_ends import RANK, is_gone, until
 
 from rewriter.common.errors import RewriterError
 from rewriter.weights.header import read_header
@@ -243,10 +243,14 @@ import os, subprocess, sys, tempfile, time
 from rewriter.common import processes
 processes.STOPPED_SECONDS = 1.0
 {first}
-with processes.Processes() as job:
-    for rank in range(2):
-        job.start(f"rank {{rank}}", ["sleep", "2"], processes.environment())
-    failure = job.wait()
+try:
+    with processes.leaving_on_signals(), processes.Processes() as job:
+        for rank in range(2):
+            job.start(f"rank {{rank}}", [sys.executable, "-c", {rank!r}], processes.environment())
+        failure = job.wait()
+except SystemExit:
+    sys.stderr.write("error: ended by SIGTERM.\\n")
+    raise
 {last}
 if failure is not None:
     sys.exit(f"error: {{failure.name}} {{failure.how}}")
@@ -254,6 +258,7 @@ if failure is not None:
 ORPHAN = "subprocess.Popen(['sleep', '600'])"
 FOLDER = "tempfile.mkdtemp(prefix='rewriter-')"
 HANGS = "time.sleep(600)"
+CODE = "processes._leave = lambda *_: sys.exit(1)"
 
 
 @pytest.fixture
@@ -263,7 +268,7 @@ def struck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr(ranks, name, seconds)
 
     def outcome(fault: str, first: str = "", last: str = "") -> Outcome:
-        command = (sys.executable, "-c", STAND_IN.format(first=first, last=last))
+        command = (sys.executable, "-c", STAND_IN.format(rank=RANK.replace("600", "2"), first=first, last=last))
         monkeypatch.setattr(ranks, "COMMAND", command)
         return run_case(ranks.KIND, 3 * ranks.FAULTS.index(fault), tmp_path / "place")
 
@@ -287,8 +292,10 @@ def test_a_command_that_ends_in_order_when_a_rank_is_struck_passes(
         ("killed", {"last": HANGS}, "it did not end in 4 s"),
         ("killed", {"last": "1 / 0"}, "a traceback: "),
         ("paused", {"last": "sys.exit('error: a rank paused')"}, "exit code 1: error: a rank paused"),
+        ("command killed", {"first": ORPHAN}, "1 processes are left"),
+        ("command ended", {"first": CODE}, "exit code 1 after SIGTERM, not 143"),
     ],
-    ids=["orphan", "folder", "hangs", "traceback", "gives up"],
+    ids=["orphan", "folder", "hangs", "traceback", "gives up", "orphan of the killed", "code"],
 )
 def test_a_command_that_does_not_end_in_order_is_found(
     fault: str, lines: dict[str, str], said: str, struck_rank: Callable[..., Outcome]

@@ -1,4 +1,5 @@
-"""Ranks that are killed, stopped, paused and slowed in generate, adapt and the verification of a conversion.
+"""Ranks that are killed, stopped, paused and slowed in generate, adapt and the verification of a conversion, and the
+command itself killed or ended.
 
 Every run ends in bounded time, with one message where it fails, and leaves no process and no temporary folder.
 """
@@ -32,7 +33,12 @@ START = 120.0
 MOMENT = 6.0  # the latest, after the first rank
 GONE = 10.0  # in which processes and folders go, after the command's end
 COMMAND = (sys.executable, "-m", "rewriter.cli")
-FAULTS = ("killed", "stopped", "paused", "slowed")
+FAULTS = ("killed", "stopped", "paused", "slowed", "command killed", "command ended")
+FIRST = {
+    "killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "paused": signal.SIGSTOP,
+    "command killed": signal.SIGKILL, "command ended": signal.SIGTERM,
+}  # fmt: skip
+ENDED = "error: ended by SIGTERM.\n"
 PAUSE = 2.0
 SLICE = 0.05  # a slowed rank stands still every other slice
 
@@ -52,7 +58,7 @@ def words(place: Path, what: str) -> list[str]:
 
 
 def case(index: int, place: Path) -> Outcome:
-    """One command, one fault of one rank at a random moment."""
+    """One command, one fault of it or of one rank at a random moment."""
     draw = generator("ranks", index)
     what, fault = ("generate", "adapt", "convert")[index % 3], FAULTS[index // 3 % len(FAULTS)]
     shutil.rmtree(place / "case", ignore_errors=True)
@@ -80,22 +86,25 @@ def started(place: Path, arguments: list[str]) -> Iterator[subprocess.Popen[byte
 
 
 def ended(job: subprocess.Popen[bytes], draw: random.Random, fault: str, place: Path) -> tuple[list[str], bool]:
-    """What is wrong with how a job ended of which one rank has `fault`, and whether it met it in time."""
+    """What is wrong with how a job ended that has `fault`, or one rank of it, and whether it met it in time."""
     until(lambda: job.poll() is not None or bool(ranks_of(job)), START)
     time.sleep(draw.uniform(0, MOMENT))
     family = [*descendants(job.pid), *ranks_of(job)]
     ranks = ranks_of(job)
     if job.poll() is None and not ranks:
         return [f"no rank was seen in {START:g} s"], False
-    struck = job.poll() is None and strike(draw.choice(ranks), fault, job)
+    struck = job.poll() is None and strike(job.pid if "command" in fault else draw.choice(ranks), fault, job)
     wrong = []
     if not until(lambda: job.poll() is not None, BOUND):
         return [f"it did not end in {BOUND:g} s"], struck
     said = (place / "case/messages").read_text(errors="replace")
-    if job.returncode:
-        wrong += [problem] if (problem := fault_of_words(said)) else []
-        if fault in ("paused", "slowed") or not struck:
+    if job.returncode and not (struck and fault == "command killed"):  # which has no time to say anything
+        if problem := fault_of_words(said):
+            wrong.append(problem)
+        elif fault in ("paused", "slowed") or not struck:
             wrong.append(f"exit code {job.returncode}: {said[-1500:]}")
+        elif fault == "command ended" and (job.returncode != 143 or not said.endswith(ENDED)):
+            wrong.append(f"exit code {job.returncode} after SIGTERM, not 143: {said[-1500:]}")
     if alive := [pid for pid in family if not until(lambda pid=pid: is_gone(pid), GONE)]:
         wrong.append(f"{len(alive)} processes are left")
     if not until(lambda: not any((place / "case/tmp").glob("rewriter-*")), GONE):
@@ -115,21 +124,19 @@ def _is_rank(pid: int) -> bool:
         return False
 
 
-def strike(rank: int, fault: str, job: subprocess.Popen[bytes]) -> bool:
-    """Let `fault` happen to a rank; whether it was there to meet it."""
+def strike(pid: int, fault: str, job: subprocess.Popen[bytes]) -> bool:
+    """Let `fault` happen to a process of the job; whether it was there to meet it."""
     try:
-        if fault == "killed":
-            os.kill(rank, signal.SIGKILL)
-        elif fault == "slowed":
-            while job.poll() is None and not is_gone(rank):
+        if fault == "slowed":
+            while job.poll() is None and not is_gone(pid):
                 for number in (signal.SIGSTOP, signal.SIGCONT):
-                    os.kill(rank, number)
+                    os.kill(pid, number)
                     time.sleep(SLICE)
         else:
-            os.kill(rank, signal.SIGSTOP)
+            os.kill(pid, FIRST[fault])
             if fault == "paused":
                 time.sleep(PAUSE)
-                os.kill(rank, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
         return fault == "slowed"
     return True

@@ -25,6 +25,7 @@ GOALS = (
     ("two runs at one place", None, "kills", ("two at once: ",), ""),
     ("a full or failing disk in mid-write", None, "disks", ("",), ""),
     ("a rank killed, stopped, paused or slowed", None, "ranks", ("killed: ", "stopped: ", "paused: ", "slowed: "), ""),
+    ("a command killed or ended while its ranks run", None, "ranks", ("command ",), ""),
 )
 """What is counted, how many are the goal, the kind, how the names of its counts begin, and how they do not."""
 
@@ -59,8 +60,8 @@ run and writes this page from `tests/soak/tally.json`; an interrupted soak goes 
 - **Disks.** From a random system call on, the disk is full (ENOSPC) or fails (EIO), once or for good. The command says
   so in one error, leaves no half output, and afterwards comes to the files of an undisturbed run.
 - **Ranks.** Of `generate`, `adapt` and a conversion's verification, one rank is killed, stopped, paused for two seconds
-  or slowed. The command ends within {bound:.0f} s with one error where it fails, and leaves no process and no temporary
-  folder. A rank that stays stopped ends the command after 60 seconds.
+  or slowed, or the command itself gets SIGKILL or SIGTERM. It ends within {bound:.0f} s with one error where it fails,
+  and leaves no process and no temporary folder. A rank that stays stopped ends the command after 60 seconds.
 
 ## By kind
 
