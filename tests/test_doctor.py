@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +110,44 @@ def test_no_loopback_no_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert main(["doctor", "--json"]) == 2
 
 
+def torch_with(monkeypatch: pytest.MonkeyPatch, gpus: int, reach: Callable[[int, int], bool]) -> None:
+    """torch as if it were built for CUDA, on a machine with so many GPUs."""
+    import torch
+
+    about = SimpleNamespace(name="H100", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reach)
+
+
+def test_gpus_are_listed_and_links_that_are_missing_between_them_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_with(monkeypatch, 4, lambda a, b: a // 2 == b // 2)
+    found = states()
+    assert found["GPU 3"] == ("ok", "H100, 85.90 GB, capability 9.0")
+    assert found["GPU to GPU"] == ("note", "4 of 12 pairs reach each other's memory")
+    torch_with(monkeypatch, 4, lambda a, b: True)
+    assert states()["GPU to GPU"] == ("ok", "12 of 12 pairs reach each other's memory")
+
+
+def test_a_driver_that_gives_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_with(monkeypatch, 0, lambda a, b: True)
+    state, about = states()["GPU"]
+    assert (state, about.partition(";")[0]) == ("note", "none (torch is built for 13.0, and finds none)")
+
+
+def test_without_gloo_ranks_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    assert states()["backends"][0] == "missing"
+    assert not examine().ok
+
+
+def test_little_shared_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    assert states()["shared memory"] == ("note", "67.11 MB free in /dev/shm")
+
+
 def test_no_rights_for_namespaces_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.shutil, "which", lambda name: f"/sbin/{name}")
     monkeypatch.setattr(checks, "_runs", lambda command: False)
@@ -141,11 +182,30 @@ def test_what_was_tried_is_supported_and_tested() -> None:
     assert command.NEEDED == SERVER
 
 
-def test_the_issue_template_asks_for_it_first() -> None:
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
-    first = form["body"][0]
-    assert "rewrite doctor" in first["attributes"]["label"]
-    assert first["validations"]["required"]
+def test_the_readmes_badges_are_what_is_supported() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for package in ("torch", "transformers"):
+        oldest, newest = re.search(rf"!\[{package} ([\d.]+) to ([\d.]+)\]", text).groups()  # type: ignore[union-attr]
+        assert f"{package}-{oldest}%E2%80%93{newest}-" in text
+        major, minor = newest.split(".")
+        wanted = [(f"{oldest}.0", True), (f"{newest}.9", True), (f"{major}.{int(minor) + 1}.0", False)]
+        wanted.append((f"{major}.{int(oldest.split('.')[1]) - 1}.9", False))
+        assert [checks.supported(package).contains(version) for version, _ in wanted] == [is_in for _, is_in in wanted]
+    assert f"![vLLM {TRIED['vllm'][-1]}, on CPUs]" in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=3.11"
+    assert "![Python 3.11 and newer]" in text
+
+
+def test_the_issue_forms_ask_for_it() -> None:
+    forms = {
+        name: yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text()) for name in ("bug", "model")
+    }
+    for form in forms.values():
+        [asked] = [field for field in form["body"] if field.get("id") == "doctor"]
+        assert "rewrite doctor" in asked["attributes"]["label"]
+        assert asked["validations"]["required"]
+    assert forms["bug"]["body"][0]["id"] == "doctor"
 
 
 def test_the_report_holds_no_private_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ TRIED = {
     "vllm": ("0.32",),
 }
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "pyyaml", "rich", "typer")
-_SHARED_MEMORY = 64 << 20  # of /dev/shm: sums of small messages, and what data loaders hand on
+_SHARED_MEMORY = 128 << 20  # of /dev/shm: NCCL without NVLink, data loaders. Containers have 64 MiB by default
 _SCRATCH = 1 << 30
 
 
