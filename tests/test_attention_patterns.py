@@ -260,6 +260,40 @@ def test_a_window_too_long_to_show_is_not_taken_for_causal() -> None:
     assert seen_by(hidden, Static(value.evaluate, largest=5000)) is None
 
 
+def masked_by(far: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Scores of which those are filled whose distance [S, S] is negative or `far`."""
+
+    def spell(q: Any, k: Any, v: Any, mask: Any, module: Any) -> torch.Tensor:
+        positions = torch.arange(q.shape[2], device=q.device)
+        distance = positions[:, None] - positions
+        scores = q @ k.transpose(-1, -2) * SIZE**-0.5
+        scores = scores.masked_fill((distance < 0) | far(distance), torch.finfo(torch.float32).min)
+        return torch.softmax(scores, dim=-1) @ v
+
+    return spell
+
+
+@pytest.mark.parametrize(
+    ("far", "window"),
+    [
+        (lambda d: d < 0, None),
+        (lambda d: d >= 300, 300),
+        (lambda d: d.float() >= 300.0, 300),
+        (lambda d: d - 150 >= 150, 300),
+        (lambda d: d >= torch.full((), 6) * torch.full((), 50), 300),
+        (lambda d: (d // 10) // 5 >= 6, 300),
+        (lambda d: d // 2 // 2 // 2 // 2 >= 2 * torch.full((), 3), 96),
+        (lambda d: d >= 1500, 1500),
+    ],
+    ids=["none", "integer", "float", "sum", "product", "quotients", "many small ones", "long"],
+)
+def test_a_window_shows_however_its_size_is_computed(far: Any, window: int | None) -> None:
+    module = Written(masked_by(far)).eval()
+    weights_of(module)
+    (node,) = (n for n in traced(module, MaskSpec("causal")).graph.nodes if n.target is ops.attention)
+    assert node.kwargs["mask"] == (MaskSpec("causal") if window is None else MaskSpec("window", window))
+
+
 def test_chunks_begin_after_left_padding() -> None:
     left_padding = torch.zeros(2, dtype=torch.int64, device="meta")
 

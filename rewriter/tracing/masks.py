@@ -9,8 +9,9 @@ lengths and constants alone. `StaticGraph` evaluates them on small lengths, and 
 from __future__ import annotations
 
 import functools
+import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -155,12 +156,14 @@ class Static:
 
     `evaluate(length, stand_in)` is its value for one row of `length` tokens; the lifted masks inside follow `stand_in`
     instead of their own rule where one is given. `masks` are those rules, `largest` is the largest number that stands
-    in the computation (a window that short lengths would not show).
+    in the computation (a window that short lengths would not show). No sum or product of its numbers is above `bound`,
+    the product of 1 + |number| over all of them.
     """
 
     evaluate: Callable[[int, MaskSpec | None], Any]
     masks: frozenset[MaskSpec] = frozenset()
     largest: int = 0
+    bound: float = 1
 
 
 class StaticGraph:
@@ -186,25 +189,28 @@ class StaticGraph:
             return self.inputs[node]
         if node.op == "get_attr":
             value = self.buffers.get(str(node.target))
-            return None if value is None else Static(lambda length, stand_in: value, largest=max((0, *value.shape)))
+            largest = 0 if value is None else max((0, *value.shape))
+            return None if value is None else Static(lambda length, stand_in: value, frozenset(), largest, math.inf)
         if node.op != "call_function" or node.target is ops.attention:
             return None
         if kind_of(node) == "size":
-            return Static(lambda length, stand_in: self._size(node.meta["val"], length))
+            size = node.meta["val"]
+            return Static(lambda length, stand_in: self._size(size, length), bound=_bound(_numbers_of_size(size)))
         row = operator_of(node)
         if row is not None and row.kind == "creation_like" and row.is_filled:
             number = row.fill if row.fill_at is None else args_of(node)[row.fill_at]
             if not isinstance(number, fx.Node):
-                return Static(lambda length, stand_in: self._filled(node, number, length))
+                return Static(lambda length, stand_in: self._filled(node, number, length), bound=_bound([number]))
         sources = {n: self.of(n) for n in _sources(node)}
         if any(s is None for s in sources.values()):
             return None
         found: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
         masks = frozenset().union(*(s.masks for s in found.values()))
-        numbers = [abs(x) for x in tree_leaves((node.args, node.kwargs)) if type(x) is int and abs(x) < 1 << 60]
+        numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) in (int, float) and abs(x) < 1 << 60]
         if node.target is ops.additive_mask:
             masks |= {node.kwargs["mask"]}  # type: ignore[arg-type]
-        largest = max([0, *numbers, *(s.largest for s in found.values())])
+        largest = max([0, *(abs(x) for x in numbers if type(x) is int), *(s.largest for s in found.values())])
+        bound = _bound(numbers) * math.prod(s.bound for s in found.values())
 
         def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
             values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in found.items()}
@@ -217,7 +223,7 @@ class StaticGraph:
             args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-        return Static(functools.cache(evaluate), masks, largest)
+        return Static(functools.cache(evaluate), masks, largest, bound)
 
     def _filled(self, node: fx.Node, number: Any, length: int) -> torch.Tensor:
         """A tensor of one number, of which another one may only lend the size."""
@@ -230,6 +236,15 @@ class StaticGraph:
         expression = size.node.expr  # the sympy expression of a torch.SymInt, for which there is no public name
         values = {symbol: length if str(symbol) in self._lengths else 1 for symbol in expression.free_symbols}
         return int(expression.subs(values))
+
+
+def _bound(numbers: Sequence[Any]) -> float:
+    """No sum or product of these numbers is above it. Those of 2^60 and more, such as a dtype's lowest, only hide."""
+    return math.prod(1 + float(abs(x)) for x in numbers if isinstance(x, (int, float)) and abs(x) < 1 << 60)
+
+
+def _numbers_of_size(size: Any) -> list[float]:
+    return [float(x) for x in size.node.expr.atoms() if x.is_number] if isinstance(size, torch.SymInt) else [size]
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -259,7 +274,7 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
         return ~found.expand(length, length)
 
     if not value.masks:
-        return _own_rule(visible, None, value.largest)
+        return _own_rule(visible, None, value)
     if len(value.masks) > 1:
         return None
     (mask,) = value.masks
@@ -272,16 +287,18 @@ def seen_by(hidden: Callable[[int, MaskSpec | None], torch.Tensor], value: Stati
         found = visible(_SHORT, spec)
         if found is None or not torch.equal(found, rest & _grid(spec, _SHORT)):
             return None
-    own = _own_rule(visible, MaskSpec("bidirectional"), value.largest)
+    own = _own_rule(visible, MaskSpec("bidirectional"), value)
     both = None if own is None else own.intersection(mask)
     return None if both is None or both.size == 0 else both
 
 
 def _own_rule(
-    visible: Callable[[int, MaskSpec | None], torch.Tensor | None], stand_in: MaskSpec | None, largest: int
+    visible: Callable[[int, MaskSpec | None], torch.Tensor | None], stand_in: MaskSpec | None, value: Static
 ) -> MaskSpec | None:
+    largest = value.largest
     whole = {largest} if 1 < largest <= _LENGTHS[0] else set()  # a buffer shows all of its rule in full
-    for length in sorted({*_LENGTHS, *whole}, reverse=True):
+    enough = min((length for length in _LENGTHS if length > 2 * value.bound), default=_LENGTHS[0])
+    for length in sorted({*(length for length in _LENGTHS if length <= enough), *whole}, reverse=True):
         try:
             grid = visible(length, stand_in)
         except (RuntimeError, IndexError):  # longer than a buffer of the model
