@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import adapted
@@ -110,3 +112,22 @@ def test_ranks_leave_their_group_before_they_end(tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, str(tmp_path / "rank.py"), *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("left [2] False") == 2, done.stderr
+
+
+def test_events_that_cannot_be_written_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard writes them in a thread of its own, and names files in bytes."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), b"events.out.tfevents")
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+    hook = threading.excepthook
+    assert main(command(adapted.directory("ladder"), tmp_path / "b")) == 1
+    told = capsys.readouterr().err
+    assert told.splitlines()[-1].startswith("error: events.out.tfevents: Input/output error.")
+    assert "Traceback" not in told
+    assert threading.excepthook is hook
+    assert not (tmp_path / "b").exists()

@@ -18,7 +18,7 @@ from rewriter.adapt.objective import loss_of
 from rewriter.adapt.options import Options
 from rewriter.adapt.run import Run
 from rewriter.adapt.run_data import read_data
-from rewriter.adapt.run_log import tensorboard
+from rewriter.adapt.run_log import tensorboard, told_where_it_is_awaited
 from rewriter.adapt.run_ranks import join
 from rewriter.adapt.self_data import own_text, source_of
 from rewriter.adapt.students import Model
@@ -130,6 +130,7 @@ def _read_by_training(manifest: Manifest) -> list[str]:
     return [name for name in manifest.files if name == "config.json" or name.endswith((".safetensors", ".py"))]
 
 
+@told_where_it_is_awaited()
 def _train(run: Run, out: Path, verify: Level) -> AdaptationEntry:
     """Train, and write the result to `out`."""
     ranks, seed = run.ranks, int(run.settings["seed"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,23 @@ def tensorboard(run: Path, step: int) -> list[TrainerCallback]:
     place = run / "tensorboard"
     _await_later_name(place)
     return [TensorBoardCallback(SummaryWriter(str(place), purge_step=step + 1))]
+
+
+@contextmanager
+def told_where_it_is_awaited() -> Iterator[None]:
+    """A thread that keeps its exception for the one that waits for it, as TensorBoard's writer does, prints no
+    traceback of its own: the next event raises it."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if getattr(args.thread, "exception", None) is not args.exc_value:
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _await_later_name(place: Path) -> None:

@@ -130,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is not None and error.errno in _OF_PATHS:
             return _fail(f"{shortened(os.fsdecode(error.filename))}: {error.strerror}. Check the path.", 2)
-        place = f"{error.filename}: " if error.filename else ""
+        named = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        place = f"{named}: " if named else ""
         return _fail(f"{place}{error.strerror or error}. REWRITER_DEBUG=1 shows the traceback.", 1)
     except Exception as error:
         hint = "This is a fault of rewriter. REWRITER_DEBUG=1 shows the traceback."
