@@ -22,6 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	echo "setting up $(VENV) with $$($$python --version)"; \
 	$$python -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q rewriter  # ranks and commands need not compile it again, each for itself
 	@touch $@
 
 demo: $(READY)

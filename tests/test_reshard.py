@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -161,12 +162,12 @@ def test_generate_names_the_modules_that_there_are(out: Path) -> None:
         api.generate(out, ["text"], tp=4)
 
 
-def test_one_device_takes_the_options_of_ranks(out: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "rewriter"):
+def test_one_device_takes_the_options_of_ranks(out: Path) -> None:
+    with TestCase().assertLogs("rewriter", "INFO") as logs:
         model = rw.load(out, device="cpu", dtype=torch.bfloat16, compile=True)
     assert next(model.parameters()).dtype == torch.bfloat16
     assert model._compiled_call_impl is not None
-    assert "the adapted checkpoint on one device" in caplog.text
+    assert "the adapted checkpoint on one device" in "".join(logs.output)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "two", "2,2", "2,,4", "2;4"])

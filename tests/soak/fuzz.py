@@ -51,9 +51,9 @@ def instrument(modules: Set[str]) -> None:
     import atheris
 
     gc.unfreeze()  # what is frozen is not listed
-    for each in gc.get_objects():
-        if type(each) is FunctionType and each.__module__ in modules:
-            atheris.instrument_func(each)
+    found = [each for each in gc.get_objects() if type(each) is FunctionType and each.__module__ in modules]
+    for each in sorted(found, key=lambda f: (f.__module__, f.__qualname__, f.__code__.co_firstlineno)):
+        atheris.instrument_func(each)
 
 
 def modules_of(work: Callable[[], object]) -> set[str]:
