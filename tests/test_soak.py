@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 import subprocess
 import sys
 from collections import Counter
@@ -340,6 +341,14 @@ def test_options_of_every_command_are_drawn_and_what_a_command_changes_is_found(
     outcome = options.case(0, tmp_path)
     assert len(outcome.failures) == options.BATCH
     assert all("it changed what it was given" in failure for failure in outcome.failures)
+    kinds = dict.fromkeys(("/dev/null", "/dev/zero"), stat.S_IFREG)
+    before, real = options.given(tmp_path), os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: replaced(real(path, **how), kinds.get(path)))
+    assert options.given(tmp_path) != before
+
+
+def replaced(found: os.stat_result, kind: int | None) -> os.stat_result:
+    return found if kind is None else os.stat_result((kind, *found[1:]))
 
 
 # The page

@@ -49,7 +49,7 @@ def search(
 
     budget = parse_share(loss)
     recipe = out if out is not None else Path(f"{_name(model)}-{Path(fabric).stem}-tp{tp}.yaml")
-    require_place(recipe, "--out")
+    require_place(recipe, "--out", more_beside=True)
     if html is not None:
         require_place(html, "--html")
     text = None if calibration is None else read_text(calibration)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,46 @@ MAX_DEPTH = 64  # levels of a JSON file; code that walks through it calls itself
 MOST_TEXT = 256 << 20  # bytes of a file of prompts, or of text to measure on
 
 
-def require_place(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before any work is done for it. Raises RewriterError."""
+def require_place(path: Path, option: str, more_beside: bool = False) -> None:
+    """Refuse what cannot be written, before any work is done for it: directories, disks, and where `more_beside` says
+    that more is written beside it, all but files. Raises RewriterError."""
     if path.is_dir() or not path.parent.is_dir():
         what = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise RewriterError(f"{option} {path}: {what}. Name a file in a directory that exists.")
+    if path.is_block_device() or path.is_socket() or (more_beside and _is_stream(path)):
+        raise RewriterError(f"{option} {path}: it is not a file, and stays as it is. Name a file.")
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Put all of `text` at `path`, or nothing. Raises RewriterError where that cannot be."""
+    """Put all of `text` at `path`, or nothing. Pipes and character devices, such as /dev/stdout, are written to; a link
+    is followed. Raises RewriterError where that cannot be."""
     require_place(path, option)
+    try:
+        if _is_stream(path):
+            number = _number(path)
+            with open(path if number is None else os.dup(number), "w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            _replace(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        raise RewriterError(f"{option} {path}: cannot be written: {error.strerror or error}.") from None
+
+
+def _is_stream(path: Path) -> bool:
+    """What the process has open counts too: another file in its place would not be what its reader reads."""
+    return _number(path) is not None or path.is_char_device() or path.is_fifo()
+
+
+def _number(path: Path) -> int | None:
+    """Of /dev/stdout and its like, the number of what is open. Opened again, a file would be written from its start."""
+    name = os.path.abspath(path)
+    if name in (known := {"/dev/stdout": 1, "/dev/stderr": 2}):
+        return known[name]
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", name)
+    return int(found[1]) if found else None
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -32,8 +63,6 @@ def write_text(path: Path, text: str, option: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError as error:
-        raise RewriterError(f"{option} {path}: cannot be written: {error.strerror or error}.") from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def case(index: int, place: Path) -> Outcome:
     os.environ |= {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     os.environ.pop("REWRITER_DEBUG", None)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    kept = [listing(place / folder) for folder in GIVEN]
+    kept = given(place)
     for number in range(BATCH):
         name, words = drawn(draw)
         shutil.rmtree("copy", ignore_errors=True)
@@ -104,7 +105,7 @@ def case(index: int, place: Path) -> Outcome:
         begun = time.monotonic()
         code, said = ran(words, place / f"said-{number}")
         wrong = judged(code, said, time.monotonic() - begun)
-        if [listing(place / folder) for folder in GIVEN] != kept:
+        if given(place) != kept:
             wrong = wrong or "it changed what it was given"
         outcome.counts[f"{name}: {'ran' if code == 0 else 'refused'}"] += 1
         if wrong:
@@ -112,6 +113,12 @@ def case(index: int, place: Path) -> Outcome:
         for left in (*place.glob("new*"), *place.glob(".new*")):
             shutil.rmtree(left, ignore_errors=True)
     return outcome
+
+
+def given(place: Path) -> list[object]:
+    """What no command may change: the model, the output, and the devices that stand for files."""
+    devices = [stat.S_IFMT(os.stat(path).st_mode) for path in ("/dev/null", "/dev/zero")]
+    return [*(listing(place / folder) for folder in GIVEN), *devices]
 
 
 def ran(words: Sequence[str], file: Path) -> tuple[object, str]:
