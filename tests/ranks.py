@@ -30,15 +30,24 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "hypothesis",
+        "datasets",
+        "peft",
         "pytest",
+        "rewriter.adapt.adaptation",
+        "rewriter.api",
+        "rewriter.convert.conversion",
         "rewriter.emit.runtime_module",
+        "rewriter.emulation.config",
         "rewriter.recipes.apply",
         "rewriter.tracing",
         "rewriter.training",
         "rewriter.verify.simulate",
         "torch.distributed.fsdp",
         "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.mixtral.modeling_mixtral",
         "transformers.pytorch_utils",
+        "transformers.trainer",
     ]
 )
 
