@@ -44,9 +44,9 @@ format: $(READY)
 typecheck: $(READY)
 	@$(BIN)/mypy --no-error-summary
 
-# Many tests wait for ranks: four workers keep two cores busy. Files with few tests are not the short ones.
+# Many tests wait for ranks: three workers keep two cores busy. Files with few tests are not the short ones.
 test: lint typecheck
-	@$(BIN)/python -m pytest -x -q -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	@$(BIN)/python -m pytest -x -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 test-all: lint typecheck
 	@$(BIN)/python -m pytest -q -n 2

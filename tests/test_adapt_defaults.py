@@ -86,7 +86,7 @@ def test_bf16_where_the_device_multiplies_it_and_matrices_are_wide(monkeypatch: 
     assert not Budget(10**6, 1024).settings(CPU)["bf16"], "torch does not say"
 
 
-@pytest.mark.parametrize("method", ["distill", "sft"])
+@pytest.mark.parametrize("method", ["distill", pytest.param("sft", marks=pytest.mark.slow)])
 def test_bf16_is_what_student_and_teacher_compute_in(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,7 @@ for lost, raises in ((False, False), (True, False), (False, True)):
     jobs.commands = kills.commands = disks.commands = lambda place, command=command: [command]
     for module in (kills, disks):
         outcome = Outcome()
-        for index in range(8):
+        for index in range(6):
             one = module.case(index, root)
             outcome.counts += one.counts
             outcome.failures += one.failures
@@ -224,7 +224,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_is_struck_is_resumed_or_started_over_to_the_same_files(struck: dict[str, Any], module: str) -> None:
     count, failures = struck[f"{module} False False"]
     assert failures == []
-    assert count >= 20
+    assert count >= 15
 
 
 def test_a_resumed_run_that_loses_a_file_is_found(struck: dict[str, Any]) -> None:

@@ -285,7 +285,7 @@ def check(case, found, ranks):
                 assert float(error.max()) <= TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_those_of_one_device(case, ranks):
     check(case, [found["cases"][case] for found in results(ranks)], ranks)
