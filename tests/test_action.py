@@ -104,7 +104,7 @@ def test_it_installs_itself_and_converts(tmp_path: Path) -> None:
     [
         pytest.param({"recipe": "ladder-uper-half"}, "", 2, "ladder-uper-half", marks=pytest.mark.slow),
         ({"arguments": "--no-such-option"}, "", 2, "--no-such-option"),
-        ({}, FAULT, 3, "rewritten = its reference"),
+        pytest.param({}, FAULT, 3, "rewritten = its reference", marks=pytest.mark.slow),
     ],
     ids=["recipe", "argument", "verification"],
 )
