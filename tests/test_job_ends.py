@@ -144,6 +144,27 @@ def test_a_rank_that_a_signal_stops_ends_the_job(monkeypatch: pytest.MonkeyPatch
     assert [rank.poll() for rank in ranks] == [-signal.SIGTERM, -signal.SIGTERM]
 
 
+def test_a_rank_that_stops_slow_down_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cpulimit does, whose period may be that of the looks: whenever somebody looks, it stands still."""
+    monkeypatch.setattr(processes, "STOPPED_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.1)
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        try:
+            watch, found = processes._Watch(), []
+            for _ in range(15):
+                os.kill(rank.pid, signal.SIGSTOP)
+                time.sleep(0.11)
+                assert processes.state_of(rank.pid) == "T"
+                found.append(watch.stopped({"rank 0": rank.pid}))
+                os.kill(rank.pid, signal.SIGCONT)
+                time.sleep(0.01)
+            assert found == [None] * 15
+            os.kill(rank.pid, signal.SIGSTOP)
+            assert until(lambda: found.append(watch.stopped({"rank 0": rank.pid})) or "rank 0" in found, 5)
+        finally:
+            rank.kill()
+
+
 def test_a_process_of_a_rank_is_no_orphan() -> None:
     """A script that a rank runs may start `rewrite`: the job's variables are there, and its parent is the rank."""
     inner = "from rewriter.common.processes import end_if_orphaned; end_if_orphaned()"

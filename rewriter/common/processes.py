@@ -248,11 +248,13 @@ class Processes:
 
 
 class _Watch:
-    """Who of some processes has stood still, by a signal, for `STOPPED_SECONDS`: the others wait for it. The time in
-    which the watcher itself did not look does not count: a job may be stopped as a whole, and go on."""
+    """Who of some processes has stood still, by a signal, for `STOPPED_SECONDS`: the others wait for it. One that ran
+    between two looks did not: it may be slowed by stops, as cpulimit slows. The time in which the watcher itself did
+    not look does not count: a job may be stopped as a whole, and go on."""
 
     def __init__(self) -> None:
         self._still: dict[str, float] = {}  # seconds
+        self._runs: dict[str, int | None] = {}
         self._looked = time.monotonic()
 
     def stopped(self, running: Mapping[str, int]) -> str | None:
@@ -263,8 +265,9 @@ class _Watch:
             return None
         self._looked = now
         for name, pid in running.items():
-            before = self._still.get(name, 0.0)
-            self._still[name] = before + min(passed, 2 * _LOOK_SECONDS) if state_of(pid) == "T" else 0.0
+            before, self._runs[name] = self._runs.get(name), _runs_of_stopped(pid)
+            stands = before is not None and before == self._runs[name]
+            self._still[name] = self._still.get(name, 0.0) + min(passed, 2 * _LOOK_SECONDS) if stands else 0.0
             if self._still[name] >= STOPPED_SECONDS:
                 return name
         return None
@@ -357,6 +360,19 @@ def _is_gone(pid: int) -> bool:
     except OSError:  # another user's now
         return False
     return state_of(pid) in ("Z", "X")  # ended, and nobody has asked for its status yet
+
+
+def _runs_of_stopped(pid: int) -> int | None:
+    """How often a process that a signal has stopped was on a processor until then (proc(5), context switches); None for
+    one that is not stopped, and where that cannot be known."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    if found.get("State", "").strip()[:1] != "T":
+        return None
+    return sum(int(found.get(f"{kind}voluntary_ctxt_switches", "0")) for kind in ("", "non"))
 
 
 def state_of(pid: int) -> str:
