@@ -380,6 +380,7 @@ def test_a_run_leaves_frozen_weights_as_they_were_and_learns_in_the_others(
     assert first["divergence"] == pytest.approx(lines[0]["divergence"], rel=1e-4), "the same function"
 
 
+@pytest.mark.slow  # as test_adapt.py kills one
 def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

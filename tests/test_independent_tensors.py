@@ -103,7 +103,10 @@ def cast_alike(types: Types, dtype: torch.dtype) -> int:
     return sum(dtypes == {"F32"} for dtypes in wanted.values())
 
 
-@pytest.mark.parametrize(("model_type", "dtype"), [("deepseek_v3", torch.bfloat16), ("gpt_oss", torch.float16)])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [("deepseek_v3", torch.bfloat16), pytest.param("gpt_oss", torch.float16, marks=pytest.mark.slow)],
+)
 def test_ranks_keep_in_fp32_what_transformers_keeps(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert cast_alike(Types(model_type, tmp_path), dtype) > 0
 
