@@ -215,7 +215,6 @@ def of_four(which):
     return run_ranks(trained, 4, {"replicated": [*REPLICATED, *ZERO.values()], "plain": PLAIN}[which], timeout=120)
 
 
-@pytest.mark.slow  # its gradients are those of attention2d-dp-fsdp in test_sequence_model.py
 def test_sequence_and_data_parallel_training_with_fsdp_follows_one_device():
     check([rank[0] for rank in of_four("replicated")])
 
