@@ -284,8 +284,25 @@ def masked_by(far: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torc
         (lambda d: (d // 10) // 5 >= 6, 300),
         (lambda d: d // 2 // 2 // 2 // 2 >= 2 * torch.full((), 3), 96),
         (lambda d: d >= 1500, 1500),
+        (lambda d: d * 0.005 >= 1, 200),
+        (lambda d: d >= torch.full((), 20).square(), 400),
+        (lambda d: d >= torch.full((), 2) ** 8, 256),
+        (lambda d: (d >> 8) >= 1, 256),
     ],
-    ids=["none", "integer", "float", "sum", "product", "quotients", "many small ones", "long"],
+    ids=[
+        "none",
+        "integer",
+        "float",
+        "sum",
+        "product",
+        "quotients",
+        "many small ones",
+        "long",
+        "small factor",
+        "square",
+        "power",
+        "shift",
+    ],
 )
 def test_a_window_shows_however_its_size_is_computed(far: Any, window: int | None) -> None:
     module = Written(masked_by(far)).eval()

@@ -365,14 +365,13 @@ def _is_gone(pid: int) -> bool:
 def _runs_of_stopped(pid: int) -> int | None:
     """How often a process that a signal has stopped was on a processor until then (proc(5), context switches); None for
     one that is not stopped, and where that cannot be known."""
+    if state_of(pid) != "T":
+        return None
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    if found.get("State", "").strip()[:1] != "T":
-        return None
-    return sum(int(found.get(f"{kind}voluntary_ctxt_switches", "0")) for kind in ("", "non"))
+    return sum(map(int, re.findall(r"ctxt_switches:\s*(\d+)", text)))
 
 
 def state_of(pid: int) -> str:

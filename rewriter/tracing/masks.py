@@ -9,9 +9,8 @@ lengths and constants alone. `StaticGraph` evaluates them on small lengths, and 
 from __future__ import annotations
 
 import functools
-import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -156,14 +155,14 @@ class Static:
 
     `evaluate(length, stand_in)` is its value for one row of `length` tokens; the lifted masks inside follow `stand_in`
     instead of their own rule where one is given. `masks` are those rules, `largest` is the largest number that stands
-    in the computation (a window that short lengths would not show). No sum or product of its numbers is above `bound`,
-    the product of 1 + |number| over all of them.
+    in the computation (a window that short lengths would not show). `sized`: whether any number stands there
+    from which a size could be computed; without one no window has a size.
     """
 
     evaluate: Callable[[int, MaskSpec | None], Any]
     masks: frozenset[MaskSpec] = frozenset()
     largest: int = 0
-    bound: float = 1
+    sized: bool = False
 
 
 class StaticGraph:
@@ -189,28 +188,31 @@ class StaticGraph:
             return self.inputs[node]
         if node.op == "get_attr":
             value = self.buffers.get(str(node.target))
-            largest = 0 if value is None else max((0, *value.shape))
-            return None if value is None else Static(lambda length, stand_in: value, frozenset(), largest, math.inf)
+            if value is None:
+                return None
+            return Static(lambda length, stand_in: value, largest=max((0, *value.shape)), sized=True)
         if node.op != "call_function" or node.target is ops.attention:
             return None
         if kind_of(node) == "size":
             size = node.meta["val"]
-            return Static(lambda length, stand_in: self._size(size, length), bound=_bound(_numbers_of_size(size)))
+            sized = not (isinstance(size, torch.SymInt) and size.node.expr.is_Symbol)
+            return Static(lambda length, stand_in: self._size(size, length), sized=sized)
         row = operator_of(node)
         if row is not None and row.kind == "creation_like" and row.is_filled:
             number = row.fill if row.fill_at is None else args_of(node)[row.fill_at]
             if not isinstance(number, fx.Node):
-                return Static(lambda length, stand_in: self._filled(node, number, length), bound=_bound([number]))
+                return Static(lambda length, stand_in: self._filled(node, number, length), sized=_is_size(number))
         sources = {n: self.of(n) for n in _sources(node)}
         if any(s is None for s in sources.values()):
             return None
         found: dict[fx.Node, Static] = {n: s for n, s in sources.items() if s is not None}
         masks = frozenset().union(*(s.masks for s in found.values()))
-        numbers = [x for x in tree_leaves((node.args, node.kwargs)) if type(x) in (int, float) and abs(x) < 1 << 60]
+        leaves = tree_leaves((node.args, node.kwargs))
+        numbers = [abs(x) for x in leaves if type(x) is int and abs(x) < 1 << 60]
         if node.target is ops.additive_mask:
             masks |= {node.kwargs["mask"]}  # type: ignore[arg-type]
-        largest = max([0, *(abs(x) for x in numbers if type(x) is int), *(s.largest for s in found.values())])
-        bound = _bound(numbers) * math.prod(s.bound for s in found.values())
+        largest = max([0, *numbers, *(s.largest for s in found.values())])
+        sized = any(map(_is_size, leaves)) or any(s.sized for s in found.values())
 
         def evaluate(length: int, stand_in: MaskSpec | None) -> Any:
             values: dict[fx.Node, Any] = {n: s.evaluate(length, stand_in) for n, s in found.items()}
@@ -223,7 +225,7 @@ class StaticGraph:
             args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-        return Static(functools.cache(evaluate), masks, largest, bound)
+        return Static(functools.cache(evaluate), masks, largest, sized)
 
     def _filled(self, node: fx.Node, number: Any, length: int) -> torch.Tensor:
         """A tensor of one number, of which another one may only lend the size."""
@@ -238,13 +240,9 @@ class StaticGraph:
         return int(expression.subs(values))
 
 
-def _bound(numbers: Sequence[Any]) -> float:
-    """No sum or product of these numbers is above it. Those of 2^60 and more, such as a dtype's lowest, only hide."""
-    return math.prod(1 + float(abs(x)) for x in numbers if isinstance(x, (int, float)) and abs(x) < 1 << 60)
-
-
-def _numbers_of_size(size: Any) -> list[float]:
-    return [float(x) for x in size.node.expr.atoms() if x.is_number] if isinstance(size, torch.SymInt) else [size]
+def _is_size(value: Any) -> bool:
+    """Whether a size could be computed from it. A number of 2^60 and more, such as a dtype's lowest, only hides."""
+    return type(value) in (int, float) and 0 < abs(value) < 1 << 60
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
@@ -297,8 +295,7 @@ def _own_rule(
 ) -> MaskSpec | None:
     largest = value.largest
     whole = {largest} if 1 < largest <= _LENGTHS[0] else set()  # a buffer shows all of its rule in full
-    enough = min((length for length in _LENGTHS if length > 2 * value.bound), default=_LENGTHS[0])
-    for length in sorted({*(length for length in _LENGTHS if length <= enough), *whole}, reverse=True):
+    for length in sorted({*(_LENGTHS if value.sized else _LENGTHS[-1:]), *whole}, reverse=True):
         try:
             grid = visible(length, stand_in)
         except (RuntimeError, IndexError):  # longer than a buffer of the model
