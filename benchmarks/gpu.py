@@ -1,20 +1,25 @@
 """Checks and measures on GPUs what tests can only run on the CPU, and writes the tables as Markdown.
 
-    python benchmarks/gpu.py [--json FILE] [--out FILE] [--only SECTION ...] [--within SECONDS]    # needs no network
+    python benchmarks/gpu.py --first --within 420 --json FILE    # what decides about the rest; needs no network
+    python benchmarks/gpu.py --rest --json FILE                  # the rest
+    python benchmarks/gpu.py [--json FILE] [--out FILE] [--only SECTION ...] [--within SECONDS]
     python benchmarks/gpu.py --page FILE.json       # the tables of rows that earlier runs kept
     python benchmarks/gpu.py --cpu                  # every line of it at tiny sizes, without a GPU
 
 Each section runs in a process of its own, which is ended after a time, and every row is appended to the file of
 `--json` as soon as it is known, one JSON object per line: what hangs or crashes loses the rest of its section.
-Sections, in the order of a first session on a GPU (see docs/GPU.md):
+The sections of `--first`, in this order: environment (versions, clocks, bandwidths), kernels (every Triton kernel
+against its specification), decode-step (captured in a CUDA graph beside eager), decode-layers (70B-like layers on a
+rank of 8 whose peers are emulated: what ladder hides, and what fetching the next weights does), prefill-layers (the
+same of a prompt), rates-by-size (quantized messages of 8 to 256 MiB), serving (the vLLM plugin's operators in a graph).
 
-environment (versions, clocks, bandwidths), decode-attention and gemv (what a decode step of a 70B model is made of),
-emulated (collectives of one rank whose peers are emulated), decode-step (captured in a CUDA graph beside eager),
-decode (70B-like layers on a rank of 8), quantize (kernels of quantized messages against their specification), rates
-(what these move in a second), tiles (attention of a tile, against fp64 and beside the library's), runtime (distributed
-attention on NCCL, an emitted model), ranks (one on each GPU with NCCL; a single GPU is shared by four, and messages go
-through the CPU), merge (the Triton kernel), split (what tiles of uneven grids cost), rates-compiled (torch.compile
-beside rates), healing (a real model, in pieces: see gpu_healing.py; only where --only names it).
+The others: emulated (collectives of one rank whose peers are emulated), decode-attention and gemv (what a decode step
+of a 70B model is made of), runtime (distributed attention on NCCL, an emitted model), merge (the Triton kernel), tiles
+(attention of a tile, against fp64 and beside the library's), ranks (one on each GPU with NCCL; a single GPU is shared
+by four, and messages go through the CPU), decode (16 layers, compiled segments and two branches too), quantize (kernels
+of quantized messages in every format), rates (what these move in a second), split (what tiles of uneven grids cost),
+rates-compiled (torch.compile beside rates), healing (a real model, in pieces: see gpu_healing.py; only where --only
+names it).
 
 Exits with 1 if a row failed, with 2 where there is no CUDA device.
 """
@@ -42,25 +47,31 @@ from gpu_sections import Section, compute, put, read, run
 from rewriter.common.fork_server import end_with_parent
 from rewriter.common.processes import CUDNN_ATTENTION_LAST
 
-SECTIONS = {
-    "environment": Section("gpu_environment:environment", 120),
-    "decode-attention": Section("gpu_attention:attending", 180),
+FIRST = {  # together 410 s
+    "environment": Section("gpu_environment:environment", 30),
+    "kernels": Section("gpu_kernels:checking", 110),
+    "decode-step": Section("gpu_decode_step:steps", 60),
+    "decode-layers": Section("gpu_layers:decoding", 80),
+    "prefill-layers": Section("gpu_layers:prefilling", 50),
+    "rates-by-size": Section("gpu_quantize:rates_by_size", 40),
+    "serving": Section("gpu_serving:serving", 40),
+}
+REST = {
+    "emulated": Section("gpu_emulated:emulated", 120),
+    "decode-attention": Section("gpu_attention:attending", 120),
     "gemv": Section("gpu_gemv:products", 240),
-    "emulated": Section("gpu_emulated:emulated", 240),
-    "decode-step": Section("gpu_decode_step:steps", 240),
+    "runtime": Section("gpu_runtime:runtime", 120),
+    "merge": Section("gpu_merge:merging", 120),
+    "tiles": Section("gpu_tiles:tiles", 300),
+    "ranks": Section("gpu_runtime:on_ranks", 300),
     "decode": Section("gpu_decode:decoding", 520),
     "quantize": Section("gpu_quantize:quantizing", 520),
     "rates": Section("gpu_quantize:rates", 300),
-    "tiles": Section("gpu_tiles:tiles", 300),
-    "runtime": Section("gpu_runtime:runtime", 240),
-    "ranks": Section("gpu_runtime:on_ranks", 300),
-    "serving": Section("gpu_serving:serving", 180),
-    "merge": Section("gpu_merge:merging", 180),
     "split": Section("gpu_tiles:splitting", 180),
     "rates-compiled": Section("gpu_quantize:rates_compiled", 520),
-    "healing": Section("gpu_healing:healing", 530),
 }
-CHECKS = [name for name in SECTIONS if name != "healing"]  # what runs where nothing is chosen
+CHECKS = FIRST | REST  # what runs where nothing is chosen
+SECTIONS = CHECKS | {"healing": Section("gpu_healing:healing", 530)}
 LEAST_SECONDS = 15  # of a section that is begun: torch is imported, and a context made
 DRY = 4  # times as long: the CPU may be busy with other things
 
@@ -138,7 +149,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows are appended here, each as soon as it is known")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the tables are written here too")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=CHECKS, metavar="SECTION")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only", nargs="+", choices=SECTIONS, default=list(CHECKS), metavar="SECTION")
+    chosen.add_argument("--first", dest="only", action="store_const", const=list(FIRST), help="what decides")
+    chosen.add_argument("--rest", dest="only", action="store_const", const=list(REST), help="all but that")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="for all sections")
     parser.add_argument("--page", type=Path, metavar="FILE", help="print the tables of kept rows, and run nothing")
     parser.add_argument("--cpu", action="store_true", help="a dry run at tiny sizes; its figures mean nothing")

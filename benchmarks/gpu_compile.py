@@ -1,15 +1,16 @@
-"""Kernels of the section quantize of `gpu.py`, compiled in many processes before it runs.
+"""Kernels of a section of `gpu.py`, compiled in many processes before it runs.
 
-Triton compiles a kernel in seconds and one after the other, and keeps it on the disk: more than 200 would take the
-section ten minutes. Each process runs some of its rows and forgets what they find. What one of them cannot compile, the
-section tries again, and says so.
+Triton compiles a kernel in seconds and one after the other, and keeps it on the disk: the more than 200 of quantized
+messages would take ten minutes. Each process runs some of a section's rows and forgets what they find. What one of them
+cannot compile, the section tries again, and says so.
 
-    python benchmarks/gpu_compile.py PART PARTS [--cpu]     # rows PART, PART + PARTS, ... of `gpu_quantize.cases`
+    python benchmarks/gpu_compile.py MODULE PART PARTS [--cpu]     # rows PART, PART + PARTS, ... of MODULE.cases()
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -22,10 +23,10 @@ PROCESSES = 16  # each has a context of CUDA, some 500 MB
 SECONDS = 240.0
 
 
-def compiled_beforehand(scale: Scale, count: int) -> None:
-    """Run `count` cases in processes, a core for each, and end those that take longer than SECONDS."""
+def compiled_beforehand(scale: Scale, module: str, count: int) -> None:
+    """Run the `count` cases of `module` in processes, a core for each, and end those that take longer than SECONDS."""
     parts = min(PROCESSES, len(os.sched_getaffinity(0)), count) if not scale.tiny else 1
-    command = [sys.executable, __file__]
+    command = [sys.executable, __file__, module]
     begun = time.monotonic()
     running = [
         subprocess.Popen([*command, str(part), str(parts), *["--cpu"] * scale.tiny], stdout=sys.stderr.fileno())
@@ -44,15 +45,13 @@ def compiled_beforehand(scale: Scale, count: int) -> None:
 
 
 def main() -> None:
-    from gpu_quantize import cases
-
     from rewriter.common.fork_server import end_with_parent
 
     end_with_parent()
-    part, parts, dry = int(sys.argv[1]), int(sys.argv[2]), "--cpu" in sys.argv
+    module, part, parts, dry = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "--cpu" in sys.argv
     scale = Scale(torch.device("cpu" if dry else "cuda"), dry)
     torch.set_num_threads(1)
-    for case in cases()[part::parts][: 1 if dry else None]:
+    for case in importlib.import_module(module).cases()[part::parts][: 1 if dry else None]:
         try:
             case.run(scale)
         except Exception as error:

@@ -47,6 +47,8 @@ PASSES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "ladder, two branches": (*_SPLIT, _LADDER, _FUSE, ("overlap", {"branches": 2})),
 }
 LADDERS = ("ladder", "ladder, two branches")
+PREFETCH = "standard, next weights into L2"
+ALIKE = {"ladder, two branches": "ladder", PREFETCH: "standard"}
 PAST = 1024  # tokens in the cache
 COLUMNS = (
     "recipe, step",
@@ -74,7 +76,8 @@ class Size:
 
 @dataclass
 class Bench:
-    """What all rows share. `seconds`: of a token, by (recipe, step). `tokens`: of the eager step, by recipe."""
+    """What all rows share. `seconds`: of a token, by (recipe, step). `tokens`: of the eager step, by recipe. `batch`:
+    rows that are generated together."""
 
     scale: Scale
     size: Size
@@ -82,7 +85,8 @@ class Bench:
     rate: float
     directory: Path
     seconds: dict[tuple[str, str], float]
-    tokens: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
+    batch: int = 1
 
     @property
     def past(self) -> int:
@@ -173,8 +177,12 @@ def model_of(bench: Bench, recipe: str) -> nn.Module:
     """The emitted module with random weights, on the device."""
     path = bench.directory / f"{recipe}.py"
     path.write_text(emit_runtime_module(bench.programs[recipe]), encoding="utf-8")
-    mesh = init_device_mesh(bench.scale.device.type, (RANKS,), mesh_dim_names=("tp",))
-    return randomized(build(path, "Model", mesh), bench.scale.device).eval()
+    return built(bench.scale, path)
+
+
+def built(scale: Scale, path: Path) -> nn.Module:
+    mesh = init_device_mesh(scale.device.type, (RANKS,), mesh_dim_names=("tp",))
+    return randomized(build(path, "Model", mesh), scale.device).eval()
 
 
 def randomized(model: nn.Module, device: torch.device) -> nn.Module:
@@ -190,29 +198,30 @@ def randomized(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str) -> Row:
-    """A captured step has to give the eager step's tokens, and two branches those of one. Compiled segments round
-    otherwise."""
+    """A captured step has to give the eager step's tokens, and an eager one those of the recipe that computes the same
+    (ALIKE). Compiled segments round otherwise."""
     scale, expected = bench.scale, None
+    like = recipe if how != "eager" else ALIKE.get(recipe, recipe)
     if "compiled" not in how:
-        expected = bench.tokens.get(recipe if how != "eager" else "ladder" if recipe in LADDERS else recipe)
-    step = DecodeStep(model, 1, bench.past + bench.steps + 2, dist.group.WORLD)
+        expected = bench.tokens.get(like)
+    step = DecodeStep(model, bench.batch, bench.past + bench.steps + 2, dist.group.WORLD)
     begin(bench, step)
     if how == "eager":
         eagerly(step)
     else:
         step.run()
     timed(bench, step)
-    (tokens,) = step.produced[: bench.steps].T.tolist()
+    tokens = step.produced[: bench.steps].T.tolist()
     seconds = statistics.median(timed(bench, step) for _ in range(scale.pick(5, 1))) / bench.steps
     bench.seconds[recipe, how] = seconds
     begin(bench, step)
     host = statistics.median(scale.host_seconds(step.run) for _ in range(scale.pick(20, 1)))
     kernels = len(scale.kernels(step.run))
-    differ = sum(a != b for a, b in zip(expected, tokens, strict=True)) if expected else 0
+    differ = int((torch.tensor(expected) != torch.tensor(tokens)).sum()) if expected else 0
     compared = str(differ) if expected else "–"
     if how == "eager":
         bench.tokens[recipe] = tokens
-    wrong = [f"{differ} tokens differ from {'the eager step' if how != 'eager' else 'one branch'}'s"] if differ else []
+    wrong = [f"{differ} tokens differ from {'the eager step' if how != 'eager' else like}'s"] if differ else []
     if not step.how.startswith(wanted := named(scale, how)):
         wrong.append(f"{step.how}, expected {wanted}")
     if step.broken.any():
@@ -258,11 +267,15 @@ def read_bytes(model: nn.Module) -> int:
 
 
 def gain_row(bench: Bench, ladder: str, step: str) -> Row:
-    """How much of what communication costs `ladder` hides: (standard − ladder) / (standard − bound)."""
-    compared = ("standard", ladder, "bound")
-    if missing := [recipe for recipe in compared if (recipe, step) not in bench.seconds]:
+    return (hidden(bench.seconds, ladder, step), "–", "–", "–", "–", "–"), ""
+
+
+def hidden(seconds: dict[tuple[str, str], float], recipe: str, step: str) -> str:
+    """How much of what communication costs `recipe` hides: (standard − recipe) / (standard − bound)."""
+    compared = ("standard", recipe, "bound")
+    if missing := [name for name in compared if (name, step) not in seconds]:
         raise ValueError(f"no time of {', '.join(missing)}")
-    standard, rewired, bound = (bench.seconds[recipe, step] for recipe in compared)
+    standard, rewired, bound = (seconds[name, step] for name in compared)
     exposed = standard - bound
     text = f"hides {(standard - rewired) / exposed:.0%}" if exposed > 0 else "nothing is exposed"
-    return (f"{text} of {exposed * 1e3:.3f} ms", "–", "–", "–", "–", "–"), ""
+    return f"{text} of {exposed * 1e3:.3f} ms"

@@ -38,6 +38,19 @@ def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eag
     """Errors of `count` parts, of which some rows saw nothing, and times; `rate` is a copy's."""
     from rewriter.kernels.merge_triton import launch
 
+    parts, out, sums, step = launched(scale, shape, count)
+    off, wrong = errors(parts, out, sums, step)
+    seconds = scale.seconds(lambda: launch(parts, out, sums))
+    moved = sum(o.nbytes + lse.nbytes for o, lse in parts) + out.nbytes + sums.nbytes
+    others = [f"{scale.seconds(lambda how=how: how(parts)) * 1e6:.0f}" for how in (eager, fast)]
+    times = f"{seconds * 1e6:.0f}", f"{moved / seconds / 1e9:.0f}", f"{moved / seconds / rate:.0%}"
+    return (f"{off:.2f}", *times, *others), wrong
+
+
+def launched(scale: Scale, shape: tuple[int, ...], count: int) -> tuple[Parts, Tensor, Tensor, float]:
+    """(random parts, what the kernel makes of them: o and lse, the least relative error that rounding leaves)."""
+    from rewriter.kernels.merge_triton import launch
+
     torch.manual_seed(count)
     parts = []
     for p in range(count):
@@ -47,15 +60,14 @@ def merge_row(scale: Scale, shape: tuple[int, ...], count: int, rate: float, eag
         parts.append((o, lse))
     out, sums = torch.full_like(parts[0][0], torch.nan), torch.full_like(parts[0][1], torch.nan)
     launch(parts, out, sums)
+    # half a step of bf16; the interpreter cuts off instead
+    return parts, out, sums, torch.finfo(torch.bfloat16).eps * scale.pick(0.5, 1)
+
+
+def errors(parts: Parts, out: Tensor, sums: Tensor, step: float) -> tuple[float, str]:
+    """(The greatest error of o in units of `step`, what is wrong)."""
     exact, exact_sums = merge_reference([(o.double(), lse.double()) for o, lse in parts])
-    # half a step of bf16 is the least that rounding leaves; the interpreter cuts off instead
-    step = torch.finfo(torch.bfloat16).eps * scale.pick(0.5, 1)
     off = float(((out.double() - exact).abs() / (step * exact.abs() + 1e-6)).max())
     away = float((sums.double() - exact_sums).abs().max())
     right = off <= 1.01 and away < 1e-5  # no NaN passes
-    del exact, exact_sums
-    seconds = scale.seconds(lambda: launch(parts, out, sums))
-    moved = sum(o.nbytes + lse.nbytes for o, lse in parts) + out.nbytes + sums.nbytes
-    others = [f"{scale.seconds(lambda how=how: how(parts)) * 1e6:.0f}" for how in (eager, fast)]
-    times = f"{seconds * 1e6:.0f}", f"{moved / seconds / 1e9:.0f}", f"{moved / seconds / rate:.0%}"
-    return (f"{off:.2f}", *times, *others), "" if right else f"o is {off:.2f} roundings off, lse {away:.1e}"
+    return off, "" if right else f"o is {off:.2f} roundings off, lse {away:.1e}"

@@ -1,5 +1,5 @@
-"""Sections quantize, rates and rates-compiled of `gpu.py`: the kernels of quantized messages against their
-specification on the device, and what they move in a second beside a copy, beside the same in several kernels, and
+"""Sections quantize, rates, rates-by-size and rates-compiled of `gpu.py`: the kernels of quantized messages against
+their specification on the device, and what they move in a second beside a copy, beside the same in several kernels, and
 beside `torch.compile`."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def quantizing(scale: Scale) -> Table:
             "result",
         ),
     )
-    compiled_beforehand(scale, len(cases()))
+    compiled_beforehand(scale, "gpu_quantize", len(cases()))
     for case in cases():
         table.attempt(case.format, functools.partial(case.run, scale))
     return table
@@ -197,6 +197,30 @@ def rates(scale: Scale, compiler: bool = False) -> Table:
     for name, to in (("int8", "int4"), ("int8", "int4-hadamard"), ("int4-hadamard", "int4-hadamard")):
         table.attempt(f"sum of {rows} {name}, to {to}", functools.partial(send_on_rate, scale, rate, x, name, to))
     return table
+
+
+def rates_by_size(scale: Scale) -> Table:
+    """Of messages of 8 to 256 MiB, those of a prefill layer among them."""
+    rate = copy_rate(scale)
+    table = scale.table(
+        f"Quantized messages, bf16, by size: bytes read and written in a second; a copy moves {rate / 1e9:.0f} GB/s",
+        ("kernel", "µs", "GB/s", "of a copy", "result"),
+    )
+    for mebibytes in scale.pick((8, 64, 256), (1,)):
+        rows, n = scale.pick((8, mebibytes << 16), (2, 256))
+        x = torch.randn(rows, n, device=scale.device).bfloat16()
+        for name in ("int8", "int4", "int4-hadamard"):
+            for what, found in (("quantize", quantize_rate), ("dequantize", dequantize_rate)):
+                given = scale, rate, x, name, None, False
+                alone = functools.partial(without_others, found, given)
+                table.attempt(f"{what} {name}, {mebibytes} MiB", alone)
+    return table
+
+
+def without_others(found: Callable[..., Row], given: tuple[object, ...]) -> Row:
+    """A row of `rates` without what stands beside it."""
+    cells, wrong = found(*given)
+    return cells[:3], wrong
 
 
 def rates_compiled(scale: Scale) -> Table:

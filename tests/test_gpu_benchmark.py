@@ -165,7 +165,7 @@ def test_kernels_of_messages_are_compared_in_both_their_variants(tiles, scale, m
 
     monkeypatch.setattr(gpu_quantize, "quantize_rows", spied)
     monkeypatch.setattr(gpu_quantize, "kernels", lambda scale: nullcontext())
-    monkeypatch.setattr(gpu_quantize, "compiled_beforehand", lambda scale, count: None)
+    monkeypatch.setattr(gpu_quantize, "compiled_beforehand", lambda scale, module, count: None)
     monkeypatch.setattr(gpu_quantize, "FORMATS", ("int8", "int4@32"))
     table = gpu_quantize.quantizing(scale)
     assert (table.failed, len(table.rows)) == (0, 16)
