@@ -48,13 +48,13 @@ from rewriter.common.fork_server import end_with_parent
 from rewriter.common.processes import CUDNN_ATTENTION_LAST
 
 FIRST = {  # together 410 s
-    "environment": Section("gpu_environment:environment", 30),
-    "kernels": Section("gpu_kernels:checking", 110),
-    "decode-step": Section("gpu_decode_step:steps", 60),
-    "decode-layers": Section("gpu_layers:decoding", 80),
-    "prefill-layers": Section("gpu_layers:prefilling", 50),
-    "rates-by-size": Section("gpu_quantize:rates_by_size", 40),
-    "serving": Section("gpu_serving:serving", 40),
+    "environment": Section("gpu_environment:environment", 20),
+    "kernels": Section("gpu_kernels:checking", 80),
+    "decode-step": Section("gpu_decode_step:steps", 50),
+    "decode-layers": Section("gpu_layers:decoding", 110),
+    "prefill-layers": Section("gpu_layers:prefilling", 70),
+    "rates-by-size": Section("gpu_quantize:rates_by_size", 30),
+    "serving": Section("gpu_serving:serving", 50),
 }
 REST = {
     "emulated": Section("gpu_emulated:emulated", 120),

@@ -87,6 +87,7 @@ class Bench:
     seconds: dict[tuple[str, str], float]
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
     batch: int = 1
+    timed_together: int = 48
 
     @property
     def past(self) -> int:
@@ -94,8 +95,7 @@ class Bench:
 
     @property
     def steps(self) -> int:
-        """Timed together."""
-        return int(self.scale.pick(48, 2))
+        return int(self.scale.pick(self.timed_together, 2))
 
 
 def decoding(scale: Scale) -> None:
@@ -211,8 +211,9 @@ def decode_row(bench: Bench, model: nn.Module, recipe: str, how: str) -> Row:
     else:
         step.run()
     timed(bench, step)
+    rounds = scale.pick(5 if how != "eager" else 1, 1)  # eager ones wait for Python
     tokens = step.produced[: bench.steps].T.tolist()
-    seconds = statistics.median(timed(bench, step) for _ in range(scale.pick(5, 1))) / bench.steps
+    seconds = statistics.median(timed(bench, step) for _ in range(rounds)) / bench.steps
     bench.seconds[recipe, how] = seconds
     begin(bench, step)
     host = statistics.median(scale.host_seconds(step.run) for _ in range(scale.pick(20, 1)))

@@ -17,17 +17,20 @@ from typing import Any
 import torch
 from gpu_decode import COLUMNS, PASSES, PREFETCH, Bench, Size, applied, config, decode_row, delays, hidden, model_of
 from gpu_emulated import RANKS, Constant, job
-from gpu_report import Scale, Table, read_rate
+from gpu_report import Row, Scale, Table, read_rate
 from torch import Tensor, nn
 
 from rewriter.fabric import Delay
 from rewriter.runtime.collectives import all_reduce_start, all_reduce_wait
+from rewriter.runtime.compiled import backend_of, compile_segments
 from rewriter.runtime.context import Context, positions
 from rewriter.tracing import trace
 
 RECIPES = ("standard", "ladder", "bound")
 BATCHES = (1, 64)
 LAYERS = 8
+STEPS = 16
+HOW = ("eager", "captured", "captured, compiled")
 PROMPT = 4096  # tokens: a sum of their hidden states moves 64 MiB
 CHUNK = 8192  # bytes that one instruction asks for
 LINK = 25e9  # bytes per second and direction of a PCIe 4.0 link of 16 lanes, about what NCCL reaches on one
@@ -47,40 +50,39 @@ def decoding(scale: Scale) -> None:
     rate, made = read_rate(scale), programs(scale)
     with tempfile.TemporaryDirectory() as scratch, job(delays()):
         benches = {
-            batch: Bench(scale, size(scale), made, rate, Path(scratch), {}, batch=batch)
+            batch: Bench(scale, size(scale), made, rate, Path(scratch), {}, batch=batch, timed_together=STEPS)
             for batch in scale.pick(BATCHES, (1, 2))
         }
         table = scale.table(
             f"Decode steps, rank 0 of {RANKS}, peers emulated, {size(scale).layers} layers of Llama 3 70B, bf16, "
-            f"{next(iter(benches.values())).past} tokens in the cache; reading moves {rate / 1e9:.0f} GB/s",
+            f"{benches[1].past} tokens in the cache; reading moves {rate / 1e9:.0f} GB/s",
             COLUMNS,
         )
-        for recipe in (*RECIPES, PREFETCH):
-            step_rows(table, benches, recipe)
-        for batch, bench in benches.items():
-            for recipe in ("ladder", PREFETCH):
-                row = functools.partial(hidden, bench.seconds, recipe, "captured")
-                table.attempt(f"{recipe}, batch {batch}", lambda row=row: ((row(), *"–" * 5), ""))
+        models: dict[str, nn.Module] = {}
+        for how in HOW:
+            for recipe in (*RECIPES, PREFETCH):
+                step_rows(table, benches, models, recipe, how)
+            for batch, bench in benches.items():
+                for recipe in ("ladder", PREFETCH) if how != "eager" else ():
+                    row = functools.partial(hidden, bench.seconds, recipe, how)
+                    table.attempt(f"{recipe}, {how}, batch {batch}", lambda row=row: ((row(), *"–" * 5), ""))
 
 
-def step_rows(table: Table, benches: dict[int, Bench], recipe: str) -> None:
-    """A model of one recipe, eager and captured, for every batch."""
-    models: list[nn.Module] = []
+def step_rows(table: Table, benches: dict[int, Bench], models: dict[str, nn.Module], recipe: str, how: str) -> None:
+    """Rows of one recipe for every batch. `models` are made when they are first needed."""
+
+    def row(bench: Bench) -> Row:
+        if recipe not in models:
+            models[recipe] = model_of(bench, recipe)
+            if recipe == PREFETCH:
+                prefetching(models[recipe])
+        if "compiled" in how and backend_of(models[recipe]) is None:
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            compile_segments(models[recipe], backend=bench.scale.pick("inductor", "eager"))
+        return decode_row(bench, models[recipe], recipe, how)
+
     for batch, bench in benches.items():
-
-        def made(bench: Bench = bench) -> nn.Module:
-            if not models:
-                models.append(model_of(bench, recipe))
-                if recipe == PREFETCH:
-                    prefetching(models[0])
-            return models[0]
-
-        for how in ("eager", "captured"):
-            row = lambda bench=bench, how=how: decode_row(bench, made(bench), recipe, how)  # noqa: E731
-            table.attempt(f"{recipe}, {how}, batch {batch}", row)
-    models.clear()
-    if benches[min(benches)].scale.cuda:
-        torch.cuda.empty_cache()
+        table.attempt(f"{recipe}, {how}, batch {batch}", functools.partial(row, bench))
 
 
 def prefetching(model: nn.Module) -> None:
@@ -160,16 +162,18 @@ class Ring:
 
 
 def prefilling(scale: Scale) -> None:
-    """A prompt; sums as long as NCCL's over NVLink, as a block lasts, and as over PCIe."""
+    """A prompt, its segments compiled; sums as long as NCCL's over NVLink, as half a layer, and as over PCIe."""
     made, tokens = programs(scale), scale.pick(PROMPT, 16)
     with tempfile.TemporaryDirectory() as scratch, job(Constant(0.0)) as engines:
         bench = Bench(scale, size(scale), made, 1.0, Path(scratch), {})
         table = scale.table(
             f"A prompt of {tokens} tokens, rank 0 of {RANKS}, peers emulated, {size(scale).layers} layers of Llama 3 "
-            "70B, bf16, eager; each sum moves 64 MiB",
+            "70B, bf16, compiled segments; each sum moves 64 MiB",
             ("recipe, sums", "µs per layer", "of what sums cost", "result"),
         )
         models = {recipe: model_of(bench, recipe) for recipe in ("bound", "standard", "ladder")}
+        for model in models.values():
+            compile_segments(model, backend=scale.pick("inductor", "eager"))
         bound = scale.seconds(functools.partial(prompt, scale, models["bound"], tokens), 7) / size(scale).layers
         table.add("bound, none", f"{bound * 1e6:.0f}", "–")
         lasting = {
@@ -177,8 +181,8 @@ def prefilling(scale: Scale) -> None:
             "as long as half a layer": Constant(bound / 2, 24, 4 * (64 << 20)),
             "PCIe 4.0": Ring(),
         }
-        for how, model in lasting.items():
-            engines.change(model)
+        for how, lasts in lasting.items():
+            engines.change(lasts)
             found: dict[tuple[str, str], float] = {("bound", ""): bound}
             for recipe in ("standard", "ladder"):
                 row = functools.partial(prompt_row, scale, models[recipe], tokens, recipe, found)
@@ -192,9 +196,7 @@ def prompt(scale: Scale, model: nn.Module, tokens: int) -> Tensor:
     return logits
 
 
-def prompt_row(
-    scale: Scale, model: nn.Module, tokens: int, recipe: str, found: dict[tuple[str, str], float]
-) -> tuple[tuple[str, str], str]:
+def prompt_row(scale: Scale, model: nn.Module, tokens: int, recipe: str, found: dict[tuple[str, str], float]) -> Row:
     if prompt(scale, model, tokens).isnan().any():
         return ("–", "–"), "logits are NaN"
     seconds = scale.seconds(functools.partial(prompt, scale, model, tokens), 7) / size(scale).layers

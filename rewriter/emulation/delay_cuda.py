@@ -11,6 +11,7 @@ collectives that were ever called other delays, and so the same graph another fa
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -35,8 +36,8 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CudaDelayEngine:
-    """Of one device. `launch_nanoseconds`: what a launch takes that is to last no time, subtracted from delays; it is
-    measured when the engine is made, which waits for the device once.
+    """Of one device. `launch_nanoseconds`: by how much a launch outlasts its delay, subtracted from delays; it is
+    measured when the engine is made, which waits for the device a few times.
 
     Raises RewriterError where it is first needed while a CUDA graph is captured.
     """
@@ -82,14 +83,14 @@ class CudaDelayEngine:
                 self._enqueue(operation, row)
                 if stream is current:
                     return CudaWork(operation, self._held, self.device)
-                done = torch.cuda.Event()
-                done.record()
-                outside = None
+                outside, done = None, torch.cuda.Event()
                 if torch.cuda.is_current_stream_capturing():
-                    # else who waits after the capture would wait for nothing (pytorch #192000)
+                    # else who waits after the capture would wait for nothing (pytorch #192000). It is a node of the
+                    # graph: recorded after `done`, nobody would wait for it, and the capture would fail
                     outside = torch.cuda.Event(external=True)
                     outside.record()
-                else:
+                done.record()
+                if outside is None:
                     # a program may forget its Work: what it wrote to could be used again before it is through
                     while self._held and (oldest := next(iter(self._held))).query():
                         del self._held[oldest]
@@ -180,25 +181,33 @@ class CudaDelayEngine:
         self._launched += 1
         return self._state[self._launched % _EAGER]
 
-    def _measured(self, launches: int = 50) -> int:
-        """Nanoseconds of a launch that is to last no time, where one follows the other."""
+    def _measured(self, launches: int = 50, rounds: int = 5) -> int:
+        """Nanoseconds by which a launch outlasts its delay, where one follows the other in a graph.
+
+        In front is a launch that keeps the device until the whole graph is in its queue: the time that the host needs
+        to replay one does not count.
+        """
         self.launch_nanoseconds = 0
-        self._write(0, Delay(0.0, 0.0, ()))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        asked, busy = 50e-6, 2e-3
+        for row, seconds in enumerate((asked, busy)):
+            self._write(row, Delay(seconds, seconds, ()))
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        found = []
         with torch.cuda.stream(stream):
             self._hold(0, self._state[0], alone=True)  # compiles
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(launches):
                     self._hold(0, self._state[0], alone=True)
-            for _ in range(2):
+            for _ in range(rounds):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self._hold(1, self._state[0], alone=True)
                 begin.record()
                 graph.replay()
                 end.record()
-            end.synchronize()
-        return round(begin.elapsed_time(end) * 1e6 / launches)
+                end.synchronize()
+                found.append(begin.elapsed_time(end) * 1e6 / launches)
+        return max(0, round(statistics.median(found) - asked * 1e9))
 
 
 def _fused(operation: EmulatedOperation, blocks: int) -> float | None:
