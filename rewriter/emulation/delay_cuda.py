@@ -83,19 +83,14 @@ class CudaDelayEngine:
                 self._enqueue(operation, row)
                 if stream is current:
                     return CudaWork(operation, self._held, self.device)
-                outside, done = None, torch.cuda.Event()
-                if torch.cuda.is_current_stream_capturing():
-                    # else who waits after the capture would wait for nothing (pytorch #192000). It is a node of the
-                    # graph: recorded after `done`, nobody would wait for it, and the capture would fail
-                    outside = torch.cuda.Event(external=True)
-                    outside.record()
+                done = torch.cuda.Event()
                 done.record()
-                if outside is None:
+                if not torch.cuda.is_current_stream_capturing():
                     # a program may forget its Work: what it wrote to could be used again before it is through
                     while self._held and (oldest := next(iter(self._held))).query():
                         del self._held[oldest]
                     self._held[done] = operation
-                return CudaWork(operation, self._held, self.device, done, outside)
+                return CudaWork(operation, self._held, self.device, done)
 
     def change(self, model: DelayModel) -> None:
         """From now on, and in graphs that were captured, collectives take what `model` says."""
@@ -221,7 +216,8 @@ def _fused(operation: EmulatedOperation, blocks: int) -> float | None:
 
 
 class CudaWork(OperationWork):
-    """An operation on a stream: `wait` makes the current stream wait. Only that of a barrier waits itself."""
+    """An operation on a stream: `wait` makes the current stream wait. Only that of a barrier waits itself. What was
+    begun in a CUDA graph that is captured is waited for there, as the capture's end demands."""
 
     def __init__(
         self,
@@ -229,10 +225,9 @@ class CudaWork(OperationWork):
         held: dict[torch.cuda.Event, EmulatedOperation],
         device: torch.device,
         done: torch.cuda.Event | None = None,
-        outside: torch.cuda.Event | None = None,
     ) -> None:
         super().__init__(operation)
-        self._held, self._device, self._done, self._outside = held, device, done, outside
+        self._held, self._device, self._done = held, device, done
         self._received = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -240,8 +235,7 @@ class CudaWork(OperationWork):
         with torch.cuda.device(self._device):
             capturing = torch.cuda.is_current_stream_capturing()
             if self._done is not None:
-                event = self._done if self._outside is None or capturing else self._outside
-                torch.cuda.current_stream().wait_event(event)
+                torch.cuda.current_stream().wait_event(self._done)
                 self._held.pop(self._done, None)
             self._receive()
             if self.operation.call.kind == "barrier" and not capturing:

@@ -47,23 +47,26 @@ def _read(place):
 
 @triton.jit
 def reserve(row, free, lock, now, LINKS: tl.constexpr):
-    """The time from `now` on at which all links of `row` are free; they are taken for its transfer from then on."""
-    held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
-    spins = tl.full((), 0, tl.int32)
-    while (held != 0) & (spins < SPINS):
-        held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
-        spins += 1
+    """The time from `now` on at which all links of `row` are free; they are taken for its transfer from then on.
+
+    Whatever waits for another access of memory takes most of a microsecond, and a collective may last five: what no
+    other launch writes meanwhile is loaded at once, and only what is ordered is atomic and more than relaxed.
+    """
+    transfer = tl.load(row + TRANSFER)
     begin = now
-    for i in tl.static_range(LINKS):
-        link = _read(row + FIRST_LINK + i)
-        if link >= 0:
-            begin = tl.maximum(begin, _read(free + link))
-    until = begin + _read(row + TRANSFER)
-    for i in tl.static_range(LINKS):
-        link = _read(row + FIRST_LINK + i)
-        if link >= 0:
-            tl.atomic_max(free + link, until)
-    tl.atomic_xchg(lock, tl.full((), 0, tl.int64))
+    if tl.load(row + FIRST_LINK) >= 0:  # else there are none
+        held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+        spins = tl.full((), 0, tl.int32)
+        while (held != 0) & (spins < SPINS):
+            held = tl.atomic_cas(lock, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64))
+            spins += 1
+        for i in tl.static_range(LINKS):
+            link = tl.load(row + FIRST_LINK + i)
+            begin = tl.maximum(begin, tl.load(free + link, mask=link >= 0, other=0, volatile=True))
+        for i in tl.static_range(LINKS):
+            link = tl.load(row + FIRST_LINK + i)
+            tl.atomic_max(free + link, begin + transfer, mask=link >= 0, sem="relaxed")
+        tl.atomic_xchg(lock, tl.full((), 0, tl.int64))
     return begin
 
 
@@ -117,23 +120,28 @@ def hold_kernel(
     multiplies x[:elements] by `factor` in place, the sum over uniform ranks. scratch: int32 [2 · words], words a
     multiple of TILE, larger than the caches."""
     now = clock()
-    came = tl.atomic_add(state + CAME, 1)
+    delay, moving = tl.load(row + DELAY), tl.load(row + BYTES)
+    came = tl.atomic_add(state + CAME, 1, sem="relaxed")
+    first, begin = now, now
     if came == 0:
         if ALONE:
-            tl.atomic_xchg(state + BEGIN, reserve(row, free, lock, now, LINKS))
+            begin = reserve(row, free, lock, now, LINKS)
+            tl.atomic_xchg(state + BEGIN, begin, sem="relaxed")
+        else:
+            begin = _read(state + BEGIN)
         tl.atomic_xchg(state + FIRST, now)
-    first = _read(state + FIRST)
-    spins = tl.full((), 0, tl.int32)
-    while (first == 0) & (spins < SPINS):
+    else:
         first = _read(state + FIRST)
-        spins += 1
-    begin = _read(state + BEGIN)
-    delay = _read(row + DELAY)
+        spins = tl.full((), 0, tl.int32)
+        while (first == 0) & (spins < SPINS):
+            first = _read(state + FIRST)
+            spins += 1
+        begin = _read(state + BEGIN)
     deadline = tl.minimum(begin + delay + (now - first), now + LONGEST)
     if ALONE:
         _scale(x, factor, elements, TILE)
     blocks = tl.num_programs(0).to(tl.int64)
-    share = _read(row + BYTES) // blocks
+    share = moving // blocks
     at = tl.arange(0, TILE)
     # where in the scratch: on from where the last collective was
     place = (now // 64 + tl.program_id(0) * (words // TILE // blocks)) % (words // TILE) * TILE
@@ -147,7 +155,7 @@ def hold_kernel(
         time = clock()
     if deadline < 0:
         _keep_shared_memory(scratch)
-    left = tl.atomic_add(state + LEFT, 1)
+    left = tl.atomic_add(state + LEFT, 1, sem="relaxed")
     if left == blocks - 1:
         for i in tl.static_range(4):
-            tl.atomic_xchg(state + i, tl.full((), 0, tl.int64))
+            tl.store(state + i, 0)
