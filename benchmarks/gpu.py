@@ -51,7 +51,7 @@ FIRST = {  # together 410 s
     "environment": Section("gpu_environment:environment", 20),
     "kernels": Section("gpu_kernels:checking", 80),
     "decode-step": Section("gpu_decode_step:steps", 50),
-    "decode-layers": Section("gpu_layers:decoding", 110),
+    "decode-layers": Section("gpu_layers:decoding", 115),
     "prefill-layers": Section("gpu_layers:prefilling", 70),
     "rates-by-size": Section("gpu_quantize:rates_by_size", 30),
     "serving": Section("gpu_serving:serving", 50),

@@ -293,7 +293,7 @@ def test_a_decode_step_with_other_tokens_fails(bench: Any) -> None:
     assert set(bench.seconds) == {("ladder", "eager"), ("ladder", "captured")}
     branches = gpu_decode.model_of(bench, "ladder, two branches")
     assert gpu_decode.decode_row(bench, branches, "ladder, two branches", "eager")[1] == ""
-    bench.tokens["ladder"][0] += 1
+    bench.tokens["ladder"][0][0] += 1
     assert "1 tokens differ from the eager" in gpu_decode.decode_row(bench, model, "ladder", "captured")[1]
     assert "from ladder's" in gpu_decode.decode_row(bench, branches, "ladder, two branches", "eager")[1]
     with pytest.raises(ValueError, match="no time of standard, bound"):
