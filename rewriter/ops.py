@@ -206,9 +206,10 @@ def gather_tokens(x: torch.Tensor, axis: str, plan: SequencePlan) -> torch.Tenso
     return x
 
 
-def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str) -> torch.Tensor:
-    """Rows of a vocabulary-sharded table; ids of other ranks give zeros, so the result is Partial over `axis`."""
-    return F.embedding(ids, weight)
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """Rows of a vocabulary-sharded table; ids of other ranks give zeros, so the result is Partial over `axis`. The row
+    of `padding_idx`, -1 for none, has no gradient."""
+    return F.embedding(ids, weight, padding_idx if padding_idx >= 0 else None)
 
 
 COLLECTIVES = frozenset({all_reduce, all_reduce_start, all_gather})

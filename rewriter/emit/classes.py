@@ -177,10 +177,10 @@ def leaf_constructor(leaf: Leaf) -> str:
             extra += f", shared={shared_rows(*o['shared'])}"
         prefix = "nn." if leaf.kind == "Linear" else ""
         return f"{prefix}{leaf.kind}({sizes[0]}, {sizes[1]}{extra})"
-    if leaf.kind == "VocabParallelEmbedding":
-        return f"VocabParallelEmbedding({o['num_embeddings']}, {o['embedding_dim']}, group=tp)"
-    if leaf.kind == "Embedding":
-        return f"nn.Embedding({o['num_embeddings']}, {o['embedding_dim']})"
+    if leaf.kind.endswith("Embedding"):
+        padding = f", padding_idx={o['padding_idx']}" if "padding_idx" in o else ""
+        prefix, group = ("", ", group=tp") if leaf.kind == "VocabParallelEmbedding" else ("nn.", "")
+        return f"{prefix}{leaf.kind}({o['num_embeddings']}, {o['embedding_dim']}{padding}{group})"
     if leaf.kind == "LayerNorm":
         return f"nn.LayerNorm({o['normalized_shape']}, eps={o['eps']})"
     raise RewriterError(f"no constructor for a module of kind {leaf.kind}")

@@ -216,6 +216,12 @@ def _cast(p: NodePrinter, node: fx.Node) -> str:
     return f"{p.atom(x)}.float()" if dtype == torch.float32 else f"{p.atom(x)}.to({dtype})"
 
 
+def _padding(node: fx.Node, place: int) -> str:
+    """The row of an embedding that has no gradient, where there is one; ATen's -1 is none."""
+    (found,) = args_of(node)[place : place + 1] or [-1]
+    return f", padding_idx={found}" if found >= 0 else ""
+
+
 def _dims(method: str) -> Callable[[NodePrinter, fx.Node], str]:
     def show(p: NodePrinter, node: fx.Node) -> str:
         x, dims, keep = (*args_of(node), False)[:3]
@@ -284,7 +290,9 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
         + (f", dtype={args_of(n)[2]})" if len(n.args) > 2 and args_of(n)[2] is not None else ")")
     ),
     aten.topk.default: lambda p, n: f"{p.atom(args_of(n)[0])}.topk({p.arguments(args_of(n)[1:], n.kwargs)})",
-    aten.embedding.default: lambda p, n: f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])})",
+    aten.embedding.default: lambda p, n: (
+        f"F.embedding({p.value(args_of(n)[1])}, {p.value(args_of(n)[0])}{_padding(n, 2)})"
+    ),
     ops.attention: _attention,
     ops.experts: lambda p, n: f"experts({p.arguments(n.args, n.kwargs)})",
     ops.all_reduce: _on_group("all_reduce"),
@@ -297,5 +305,7 @@ _SPECIAL: dict[Any, Callable[[NodePrinter, fx.Node], str]] = {
     ops.own_shard: _on_group("own_shard"),
     ops.shard_tokens: lambda p, n: f"shard_tokens({p.value(args_of(n)[0])}, ctx)",
     ops.gather_tokens: lambda p, n: f"gather_tokens({p.value(args_of(n)[0])}, ctx)",
-    ops.vocab_embedding: lambda p, n: f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {GROUP})",
+    ops.vocab_embedding: lambda p, n: (
+        f"vocab_embedding({p.value(args_of(n)[0])}, {p.value(args_of(n)[1])}, {GROUP}{_padding(n, 3)})"
+    ),
 }

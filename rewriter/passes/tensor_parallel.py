@@ -209,14 +209,14 @@ class _Sharder:
         module = self.modules[path]
         width = module.parameters["weight"][1]
         if isinstance(module, Leaf):
-            options = {"num_embeddings": rows, "embedding_dim": width}
+            options = {**module.options, "num_embeddings": rows, "embedding_dim": width}
             self.modules[path] = Leaf("VocabParallelEmbedding", options, {"weight": (rows, width)})
         elif isinstance(module, Body):
             body_graph, _ = copy_graph(module.graph)
             for inner in list(body_graph.nodes):
                 if inner.target is aten.embedding.default:
-                    weight, ids = args_of(inner)[:2]
-                    inner.target, inner.args, inner.kwargs = ops.vocab_embedding, (ids, weight, AXIS), {}
+                    weight, ids, *padding = args_of(inner)[:3]
+                    inner.target, inner.args, inner.kwargs = ops.vocab_embedding, (ids, weight, AXIS, *padding), {}
             self.modules[path] = replace(module, graph=body_graph, parameters={"weight": (rows, width)})
         self._reduce(node)
         self.counts["embeddings"] += 1

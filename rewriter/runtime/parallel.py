@@ -154,7 +154,8 @@ class VocabParallelEmbedding(nn.Embedding):
     dim].
 
     Takes ids [...] (int64, of the full vocabulary) and returns a partial [..., dim]: zeros where another rank holds
-    the row. The caller sums it over `group`. Without `first_index` ranks hold equal consecutive parts.
+    the row. The caller sums it over `group`. Without `first_index` ranks hold equal consecutive parts. The row of
+    `padding_idx`, of the full vocabulary too, has no gradient from here, as in `nn.Embedding`.
     """
 
     def __init__(
@@ -163,24 +164,28 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: int,
         first_index: int | None = None,
         group: ProcessGroup | None = None,
+        padding_idx: int | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim)
-        self.group = group
+        self.group, self.padding_idx = group, padding_idx
         self.first_index = group_rank(group) * num_embeddings if first_index is None else first_index
 
     def forward(self, input: Tensor) -> Tensor:
-        return _rows(input, self.weight, self.first_index)
+        return _rows(input, self.weight, self.first_index, self.padding_idx)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, first_index={self.first_index}"
 
 
-def vocab_embedding(ids: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
+def vocab_embedding(ids: Tensor, weight: Tensor, group: ProcessGroup | None, padding_idx: int | None = None) -> Tensor:
     """`VocabParallelEmbedding` as a function, for embeddings that do more than look up (Gemma's scaled ones)."""
-    return _rows(ids, weight, group_rank(group) * weight.shape[0])
+    return _rows(ids, weight, group_rank(group) * weight.shape[0], padding_idx)
 
 
-def _rows(ids: Tensor, weight: Tensor, first_index: int) -> Tensor:
+def _rows(ids: Tensor, weight: Tensor, first_index: int, padding_idx: int | None) -> Tensor:
     local = ids - first_index
     elsewhere = (local < 0) | (local >= weight.shape[0])
-    return F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+    padding = None if padding_idx is None else padding_idx - first_index
+    if padding is not None and not 0 <= padding < weight.shape[0]:
+        padding = None
+    return F.embedding(local.masked_fill(elsewhere, 0), weight, padding).masked_fill(elsewhere[..., None], 0)

@@ -23,6 +23,8 @@ def as_leaf(module: nn.Module) -> Leaf | None:
         options = dict(nf=module.nf, nx=module.nx)
     elif kind is nn.Embedding:
         options = dict(num_embeddings=module.num_embeddings, embedding_dim=module.embedding_dim)
+        if module.padding_idx is not None:  # its row has no gradient
+            options["padding_idx"] = module.padding_idx
     elif kind is nn.LayerNorm:
         sizes: Any = module.normalized_shape
         options = dict(normalized_shape=sizes[0], eps=module.eps)

@@ -249,7 +249,7 @@ class Simulator:
             assert host is not None
             return self._each(lambda *xs: host.call(path, module, list(xs), own), inputs)
         if module.kind == "VocabParallelEmbedding":
-            return self._vocabulary(inputs[0], parameters["weight"])
+            return self._vocabulary(inputs[0], parameters["weight"], module.options.get("padding_idx", -1))
         names = list(parameters)
         result = self._each(
             lambda x, *tensors: run_leaf(module, x, dict(zip(names, tensors, strict=True))),
@@ -263,13 +263,14 @@ class Simulator:
                 result = RankValues((result[0] + bias, *result.values[1:]))
         return result
 
-    def _vocabulary(self, ids: RankValues, weight: RankValues) -> RankValues:
+    def _vocabulary(self, ids: RankValues, weight: RankValues, padding_idx: int = -1) -> RankValues:
         outs = []
         for rank in range(self.ranks):
             rows = weight[rank].shape[0]
             local = ids[rank] - rank * rows
             inside = (local >= 0) & (local < rows)
-            outs.append(F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None])
+            found = F.embedding(local.clamp(0, rows - 1), weight[rank]) * inside[..., None]
+            outs.append(torch.where((ids[rank] == padding_idx)[..., None], found.detach(), found))
         return RankValues(tuple(outs))
 
     def _operation(self, node: fx.Node, env: Mapping[fx.Node, RankValues]) -> RankValues:
@@ -292,7 +293,8 @@ class Simulator:
             local = value[0].shape[dim] // self.ranks
             return RankValues(tuple(value[r].narrow(dim, r * local, local) for r in range(self.ranks)))
         if target is ops.vocab_embedding:
-            return self._vocabulary(env[args_of(node)[0]], env[args_of(node)[1]])
+            ids, weight, _, *padding = args_of(node)
+            return self._vocabulary(env[ids], env[weight], *padding)
 
         def apply(*values: Any) -> Any:
             found = dict(zip(nodes, values, strict=True))
@@ -320,7 +322,7 @@ def run_leaf(leaf: Leaf, x: torch.Tensor, parameters: Mapping[str, torch.Tensor]
         out = x @ weight
         return out if bias is None else out + bias
     if leaf.kind == "Embedding":
-        return F.embedding(x, weight)
+        return F.embedding(x, weight, leaf.options.get("padding_idx"))
     if leaf.kind == "LayerNorm":
         return F.layer_norm(x, (leaf.options["normalized_shape"],), weight, bias, leaf.options["eps"])
     raise RewriterError(f"no meaning for a module of kind {leaf.kind}")
