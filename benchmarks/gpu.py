@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --first --within 420 --json FILE    # what decides about the rest; needs no network
     python benchmarks/gpu.py --rest --json FILE                  # the rest
     python benchmarks/gpu.py [--json FILE] [--out FILE] [--only SECTION ...] [--within SECONDS]
-    python benchmarks/gpu.py --page FILE.json       # the tables of rows that earlier runs kept
+    python benchmarks/gpu.py --page FILE.json       # the tables of rows that earlier runs kept; --first: some sections
     python benchmarks/gpu.py --cpu                  # every line of it at tiny sizes, without a GPU
 
 Each section runs in a process of its own, which is ended after a time, and every row is appended to the file of
@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ from gpu_sections import Section, compute, put, read, run
 from rewriter.common.fork_server import end_with_parent
 from rewriter.common.processes import CUDNN_ATTENTION_LAST
 
-FIRST = {  # together 410 s
+FIRST = {  # together 400 s
     "environment": Section("gpu_environment:environment", 20),
     "kernels": Section("gpu_kernels:checking", 80),
     "decode-step": Section("gpu_decode_step:steps", 50),
-    "decode-layers": Section("gpu_layers:decoding", 115),
+    "decode-layers": Section("gpu_layers:decoding", 100),
     "prefill-layers": Section("gpu_layers:prefilling", 70),
     "rates-by-size": Section("gpu_quantize:rates_by_size", 30),
     "serving": Section("gpu_serving:serving", 50),
@@ -107,13 +107,14 @@ def version(package: str) -> str:
         return "none"
 
 
-def page(records: Sequence[dict[str, Any]]) -> str:
-    """Markdown of runs, each with what it ran on."""
+def page(records: Sequence[dict[str, Any]], sections: Container[str] = SECTIONS) -> str:
+    """Markdown of runs that have rows of `sections`, each with what it ran on."""
     parts: list[str] = []
     begins = [at for at, record in enumerate(records) if "run" in record]
     for start, end in zip(begins, [*begins[1:], len(records)], strict=True):
         lines = (f"- {name}: {value}\n" for name, value in records[start]["run"].items())
-        parts += ["".join(lines), *(table.markdown() for table in tables(records[start:end]))]
+        found = tables(record for record in records[start:end] if record.get("section") in sections)
+        parts += ["".join(lines), *(table.markdown() for table in found)] if found else []
     return "\n".join(parts)
 
 
@@ -163,7 +164,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     if given.page:
-        print(page(read(given.page)))
+        print(page(read(given.page), given.only))
         return
     if given.section:
         end_with_parent()

@@ -15,6 +15,8 @@ from gpu_report import Row, Scale, read_rate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rewriter.kernels.decode_attention import decode_attention
+
 HEADS, SIZE = 8, 128
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -23,6 +25,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 FORMS = ("rows", "groups")
+OWN = "rewriter"  # the kernel of a captured step, which reads from memory how many keys there are
 CACHES = 1 << 28  # bytes of all caches, read in turns: a model's weights would have driven each from the L2 cache
 LIMIT = 1e-2  # of the error, as a share of the norm: a few roundings to bf16
 REFUSED = ("No available kernel", "No viable backend", "Invalid backend")
@@ -35,8 +38,8 @@ def attending(scale: Scale) -> None:
         f"{rate / 1e9:.0f} GB/s",
         ("keys, heads, kernel", "µs", "of reading", "error", "result"),
     )
-    ways = itertools.product((False, True), FORMS, BACKENDS)
-    for keys, (masked, form, backend) in itertools.product(scale.pick((1024, 4096, 16384), (40,)), list(ways)):
+    ways = [*itertools.product((False, True), FORMS, BACKENDS), (True, "groups", OWN)]
+    for keys, (masked, form, backend) in itertools.product(scale.pick((1024, 4096, 16384), (40,)), ways):
         row = functools.partial(attention_row, scale, rate, keys, masked, form, backend)
         table.attempt(f"{keys}{', masked' * masked}, {form}, {backend}", row)
 
@@ -51,8 +54,12 @@ def attention_row(scale: Scale, rate: float, keys: int, masked: bool, form: str,
     mask = (torch.arange(keys, device=scale.device) < seen)[None, None, None] if masked else None
     attend = one_token(form)
     results: list[Tensor] = []
+    last = torch.tensor(seen - 1, device=scale.device)
 
     def run() -> None:
+        if backend == OWN:
+            results[:] = [decode_attention(q, k[i], v[i], last, None, scale=SIZE**-0.5) for i in range(caches)]
+            return
         with sdpa_kernel([BACKENDS[backend]]):
             results[:] = [attend(q, k[i], v[i], mask) for i in range(caches)]
 

@@ -79,7 +79,7 @@ def library(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Visibility, scale
     """The same from scaled_dot_product_attention in the dtype of the inputs.
 
     By a fused kernel: where there is none, it computes in fp32 whatever the dtype. So heads of one size are given, and
-    those of a group are repeated on CUDA where there is a mask.
+    those of a group are repeated on CUDA where there is a mask, and in fp32, of which no fused kernel takes groups.
     """
     groups, mask = q.shape[1] // k.shape[1], everything(seen, q.device)
     some = mask.any(-1, keepdim=True)
@@ -87,7 +87,7 @@ def library(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Visibility, scale
     size = v.shape[-1]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     every_k, every_v = k, F.pad(v, [0, k.shape[-1] - size])
-    if plain is not None and q.is_cuda:
+    if q.is_cuda and (plain is not None or q.dtype == torch.float32):
         every_k, every_v = (x.repeat_interleave(groups, 1) for x in (every_k, every_v))
     o = F.scaled_dot_product_attention(
         *(q, every_k, every_v, None if plain is None else plain.expand(-1, q.shape[1], -1, -1)),

@@ -78,25 +78,59 @@ def test_healing_runs_dry_and_goes_on_where_it_was_stopped() -> None:
     assert original < after < before
 
 
+FIRST = {
+    "environment": 16,
+    "kernels": 20,
+    "decode-step": 10,
+    "decode-layers": 32,
+    "prefill-layers": 7,
+    "rates-by-size": 6,
+    "serving": 6,
+}  # rows of a dry run
+REST = {
+    "emulated": 7,
+    "decode-attention": 17,
+    "gemv": 10,
+    "runtime": 7,
+    "merge": 3,
+    "tiles": 30,
+    "ranks": 4,
+    "decode": 18,
+    "quantize": 72,
+    "rates": 35,
+    "split": 5,
+    "rates-compiled": 28,
+}
+
+
 @pytest.mark.slow
-def test_everything_runs_dry(tmp_path: Path) -> None:
-    ran = run("--cpu", "--json", str(tmp_path / "rows.json"))
+@pytest.mark.parametrize(("option", "expected"), [("--first", FIRST), ("--rest", REST)])
+def test_everything_runs_dry(option: str, expected: dict[str, int], tmp_path: Path) -> None:
+    ran = run("--cpu", option, "--json", str(tmp_path / "rows.json"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if line.endswith("| ok |")]
-    first_minutes = {
-        "environment": 16,
-        "decode-attention": 16,
-        "gemv": 10,
-        "emulated": 7,
-        "decode-step": 10,
-        "decode": 18,
-    }
-    others = {"quantize": 72, "rates": 35, "tiles": 30, "runtime": 7, "ranks": 4, "serving": 6, "merge": 3, "split": 5}
-    expected = first_minutes | others | {"rates-compiled": 28}
     found = [json.loads(line) for line in (tmp_path / "rows.json").read_text(encoding="utf-8").splitlines()]
     assert Counter(row["section"] for row in found if "section" in row) == expected
     assert list(dict.fromkeys(row["section"] for row in found if "section" in row)) == list(expected)
     assert len(rows) == sum(expected.values())
+
+
+def test_what_runs_first_is_over_in_seven_minutes_though_every_section_hangs(tiles: Any) -> None:
+    import gpu
+    from gpu_sections import STACK_SECONDS
+
+    assert set(gpu.FIRST) == set(FIRST)
+    assert set(gpu.REST) == set(REST)
+    assert sum(section.seconds + STACK_SECONDS for section in gpu.FIRST.values()) <= 420
+
+
+def test_the_page_of_figures_has_the_rows_that_were_kept(tiles: Any) -> None:
+    """The tables of docs/figures/gpu.md are those of benchmarks/gpu_h200.json."""
+    import gpu
+    from gpu_sections import read
+
+    page = (BENCHMARKS.parent / "docs" / "figures" / "gpu.md").read_text(encoding="utf-8")
+    assert page.endswith(gpu.page(read(BENCHMARKS / "gpu_h200.json"), gpu.FIRST))
 
 
 class OnGpu(torch.Tensor):
