@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
@@ -105,19 +106,6 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
     AttentionInterface.register(LIFTED, lifted_attention)
     AttentionMaskInterface.register(LIFTED, lifted_mask)
     ALL_EXPERTS_FUNCTIONS.register(LIFTED, lifted_experts)
-    make, pick = torch.tensor, torch.Tensor.__getitem__
-
-    def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
-        """x[index], where a list of one number, which would be a tensor on meta, is a slice."""
-        parts = index if isinstance(index, tuple) else (index,)
-        several = sum(isinstance(p, (list, torch.Tensor)) for p in parts)  # more than one would index together
-        return pick(x, tuple(map(_as_slice, parts)) if several == 1 else index)
-
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        """torch.tensor, where a number that it would put on meta stays readable in the graph."""
-        if isinstance(data, (bool, int, float)) and torch.device(device or "cpu").type == "meta":
-            return torch.full((), data, device=device, **options)
-        return make(data, device=device, **options)
 
     try:
         for config in configs.values():
@@ -127,8 +115,7 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
         with (
             mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
             mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None),
-            mock.patch.object(torch, "tensor", tensor),
-            mock.patch.object(torch.Tensor, "__getitem__", getitem),
+            _ReadableNumbers(),
         ):
             yield
     finally:
@@ -140,9 +127,33 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
 
 
 def _as_slice(part: Any) -> Any:
+    """An index, where a list of one number is a slice."""
     if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
         return slice(part[0], part[0] + 1 or None)
     return part
+
+
+class _ReadableNumbers(TorchFunctionMode):
+    """Keeps numbers readable that torch would make tensors on meta of. (A patch of `Tensor.__getitem__` would leave its
+    type's slots changed for the whole process, also when it is undone.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor:
+            return _tensor(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            # Several lists or tensors would index together.
+            if sum(isinstance(part, (list, torch.Tensor)) for part in parts) == 1:
+                args = (args[0], tuple(map(_as_slice, parts)))
+        return func(*args, **kwargs)
+
+
+def _tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    """torch.tensor, where a number that it would put on meta stays readable in the graph."""
+    if isinstance(data, (bool, int, float)) and torch.device(device or "cpu").type == "meta":
+        return torch.full((), data, device=device, **options)
+    return torch.tensor(data, device=device, **options)
 
 
 @dataclasses.dataclass
