@@ -81,12 +81,18 @@ def lifted_attention(
             f"{type(module).__name__} passes {sorted(unknown)} to its attention function, which this version cannot "
             "represent. Its attention cannot be traced."
         )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    plain = (softcap, s_aux, query.shape[1]) == (None, None, key.shape[1])
+    if plain and attention_mask is None and not getattr(module, "is_causal", True):
+        # Over something else than tokens (the blocks before a layer), for which nothing is kept from step to step: a
+        # product, which no one shall take for attention to tokens.
+        weights = (query.float() @ key.float().transpose(2, 3) * scale).log_softmax(-1).exp()
+        return (weights.to(query.dtype) @ value).transpose(1, 2), None
     if not isinstance(attention_mask, torch.Tensor):
         raise RewriterError(
             f"{type(module).__name__} hands its attention function {type(attention_mask).__name__} instead of the mask "
             "that transformers' mask functions made. Its attention cannot be traced."
         )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     spec = {"scale": float(scale), "softcap": softcap}
     out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, json.dumps(spec))
     return out, None
