@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rewriter.common.cache_names import cache_argument
 from rewriter.verify.drift import CALIBRATION, WINDOW, DriftSums
 
 Block = Callable[[Tensor], Tensor]
@@ -103,7 +104,7 @@ class Ranks:
 
     def _layer(self, layer: Any, number: int, x: Tensor, **given: Any) -> Tensor:
         self.mode.active = number >= self.first
-        given["past_key_values"] = None
+        given[cache_argument(layer)] = None
         x = self.mode(
             x, lambda x: layer.self_attn(layer.input_layernorm(x), **given)[0], layer.post_attention_layernorm
         )

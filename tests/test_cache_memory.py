@@ -13,6 +13,7 @@ import zoo
 
 from rewriter.adapt.self_written import STREAMS, parts_at_once
 from rewriter.analysis.rank_memory import cache_elements
+from rewriter.common.cache_names import cache_of
 from rewriter.recipes import Recipe
 from rewriter.recipes.apply import apply_recipe
 
@@ -22,7 +23,7 @@ TOKENS = 8  # fewer than any window
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
 @torch.no_grad()
 def test_a_program_keeps_as_much_as_the_model_does(family: str) -> None:
-    cache = zoo.shared(family)(zoo.batch(2, TOKENS), use_cache=True).past_key_values
+    cache = cache_of(zoo.shared(family)(zoo.batch(2, TOKENS), use_cache=True))
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert held > 0
     assert 2 * cache_elements(programs.traced(family), TOKENS) == held

@@ -57,7 +57,7 @@ def test_every_command_is_listed() -> None:
     ("package", "version", "state"),
     [
         ("torch", "2.10.0", "missing"), ("torch", "2.16.0", "missing"), ("torch", "2.13.0+cu130", "ok"),
-        ("transformers", "5.24.0", "missing"), ("transformers", None, "missing"), ("vllm", None, "note"),
+        ("transformers", "5.25.0", "missing"), ("transformers", None, "missing"), ("vllm", None, "note"),
     ],
 )  # fmt: skip
 def test_a_version_out_of_range_is_found(

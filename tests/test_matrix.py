@@ -39,21 +39,21 @@ def test_every_cell_has_passed_and_declared_ranges_end_where_the_matrix_does() -
 
 def test_every_version_meets_both_ends_of_the_others() -> None:
     cells = list(table.cells())
-    assert len(cells) == len(set(cells)) == 24
+    assert len(cells) == len(set(cells)) == 26
     for python in table.PYTHONS:
         pairs = {(cell.torch, cell.transformers) for cell in cells if cell.python == python}
         assert {torch for torch, _ in pairs} == set(table.TORCHES)
-        assert all({(torch, "5.17"), (torch, "5.23")} <= pairs for torch in table.TORCHES)
+        assert all({(torch, "5.17"), (torch, "5.24")} <= pairs for torch in table.TORCHES)
         assert all((table.PINNED, transformers) in pairs for transformers in table.TRANSFORMERS)
     assert f"torch=={table.PINNED}." in (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
 def test_the_page_names_what_failed_and_what_is_absent() -> None:
     known = {OLDEST.name: RED, Cell("3.12", "2.11", "5.17").name: GREEN}
-    page = table.page(known | {Cell("3.12", "2.15", "5.23").name: {**RED, "outcome": "absent", "why": "no python3.12"}})
-    assert "| 2.11 | **3.11 fails**, 3.12 |  |  |  |" in page
-    assert "| 2.15 |  |  |  | 3.12 is absent |" in page
-    assert "2 of 24 cells were tried, 1 passed. No interpreter of Python 3.12 was on the machine." in page
+    page = table.page(known | {Cell("3.12", "2.15", "5.24").name: {**RED, "outcome": "absent", "why": "no python3.12"}})
+    assert "| 2.11 | **3.11 fails**, 3.12 |  |  |  |  |" in page
+    assert "| 2.15 |  |  |  |  | 3.12 is absent |" in page
+    assert "2 of 26 cells were tried, 1 passed. No interpreter of Python 3.12 was on the machine." in page
     assert f"What failed: `{OLDEST.name}`." in page
     assert "| 60 | red: FAILED tests/a.py::b \\| c |" in page
 
@@ -84,7 +84,7 @@ def test_a_known_cell_is_left_out_and_a_failed_one_is_tried_again_on_demand(
         return {**GREEN, "source": "now"}
 
     monkeypatch.setattr(command, "tried", tried)
-    other = Cell("3.11", "2.11", "5.23").name
+    other = Cell("3.11", "2.11", "5.24").name
     table.keep(OLDEST.name, {**RED, "source": "now"})
     table.keep(other, {**GREEN, "source": "earlier"})
     assert command.main(["--only", "py3.11-torch2.11"]) == 1  # the failed one is known

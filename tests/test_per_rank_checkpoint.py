@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from rewriter import api, ops
+from rewriter.common.cache_names import cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.emit.huggingface import emit_as_wired, emit_huggingface
 from rewriter.emit.manifest import read_manifest
@@ -181,7 +182,7 @@ def test_the_cache_is_as_big_as_the_source_s_unless_heads_are_copied() -> None:
     sizes = {}
     for ranks in (2, 4):
         with torch.no_grad():
-            cache = shared("llama", "4x-sum", ranks)(input_ids=batch("llama")).past_key_values
+            cache = cache_of(shared("llama", "4x-sum", ranks)(input_ids=batch("llama")))
         sizes[ranks] = [layer.keys.shape[1] for layer in cache.layers]
     assert sizes == {2: [2, 2, 2, 2], 4: [2, 4, 2, 4]}
 

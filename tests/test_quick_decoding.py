@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rewriter.adapt import quick_decoding
 from rewriter.adapt.quick_decoding import RoomyLayer, with_bf16_products, with_room
+from rewriter.common.cache_names import cache_argument, cache_of
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny-llama"
 LENGTH = 9
@@ -24,8 +25,8 @@ def decoded(model: Any, roomy: bool) -> torch.Tensor:
     cache, found = None, []
     with torch.no_grad():
         for at in range(LENGTH):
-            output = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(input_ids=ids[:, at : at + 1], use_cache=True, **{cache_argument(model): cache})
+            cache = cache_of(output)
             if roomy and not at:
                 cache = with_room(cache, LENGTH)
             found.append(output.logits[:, -1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,39 @@ def test_a_trace_reads_headers_and_no_weights(tmp_path: Path, monkeypatch: pytes
     program = trace(tmp_path)
     assert all(p.expression is not None for p in program.parameters.values())
     assert program.fingerprint() == programs.traced("mixtral").fingerprint()
+
+
+def libraries_attributes() -> dict[tuple[str, ...], Any]:
+    """Every attribute of the modules and classes of torch, of transformers and of Python's own types."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "transformers", "builtins", "types", "functools", "operator"):
+            for attribute, value in list(vars(module).items()):
+                found[name, attribute] = value
+                if isinstance(value, type):
+                    found |= {(name, attribute, inner): x for inner, x in vars(value).items()}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of deprecated attributes, which are read
+@pytest.mark.parametrize("failing", ["", "mlp", "norm"])
+def test_a_trace_changes_nothing_in_the_libraries(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.traced("llama")  # imports, and what libraries keep for themselves
+    skeleton = build_skeleton(zoo.config("llama"))
+    if failing:
+        broken = skeleton.layers[0].mlp if failing == "mlp" else skeleton.model.base_model.norm
+        monkeypatch.setattr(type(broken), "forward", lambda *_: 1 / 0)
+    before = libraries_attributes()
+    with pytest.raises(RewriterError) if failing == "norm" else contextlib.nullcontext():
+        trace_skeleton(skeleton)
+    after = libraries_attributes()
+    changed = [key for key, value in before.items() if key not in after or after[key] is not value]
+    assert [key for key in changed if type(before[key]) is not int] == []  # counters count on
+    ours = [key for key, value in after.items() if str(getattr(value, "__module__", "")).startswith("rewriter")]
+    assert ours == []
+    # A type's slots are none of its attributes: one that is filled makes every tensor a sequence.
+    assert ctypes.pythonapi.PySequence_Check(ctypes.py_object(torch.ones(()))) == 0
+    assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("failing", ["forward of an MLP", "forward of the model"])

@@ -16,6 +16,7 @@ from rewriter.adapt.quick_decoding import with_bf16_products, with_room
 from rewriter.adapt.teacher import frozen, load_model
 from rewriter.analysis.rank_memory import cache_elements
 from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.emit.output_directory import sha256_of
 from rewriter.tracing import trace
@@ -119,14 +120,14 @@ def parts_at_once(source: Path, model: Any, length: int) -> int:
 def write_together(model: Any, writers: list[_Writer], progress: Callable[[int], None]) -> list[list[dict[str, Any]]]:
     """What each of the writers wrote, each text with its number of tokens; `progress` is told the step. Their streams
     go on in step, so that nothing is padded."""
-    length, cache = writers[0].length, None
+    length, name, cache = writers[0].length, cache_argument(model), None
     device = next(model.parameters()).device
     for step in range(length):
         progress(step)
         ids = torch.tensor([token for writer in writers for token in writer.tokens()], device=device)
         if step + 1 < length:
-            output = model(input_ids=ids[:, None], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values if step else with_room(output.past_key_values, length)
+            output = model(input_ids=ids[:, None], use_cache=True, **{name: cache})
+            cache = cache_of(output) if step else with_room(cache_of(output), length)
             logits = output.logits[:, -1].float()
             for writer, own in zip(writers, logits.split(STREAMS), strict=True):
                 writer.draw(own)

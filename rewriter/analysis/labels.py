@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rewriter.analysis.op_semantics import argument, aten, data_of, is_movement, is_pointwise, is_sum
+from rewriter.analysis.op_semantics import argument, aten, data_of, is_movement, is_pointwise, is_sum, kind_of
 from rewriter.ir import args_of
 
 # what pairs of real and imaginary parts do to labels, which are whole numbers
@@ -85,6 +85,10 @@ class Labels:
             for source in tensor_inputs(node):
                 if source in self.of:
                     self.set(node, self.of[source].expand(shape))
+        elif kind_of(node) == "normalization" and (source := args_of(node)[0]) in self.of:
+            labels = self.of[source]
+            if max(varying_dims(labels), default=-1) < labels.dim() - len(args_of(node)[1]):
+                self.set(node, labels)
 
     def backward(self, node: fx.Node) -> None:
         """Labels of the inputs of `node` from its own."""
@@ -105,6 +109,8 @@ class Labels:
                 found[moved[inside]] = labels[inside]
                 found[moved[inside][found[moved[inside]] != labels[inside]]] = -1  # one element read as several units
                 self.set(source, found.reshape(shape))
+        elif kind_of(node) == "normalization":
+            self.set(args_of(node)[0], labels)
         elif is_pointwise(node):
             for source in tensor_inputs(node):
                 self.set(source, shrink_to(labels, reduced_shape(value_of(source))))

@@ -15,7 +15,16 @@ from torch import fx
 
 from rewriter import ops
 from rewriter.analysis.labels import Unsplittable, reduced_shape, tensor_inputs, value_of, varying_dim
-from rewriter.analysis.op_semantics import argument, aten, function_of, is_movement, is_pointwise, is_sum, operator_of
+from rewriter.analysis.op_semantics import (
+    argument,
+    aten,
+    function_of,
+    is_movement,
+    is_pointwise,
+    is_sum,
+    kind_of,
+    operator_of,
+)
 from rewriter.analysis.placement_state import PlacementState, Split, name_of, reads_values
 from rewriter.analysis.projections import Product, Shard, column_parallel, held, is_projection, row_parallel
 from rewriter.analysis.units import AXIS, Ranges, equal_runs
@@ -117,12 +126,15 @@ def place_function(state: PlacementState, node: fx.Node) -> None:
         _place_linear(state, node, inputs)
     elif node.target is ops.attention:
         _place_attention(state, node, inputs)
+    elif node.target is aten.stack.default and node in state.sharded and not state.sharded.keys() & set(inputs):
+        _take_own(state, node)
     elif is_movement(node):
         localize(node, state.sharded)
     elif is_sum(node):
         reduce_over_ranks(node, state.sharded, state.ranks, state.copies(node))
     elif any(n in state.sharded or n in state.local for n in inputs):
-        if not is_pointwise(node) and node not in state.local:
+        beside = kind_of(node) == "normalization" and node in state.sharded  # along dimensions that are whole
+        if not is_pointwise(node) and not beside and node not in state.local:
             raise Unsplittable(f"{name_of(node)} is computed over split heads or channels")
         state.copy_to_group(node, *(n for n in inputs if n not in state.sharded))
 
@@ -149,6 +161,26 @@ def _split_bias(state: PlacementState, node: fx.Node) -> None:
         own = state.graph.call_function(ops.own_shard, (bias, AXIS, dim))
     own.meta["val"] = value_of(bias).narrow(dim, 0, value_of(bias).shape[dim] // state.ranks)
     node.kwargs = {**node.kwargs, "bias": own}
+
+
+def _take_own(state: PlacementState, node: fx.Node) -> None:
+    """What every rank stacks of whole values, and of which it needs its own part: parameters of single heads."""
+    dim, ranges = split = state.sharded.pop(node)
+    state.local.discard(node)
+    users, whole, size = list(node.users), node, int(value_of(node).shape[dim])
+    if size < state.ranks and state.ranks % size == 0:  # key/value heads that several ranks hold
+        whole = _after(node, aten.repeat_interleave.self_int, state.ranks // size, dim)
+        whole.meta["val"] = value_of(node).repeat_interleave(state.ranks // size, dim)
+    held_alike = tuple(((rank * size // state.ranks, rank * size // state.ranks + 1),) for rank in range(state.ranks))
+    if ranges != (equal_runs(size, state.ranks) if whole is node else held_alike):
+        raise Unsplittable(f"{size} heads with parameters of their own are not in equal runs on {state.ranks} ranks")
+    own = _after(whole, ops.own_shard, AXIS, dim)
+    own.meta["val"] = value_of(whole).narrow(dim, 0, max(1, size // state.ranks))
+    state.sharded[own] = split
+    state.local.add(own)
+    state.copy_to_group(own, whole)
+    for user in users:
+        user.replace_input_with(node, own)
 
 
 def _place_linear(state: PlacementState, node: fx.Node, inputs: Collection[fx.Node]) -> None:
@@ -234,6 +266,10 @@ def localize(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> None:
         node.args = (source, argument(node, "dim"), *bounds, *node.args[4:])
     elif node.target in (aten.split.Tensor, aten.split_with_sizes.default) and _along_split(node, sharded):
         _localize_split(node, sharded)
+    elif node.target in (aten.chunk.default, aten.select.int) and _along_split(node, sharded):
+        pieces = [node] if node.target is aten.select.int else node.users
+        if any(piece not in sharded for piece in pieces):
+            raise Unsplittable(f"{name_of(node)} takes single heads or channels, which are not on every rank")
 
 
 def _along_split(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> bool:
@@ -269,6 +305,8 @@ def _localize_split(node: fx.Node, sharded: Mapping[fx.Node, Split]) -> None:
     sizes = {args_of(u)[1]: held(sharded[u][1]) if u in sharded else int(value_of(u).shape[dim]) for u in node.users}
     if len(sizes) != len(value_of(node)):
         raise Unsplittable(f"{name_of(node)}: not every piece is used")
+    if sum(sizes.values()) != held(sharded[args_of(node)[0]][1]):
+        raise Unsplittable(f"{name_of(node)} takes single heads or channels, which are not on every rank")
     if node.target is aten.split.Tensor and len(set(sizes.values())) == 1:
         node.update_arg(1, next(iter(sizes.values())))
     else:

@@ -11,8 +11,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,8 +26,10 @@ from rewriter.analysis.residual import residual_blocks
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.scratch import scratch_folder
 from rewriter.coverage.configs import small_config
-from rewriter.coverage.coverage_row import Coverage, explain
+from rewriter.coverage.coverage_row import CHECKS, VARIANT_CHECKS, Coverage, explain
+from rewriter.coverage.variants import candidates, changes_forward
 from rewriter.emit.huggingface import emit_huggingface
+from rewriter.emit.runtime_module import emit_runtime_module
 from rewriter.ir import Program
 from rewriter.ir.marks import marks
 from rewriter.passes.desync import Desync
@@ -53,7 +57,9 @@ def check(model_type: str) -> Coverage:
         torch.no_grad(),
         contextlib.suppress(_Stopped),
     ):
-        _Subject(result, scratch).run()
+        subject = _Subject(result, scratch)
+        subject.run()
+        subject.run_variants()
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 
@@ -65,13 +71,14 @@ class _Stopped(Exception):
 class _Subject:
     """One small model, its program, and what its logits must be."""
 
-    def __init__(self, result: Coverage, scratch: Path) -> None:
-        self.result, self.scratch = result, scratch
+    def __init__(self, result: Coverage, scratch: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.result, self.scratch, self.changes = result, scratch, changes
         self.source = scratch / "model"
 
-    def run(self) -> None:
+    def run(self, checks: Collection[str] = CHECKS) -> None:
+        """Make these checks; "builds" and "traces" are needed by the others."""
         with self._check("builds", needed=True):
-            self.config = small_config(self.result.type)
+            self.config = small_config(self.result.type, self.changes)
             model = build_model(self.config)
         with self._check("traces", needed=True):
             self.model = self._checkpoint(model)
@@ -85,17 +92,36 @@ class _Subject:
         with self._check("ladder"):
             self._ladder()
         for ranks in (2, 4):
-            with self._check(f"tp{ranks}"):
-                self._tensor_parallel(ranks)
-        if self.result.stream:
+            if f"tp{ranks}" in checks:
+                with self._check(f"tp{ranks}"):
+                    self._tensor_parallel(ranks)
+        if self.result.stream and "desync" in checks:
             with self._check("desync"):
                 self._desync()
-        if self.result.ladder:
+        if self.result.ladder and "emitted" in checks:
             with self._check("emitted"):
                 self._emitted()
         for name in ("desync", "emitted"):
             if not getattr(self.result, name):  # what is not tried has the reason that the ladder has
                 self.result.reasons.setdefault(name, self.result.reasons.get("ladder", ""))
+
+    def run_variants(self) -> None:
+        """Each switch that changes the forward, thrown: the checks of `VARIANT_CHECKS` that hold for the default."""
+        for number, (name, value) in enumerate(candidates(self.config, self.model)):
+            try:
+                if not changes_forward(self.model, small_config(self.result.type, {name: value})):
+                    continue
+            except Exception:  # transformers itself cannot do that
+                continue
+            found = Coverage(self.result.type)
+            scratch = self.scratch / f"variant{number}"
+            with contextlib.suppress(_Stopped):
+                _Subject(found, scratch, {name: value}).run(VARIANT_CHECKS)
+            shutil.rmtree(scratch, ignore_errors=True)
+            lacking = [n for n in VARIANT_CHECKS if getattr(self.result, n) and not getattr(found, n)]
+            label = f"{name}={value}"
+            self.result.variants[label] = (found.reason or "") if lacking else ""
+            self.result.wrong += [f"{label}: {n}" for n in found.wrong]
 
     @contextlib.contextmanager
     def _check(self, name: str, *, needed: bool = False) -> Iterator[None]:
@@ -162,6 +188,8 @@ class _Subject:
     def _tensor_parallel(self, ranks: int) -> None:
         program = apply_passes(self.program, [TensorParallel()], {"tp": ranks})
         self._require(program, self.expected, RANKS, f"the program on {ranks} ranks")
+        with contextlib.suppress(RewriterError):  # a runtime module cannot hold everything
+            compile(emit_runtime_module(program), "module.py", "exec")
         entry = program.history[-1]
         self.result.reductions = sum(
             n.target is ops.all_reduce for n in program.graph.nodes if marks(n).layer is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -47,16 +48,17 @@ def oddities() -> Mapping[str, Mapping[str, Any]]:
     return table
 
 
-def small_config(model_type: str) -> PreTrainedConfig:
+def small_config(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
     """A config of `model_type` with few layers of every kind and small sizes, of which the model is causal.
 
-    Query heads share key/value heads wherever the type can do that. Raises RewriterError for a type that cannot be
-    shrunken; what the config's class raises is passed on.
+    `changes` are settings of the small config, by name (`text_config.name` in a config inside). Query heads share
+    key/value heads wherever the type can do that. Raises RewriterError for a type that cannot be shrunken; what the
+    config's class raises is passed on.
     """
     oddity = oddities().get(model_type, {})
     config = CONFIG_MAPPING[model_type](**oddity.get("default", {}))
     layers = oddity.get("layers", representatives(config, []))
-    return shrink(config, layers, RANKS, _changes(config) | dict(oddity.get("set", {})))
+    return shrink(config, layers, RANKS, _changes(config) | dict(oddity.get("set", {})) | dict(changes))
 
 
 def _changes(config: PreTrainedConfig) -> dict[str, Any]:

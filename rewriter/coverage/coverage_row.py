@@ -13,6 +13,7 @@ from rewriter.common.errors import RewriterError
 
 # In the order in which they are made; a reason is named after its check.
 CHECKS = ("builds", "traces", "ladder", "tp2", "tp4", "desync", "emitted")
+VARIANT_CHECKS = ("traces", "ladder", "tp2")
 
 
 @dataclass
@@ -22,7 +23,9 @@ class Coverage:
     `stream`: it has a residual stream, of `blocks` blocks. `reductions`: all-reduces of the layers on two ranks, none
     where no layer can be split. `replicated`: what ranks compute alike instead of sharing it, with the reason.
     `reasons`: by check, why it does not hold. `wrong`: checks whose result was computed and is not the expected one,
-    in contrast to those that were refused. `versions`: of the libraries that it was found with.
+    in contrast to those that were refused. `variants`: by switch of the config that changes the forward, why not all
+    of `VARIANT_CHECKS` hold that hold for the default, "" where they do. `versions`: of the libraries that it was found
+    with.
     """
 
     type: str
@@ -39,6 +42,7 @@ class Coverage:
     replicated: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    variants: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     versions: dict[str, str] = field(
         default_factory=lambda: {name: version(name) for name in ("transformers", "torch")}
@@ -58,8 +62,8 @@ class Coverage:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+        """The inverse of `to_dict`; of an earlier version's, which knew no variants, too."""
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data or f.name != "variants"})
 
 
 def explain(error: BaseException) -> str:

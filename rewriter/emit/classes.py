@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from rewriter import ops
 from rewriter.common.errors import RewriterError
-from rewriter.emit.python_source import UniqueNames
+from rewriter.emit.python_source import UniqueNames, assignment, attribute
 from rewriter.emit.statements import body_lines
 from rewriter.ir import Body, Leaf, Module
 
@@ -28,6 +28,7 @@ class PrintedClass:
     text: str
     arguments: tuple[str, ...]
     communicates: bool
+    base: str = "nn.Module"
 
 
 @dataclass
@@ -58,7 +59,8 @@ class ClassTable:
         text = self._text(body, arguments, own, sizes)
         if text not in self.by_text:
             name = self.names.new(_title(body, id(body) in self.per_rank))
-            self.by_text[text] = PrintedClass(name, text, arguments, communicates)
+            base = "nn.ModuleList" if list_size("", _held(body)) else "nn.Module"
+            self.by_text[text] = PrintedClass(name, text, arguments, communicates, base)
         self.by_body[id(body)] = self.by_text[text]
         return self.by_text[text]
 
@@ -72,18 +74,19 @@ class ClassTable:
         return f"{cls.name}({', '.join(given[a] for a in cls.arguments)})"
 
     def _text(self, body: Body, arguments: tuple[str, ...], own_group: bool, sizes: Mapping[str, int]) -> str:
-        lines = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
+        items = f"nn.Module() for _ in range({size})" if (size := list_size("", _held(body))) else ""
+        lines = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", f"        super().__init__({items})"]
         if own_group:
             lines.append("        self.tp = tp")
         if "slot" in arguments:
             lines.append("        self.slot = slot")
-        lines += [f"        {line}" for line in containers([*body.modules, *body.parameters, *body.buffers])]
+        lines += [f"        {line}" for line in containers(_held(body), body.parameters)]
         for name, module in body.modules.items():
-            lines.append(f"        self.{name} = {self.construct(module)}")
+            lines.append(f"        {assignment(name, self.construct(module))}")
         for name, shape in body.parameters.items():
             size = name if name in sizes else ", ".join(map(str, shape)) or "()"
             if name not in body.stored:
-                lines.append(f"        self.{name} = nn.Parameter(torch.empty({size}))")
+                lines.append(f"        {assignment(name, f'nn.Parameter(torch.empty({size}))')}")
                 continue
             dtype = body.stored[name]
             lines.append(_buffer(name, f"torch.empty({size}{f', dtype={dtype}' if dtype else ''})"))
@@ -92,27 +95,28 @@ class ClassTable:
         for name, value in body.buffers.items():
             lines.append(_buffer(name, f"{tensor_literal(name, value)}, persistent=False"))
         for name, rows in body.shared.items():
-            lines.append(f"        self.{name}_shared = {shared_rows(*rows)}")
+            lines.append(f"        {attribute(name)}_shared = {shared_rows(*rows)}")
 
-        def attribute(name: str) -> str:
-            return f"shared_gradient(self.{name}, self.{name}_shared)" if name in body.shared else f"self.{name}"
+        def tensor(name: str) -> str:
+            own = attribute(name)
+            return f"shared_gradient({own}, {own}_shared)" if name in body.shared else own
 
-        parameters, forward = body_lines(body, attribute)
+        parameters, forward = body_lines(body, tensor)
         lines += ["", f"    def forward({', '.join(['self', *parameters])}):", *(f"        {line}" for line in forward)]
         return "\n".join(lines)
 
     def source(self) -> str:
-        return "\n\n\n".join(f"class {c.name}(nn.Module):\n{c.text}" for c in self.by_text.values())
+        return "\n\n\n".join(f"class {c.name}({c.base}):\n{c.text}" for c in self.by_text.values())
 
 
 def _buffer(name: str, value: str) -> str:
-    owner, _, last = f"self.{name}".rpartition(".")
-    return f'        {owner}.register_buffer("{last}", {value})'
+    owner, _, last = name.rpartition(".")
+    return f'        {attribute(owner) if owner else "self"}.register_buffer("{last}", {value})'
 
 
 def _size_arguments(body: Body) -> dict[str, int]:
     """A norm of another width is the same class: its one-dimensional parameters are constructor arguments."""
-    if body.modules or any(len(shape) != 1 for shape in body.parameters.values()):
+    if body.modules or any(len(s) != 1 or not name.isidentifier() for name, s in body.parameters.items()):
         return {}
     return {name: shape[0] for name, shape in body.parameters.items()}
 
@@ -123,16 +127,36 @@ def _title(body: Body, per_rank: bool) -> str:
     return ("PerRank" if per_rank else "") + body.class_name + ("" if kind == "causal" else kind.capitalize())
 
 
-def containers(paths: list[str]) -> list[str]:
-    """Statements that make the modules through which dotted paths go."""
-    made: dict[str, None] = {}
+def _held(body: Body) -> list[str]:
+    """The paths of all that a body holds itself."""
+    return [*body.modules, *body.parameters, *body.buffers]
+
+
+def list_size(prefix: str, paths: Collection[str]) -> int:
+    """How long the list at `prefix` is whose items, by numbers, are on `paths`; 0 where it is no list."""
+    start = f"{prefix}." if prefix else ""
+    parts = {path.removeprefix(start).partition(".")[0] for path in paths if path.startswith(start)}
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if numbers and len(numbers) < len(parts):
+        raise RewriterError(f"{prefix or 'a module'} holds {sorted(parts)}: numbers beside names cannot be printed")
+    return max(numbers, default=-1) + 1
+
+
+def containers(paths: Collection[str], parameters: Collection[str] = ()) -> list[str]:
+    """Statements that make the modules through which dotted paths go, lists among them; `parameters` are tensors."""
+    made: dict[str, str] = {}
     for path in paths:
         parts = path.split(".")[:-1]
         for i in range(len(parts)):
             prefix = ".".join(parts[: i + 1])
-            if prefix not in paths:
-                made.setdefault(prefix)
-    return [f"self.{prefix} = nn.Module()" for prefix in made]
+            if prefix in paths or prefix in made:
+                continue
+            size = list_size(prefix, paths)
+            item = "ParameterList(torch.empty(0)" if f"{prefix}.0" in parameters else "ModuleList(nn.Module()"
+            of = f"nn.{item} for _ in range({size}))" if size else "nn.Module()"
+            if size or not parts[i].isdecimal():  # the items of a list are there already
+                made[prefix] = of
+    return [assignment(prefix, of) for prefix, of in made.items()]
 
 
 def tensor_literal(name: str, value: torch.Tensor) -> str:

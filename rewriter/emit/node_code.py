@@ -12,7 +12,7 @@ from torch import fx
 from rewriter import ops
 from rewriter.analysis.op_semantics import starts_sum
 from rewriter.common.errors import RewriterError
-from rewriter.emit.python_source import literal
+from rewriter.emit.python_source import attribute, literal
 from rewriter.ir import SPLAT, Input, LayerArgument, args_of
 from rewriter.ir.marks import marks
 
@@ -52,7 +52,7 @@ GROUP = "self.tp"  # the group of collectives
 
 def own(path: str) -> str:
     """What a module calls what it holds at `path`."""
-    return f"self.{path}"
+    return attribute(path)
 
 
 class NodePrinter:
@@ -110,6 +110,8 @@ class NodePrinter:
             return self._method(_METHODS[target], args, kwargs)
         if (special := _SPECIAL.get(node.target)) is not None:
             return special(self, node)
+        if target is aten.layer_norm.default:
+            args = args[:5]  # its last one, about cuDNN, is none of the function's
         if function := _FUNCTIONS.get(node.target):
             return f"{function}({self.arguments(args, kwargs)})"
         return f"{self._named(node)}({self.arguments(args, kwargs)})"
@@ -141,7 +143,7 @@ class WiringPrinter(NodePrinter):
 
     def __init__(self, path: str, names: Mapping[fx.Node, str]) -> None:
         def child(target: str) -> str:
-            return f"self.{target.removeprefix(path + '.')}"
+            return attribute(target.removeprefix(f"{path}."))
 
         super().__init__(names.__getitem__, child, child)
 

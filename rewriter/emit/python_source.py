@@ -23,6 +23,25 @@ def identifier(text: str) -> str:
     return f"x_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
 
+def attribute(path: str, owner: str = "self") -> str:
+    """What is at the dotted `path` below a module: `self.norms[0].weight`; a variant has a name of its own."""
+    for part in path.replace("#", "_variant_").split("."):
+        if part.isdecimal():
+            owner = f"{owner}[{part}]"
+        elif part.isidentifier() and not keyword.iskeyword(part):
+            owner = f"{owner}.{part}"
+        else:
+            owner = f"getattr({owner}, {quoted(part)})"
+    return owner
+
+
+def assignment(path: str, value: str) -> str:
+    """The statement that puts a module or parameter at the dotted `path` below `self`."""
+    place = attribute(path)
+    owner, _, last = path.rpartition(".")
+    return f"setattr({attribute(owner)}, {quoted(last)}, {value})" if place.endswith(")") else f"{place} = {value}"
+
+
 def camel(text: str) -> str:
     """`standard_to_ladder` as `StandardToLadder`."""
     return "".join(part[:1].upper() + part[1:] for part in text.split("_"))

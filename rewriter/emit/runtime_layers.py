@@ -17,7 +17,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers, leaf_needs_group
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import SCHEDULED, Outline, Region, region, segments
-from rewriter.emit.python_source import UniqueNames, free_name
+from rewriter.emit.python_source import UniqueNames, assignment, attribute, free_name
 from rewriter.emit.roles import Roles
 from rewriter.emit.statements import StatementPrinter, returning
 from rewriter.ir import Body, Leaf, Module, Program, args_of
@@ -122,11 +122,11 @@ class RuntimeLayerPrinter:
         def module(target: str) -> str:
             owner, _, rest = target.removeprefix(f"{source.layers}.").partition(".")
             if owner == str(index):
-                return f"self.{rest}"
+                return attribute(rest)
             if not owner.isdecimal() or int(owner) > index:
                 raise RewriterError(f"layer {index} would call {target}, which is no module of it or of a layer before")
             reads.add(index - int(owner))
-            return f"{previous(index - int(owner))}.{rest}"
+            return attribute(rest, previous(index - int(owner)))
 
         lines, methods = self._schedule(region, names, module)
         before = tuple(sorted(reads))
@@ -146,7 +146,7 @@ class RuntimeLayerPrinter:
         body = [f"    def __init__(self{''.join(f', {a}' for a in arguments)}):", "        super().__init__()"]
         body += ["        self.tp = tp"] if needs_group else []
         body += [f"        {line}" for line in containers(list(constructors))]
-        body += [f"        self.{name} = {text}" for name, text in constructors.items()]
+        body += [f"        {assignment(name, text)}" for name, text in constructors.items()]
         head = ", ".join(["self", *map(previous, before), *given])
         results = ", ".join(names[n] for n in gives)
         body += ["", f"    def forward({head}):", *(f"        {line}" for line in returning(lines, results))]
@@ -233,7 +233,7 @@ class RuntimeLayerPrinter:
 
         def counted(target: str) -> str:
             text = module(target)
-            called.add(text.partition(".")[0])
+            called.add(text.partition(".")[0].partition("[")[0])
             return text
 
         printed = StatementPrinter(piece.nodes, env, kept, self.roles.of, counted, inline=False)

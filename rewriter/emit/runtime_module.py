@@ -21,7 +21,7 @@ from rewriter.common.errors import RewriterError
 from rewriter.emit.classes import ClassTable, containers
 from rewriter.emit.node_code import NodePrinter
 from rewriter.emit.outline import Outline, outline, with_values_in_flight
-from rewriter.emit.python_source import UniqueNames, broken
+from rewriter.emit.python_source import UniqueNames, assignment, attribute, broken
 from rewriter.emit.runtime_layers import RuntimeLayer, RuntimeLayerPrinter, previous
 from rewriter.emit.statements import StatementPrinter
 from rewriter.ir import Body, Opaque, Program, args_of
@@ -101,7 +101,7 @@ class _Emitter:
         lines += ["", "    def __init__(self, mesh=None):", "        super().__init__(mesh)"]
         made = [f"        {line}" for line in containers([*paths.values(), self.source_info.layers])]
         for path, module in outside.items():
-            made.append(f"        self.{paths[path]} = {self.table.construct(module)}")
+            made.append(f"        {assignment(paths[path], self.table.construct(module))}")
         made += [f"        self.{self.source_info.layers} = nn.ModuleList(", *self._list(layers), "        )"]
         named = "tp = " if any(re.search(r"(?<![\w.])tp\b", line) for line in made) else ""
         lines.append(f'        {named}self.tp = None if mesh is None else mesh.get_group("tp")')
@@ -109,7 +109,7 @@ class _Emitter:
             lines.append(f"        self.sequence = SequenceAxis(mesh, {_plan(self.plan)})")
         lines += made
         for alias, canonical in self.program.ties.items():
-            lines.append(f"        self.{alias} = self.{canonical}")
+            lines.append(f"        {assignment(alias, attribute(canonical))}")
         lines += ["", "    def compute(self, input_ids, position_ids, ctx, logits_to_keep=0, gather=True):"]
         lines += [f"        {line}" for line in self._compute(layers, paths)]
         return "\n".join(lines)
@@ -139,7 +139,7 @@ class _Emitter:
 
     def _compute(self, layers: list[RuntimeLayer], paths: Mapping[str, str]) -> list[str]:
         def module(path: str) -> str:
-            return f"self.{self._where(path, paths)}"
+            return attribute(self._where(path, paths))
 
         env: dict[fx.Node, str] = {n: str(n.target) for n in self.program.graph.nodes if n.op == "placeholder"}
         used_later = {n for r in self.outline.layers for n in r.inputs} | {
@@ -207,7 +207,7 @@ class _Emitter:
         if path in paths:
             return paths[path]
         layer, _, rest = path.removeprefix(f"{self.source_info.layers}.").partition(".")
-        return f"{self.source_info.layers}[{layer}].{rest}"
+        return f"{self.source_info.layers}.{layer}.{rest}"
 
 
 def _plan(plan: ops.SequencePlan) -> str:
@@ -244,8 +244,8 @@ _RUNTIME_NAMES = (
     "ColumnParallelConv1D", "ColumnParallelLinear", "Conv1D", "MaskSpec", "PerRankConv1D", "PerRankLayerNorm",
     "PerRankLinear", "RowParallelConv1D", "RowParallelLinear", "RuntimeModel", "SequenceAxis", "SequencePlan",
     "Shared", "SlotSpec", "VocabParallelEmbedding", "agreed", "all_gather", "all_reduce", "all_reduce_start",
-    "all_reduce_wait", "attention", "copy_to_group", "experts", "fork", "gather_tokens", "last_tokens", "repeat_shard",
-    "shard_tokens", "shared_gradient", "vocab_embedding",
+    "all_reduce_wait", "attention", "copy_to_group", "experts", "fork", "gather_tokens", "last_tokens", "own_shard",
+    "repeat_shard", "shard_tokens", "shared_gradient", "vocab_embedding",
 )  # fmt: skip
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from rewriter.analysis.sequence_layout import context_length
+from rewriter.common.cache_names import cache_argument, cache_of
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Program
 from rewriter.verify.drift import CALIBRATION, load_tokenizer, too_large
@@ -116,11 +116,11 @@ def written(
     ids = torch.randint(vocabulary, (count, 1), generator=generator)
     if isinstance(first, int) and 0 <= first < vocabulary:
         ids[:] = first
-    cache: Any = None
+    name, cache = cache_argument(model), None
     for place in range(1, length):
         report(place, length)
-        step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
+        step = model(input_ids=ids[:, -1:], use_cache=True, **{name: cache})
+        cache = cache_of(step)
         chances = step.logits[:, -1].float().softmax(-1)[:, :vocabulary]
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)], 1)
     load_host.cache_clear()

@@ -21,6 +21,7 @@ from rewriter.tracing.interception import Recorded
 from rewriter.tracing.leaves import as_leaf, as_linear, is_called
 from rewriter.tracing.masks import Static, StaticGraph
 from rewriter.tracing.model_errors import refused
+from rewriter.tracing.per_head import join_pieces
 from rewriter.tracing.recorded_calls import base_name, input_names, intercepted_modules, record_calls, tensors_of
 
 # what a body reads: by name, the value of a constant made in the forward itself, None for parameters and buffers
@@ -107,6 +108,7 @@ class BodyTracer:
             inputs = [n for n in graph.nodes if n.op == "placeholder" and n.target != "ctx"]
             known = {n: s for n, t in zip(inputs, tensors, strict=True) if (s := static(t)) is not None}
             recognise(graph, self.static_graph(graph, used, f"{path}.", known))
+            join_pieces(graph, children)
         for node in graph.nodes:
             if node.op == "call_module" and isinstance(child := children[str(node.target)], Body):
                 node.args = tuple(args_of(node)[i] for i in child.kept)

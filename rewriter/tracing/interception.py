@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
@@ -80,12 +81,18 @@ def lifted_attention(
             f"{type(module).__name__} passes {sorted(unknown)} to its attention function, which this version cannot "
             "represent. Its attention cannot be traced."
         )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    plain = (softcap, s_aux, query.shape[1]) == (None, None, key.shape[1])
+    if plain and attention_mask is None and not getattr(module, "is_causal", True):
+        # Over something else than tokens (the blocks before a layer), for which nothing is kept from step to step: a
+        # product, which no one shall take for attention to tokens.
+        weights = (query.float() @ key.float().transpose(2, 3) * scale).log_softmax(-1).exp()
+        return (weights.to(query.dtype) @ value).transpose(1, 2), None
     if not isinstance(attention_mask, torch.Tensor):
         raise RewriterError(
             f"{type(module).__name__} hands its attention function {type(attention_mask).__name__} instead of the mask "
             "that transformers' mask functions made. Its attention cannot be traced."
         )
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     spec = {"scale": float(scale), "softcap": softcap}
     out = torch.ops.rewriter_trace.attention(query, key, value, s_aux, attention_mask, json.dumps(spec))
     return out, None
@@ -105,19 +112,6 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
     AttentionInterface.register(LIFTED, lifted_attention)
     AttentionMaskInterface.register(LIFTED, lifted_mask)
     ALL_EXPERTS_FUNCTIONS.register(LIFTED, lifted_experts)
-    make, pick = torch.tensor, torch.Tensor.__getitem__
-
-    def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
-        """x[index], where a list of one number, which would be a tensor on meta, is a slice."""
-        parts = index if isinstance(index, tuple) else (index,)
-        several = sum(isinstance(p, (list, torch.Tensor)) for p in parts)  # more than one would index together
-        return pick(x, tuple(map(_as_slice, parts)) if several == 1 else index)
-
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-        """torch.tensor, where a number that it would put on meta stays readable in the graph."""
-        if isinstance(data, (bool, int, float)) and torch.device(device or "cpu").type == "meta":
-            return torch.full((), data, device=device, **options)
-        return make(data, device=device, **options)
 
     try:
         for config in configs.values():
@@ -127,8 +121,7 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
         with (
             mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
             mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None),
-            mock.patch.object(torch, "tensor", tensor),
-            mock.patch.object(torch.Tensor, "__getitem__", getitem),
+            _ReadableNumbers(),
         ):
             yield
     finally:
@@ -140,9 +133,33 @@ def lifted_interfaces(model: nn.Module) -> Iterator[None]:
 
 
 def _as_slice(part: Any) -> Any:
+    """An index, where a list of one number is a slice."""
     if isinstance(part, list) and len(part) == 1 and type(part[0]) is int:
         return slice(part[0], part[0] + 1 or None)
     return part
+
+
+class _ReadableNumbers(TorchFunctionMode):
+    """Keeps numbers readable that torch would make tensors on meta of. (A patch of `Tensor.__getitem__` would leave its
+    type's slots changed for the whole process, also when it is undone.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor:
+            return _tensor(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            # Several lists or tensors would index together.
+            if sum(isinstance(part, (list, torch.Tensor)) for part in parts) == 1:
+                args = (args[0], tuple(map(_as_slice, parts)))
+        return func(*args, **kwargs)
+
+
+def _tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    """torch.tensor, where a number that it would put on meta stays readable in the graph."""
+    if isinstance(data, (bool, int, float)) and torch.device(device or "cpu").type == "meta":
+        return torch.full((), data, device=device, **options)
+    return torch.tensor(data, device=device, **options)
 
 
 @dataclasses.dataclass

@@ -15,7 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rewriter.common.errors import RewriterError
-from rewriter.common.expressions import Concat, Expression, Stack, Transpose
+from rewriter.common.expressions import Expression
+from rewriter.tracing.conversions import converted
 from rewriter.weights import Checkpoint
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
@@ -67,7 +68,8 @@ def checkpoint_expressions(
         if converter is None:
             expressions[target] = tensors[sources[pattern][0]]
         else:
-            expressions[target] = _convert(converter, sources, target, tensors)
+            made = converted(model, converter, sources, target, tensors, checkpoint.shapes)
+            expressions |= {name: expression for name, expression in made.items() if name in wanted}
     for alias, canonical in list(ties.items()):
         if alias in wanted and canonical in wanted:
             if canonical not in expressions and alias in expressions:
@@ -137,28 +139,3 @@ def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     buffers = {n for n, _ in model.named_buffers()}
     return target in buffers or any(re.search(p, n) for p in patterns for n in (name, target))
-
-
-def _convert(
-    converter: Any, sources: Mapping[str, list[str]], target: str, tensors: Mapping[str, Expression]
-) -> Expression:
-    """One fused parameter: the converter's operations, as expressions. Order of the source patterns decides."""
-    values: list[list[Expression]] = [
-        [tensors[n] for n in sources[p]] for p in converter.source_patterns if p in sources
-    ]
-    if len(values) != len(converter.source_patterns):
-        lacking = next(p for p in converter.source_patterns if p not in sources)
-        raise RewriterError(f"{target}: the checkpoint has no tensor like *{lacking}, needed to build it.")
-    for operation in converter.operations:
-        kind = type(operation).__name__
-        if kind == "MergeModulelist":
-            values = [[Stack(tuple(group), operation.dim)] for group in values]
-        elif kind == "Concatenate":
-            values = [[Concat(tuple(e for group in values for e in group), operation.dim)]]
-        elif kind == "Transpose" and all(len(group) == 1 for group in values):
-            values = [[Transpose(group[0], operation.dim0, operation.dim1)] for group in values]
-        else:
-            raise RewriterError(f"{target}: conversion {kind} of this model type's checkpoints is not supported yet.")
-    if len(values) != 1 or len(values[0]) != 1:
-        raise RewriterError(f"{target}: its conversion gives {len(values)} tensors where one is expected.")
-    return values[0][0]

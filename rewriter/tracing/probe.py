@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
+from rewriter.common.cache_names import cache_argument
 from rewriter.common.errors import RewriterError
 from rewriter.ir import SPLAT
 from rewriter.tracing.example import Example
@@ -86,7 +87,7 @@ def absent_arguments(
         {"use_cache": False, "attention_mask": padded},
         {"use_cache": False, "attention_mask": padded.to("meta")},
         {"use_cache": True},
-        {"use_cache": True, "past_key_values": DynamicCache(config=model.config)},
+        {"use_cache": True, cache_argument(model): DynamicCache(config=model.config)},
     ):
         for found in _runs(model, layers, {**example, **extra}, failures):
             for layer, call in found.items():

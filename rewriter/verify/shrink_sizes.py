@@ -93,6 +93,9 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
         if isinstance(data.get(n), (list, tuple)) and all(isinstance(size, int) for size in data[n])
     }
     new |= {n: _divisible_alike(data[n], 256, ranks) for n in _integers(data, VOCABULARY)}
+    if len(_integers(data, ("vocab_size", "unpadded_vocab_size"))) == 2:  # the padding stays, or there is none
+        padding = ranks if data["unpadded_vocab_size"] < data["vocab_size"] else 0
+        new["unpadded_vocab_size"] = _divisible_alike(data["unpadded_vocab_size"], new["vocab_size"] - padding, ranks)
     new |= {n: min(data[n], WINDOW) for n in _integers(data, WINDOWS)}
     new |= {n: min(data[n], 4) for n in _integers(data, EXPERTS)}
     new |= {n: min(data[n], 2) for n in _integers(data, PICKED_EXPERTS)}

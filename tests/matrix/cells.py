@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "reference" / "versions.md"
 
 PYTHONS = ("3.11", "3.12")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
-TRANSFORMERS = ("5.17", "5.19", "5.20", "5.23")
+TRANSFORMERS = ("5.17", "5.19", "5.20", "5.23", "5.24")
 PINNED = "2.13"  # of torch, in constraints.txt
 SMOKE = ("tests/test_smoke.py", "tests/test_zero_stages.py", "tests/test_runtime_compiled.py")
 """What runs in each cell, but for the tests marked slow."""
