@@ -27,6 +27,7 @@ from rewriter.verify.quantized_loading import cannot_load, loading_arguments
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
+from rewriter.weights.loadable import loadable
 
 Weights = Literal["shrunken", "real"]
 _TOKENS = 21
@@ -75,10 +76,11 @@ def real_material(traced: Program) -> Material:
         raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
     if reason := cannot_load(source.path):
         raise RewriterError(f"{source.path}: transformers cannot load it ({reason}). Use --weights shrunken")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
-        **loading_arguments(source.path),
-    ).eval()  # fmt: skip
+    with loadable(source.path) as place:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
+            **loading_arguments(place),
+        ).eval()  # fmt: skip
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
 

@@ -15,7 +15,7 @@ from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.preflight import require_room
-from rewriter.convert.report import ConversionReport, communication, verification_table
+from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
 from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
@@ -150,7 +150,7 @@ def save(
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
     check_place(Path(out), program.source.path)
-    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize)
+    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize, chosen.drop_unused)
     end_tokens(layout.checkpoint.directory, program.source.config)  # what is copied can be read
     report = ConversionReport(
         model=output_files.public_name(program.source.path, name),
@@ -163,7 +163,10 @@ def save(
         communication=communication(program),
         files=sorted([*layout.names(), CARD, MANIFEST]),
         bytes=layout.nbytes(),
-        notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped],
+        notes=[
+            *(f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped),
+            *unused_note(program, chosen.drop_unused),
+        ],
         program=program,
     )
     if chosen.dry_run:
@@ -179,6 +182,7 @@ def save(
         found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
+        manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
         _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)

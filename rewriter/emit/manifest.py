@@ -189,7 +189,7 @@ class Manifest(_Part):
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite.
+    where weights are as they were before the rewrite. `unused` are the tensors that the model has no parameter for.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -206,6 +206,7 @@ class Manifest(_Part):
     verification: Verified
     golden: Golden | None = None
     adaptation: AdaptationEntry | None = None
+    unused: list[str] = []
     files: dict[str, str]
     job: dict[str, Any] | None = None
 

@@ -24,7 +24,7 @@ from rewriter.emit.weight_references import FLOATS, cast_dtypes, weight_referenc
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.checkpoint import INDEX, SINGLE, torch_dtype
+from rewriter.weights.checkpoint import INDEX, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import read_header
 from rewriter.weights.references import references_text
@@ -67,14 +67,19 @@ class PlannedFiles:
 
 
 def plan(
-    program: Program, dtype: str | None = None, materialize: bool = False, dequantize: bool = False
+    program: Program,
+    dtype: str | None = None,
+    materialize: bool = False,
+    dequantize: bool = False,
+    drop_unused: bool = False,
 ) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
     `dtype` (bf16, fp16, fp32) converts floating-point weights. Ranks read ranges of the adapted checkpoint, or with
     `materialize` files that hold what each of them needs. Quantized weights stay as they are stored, unless
-    `dequantize` writes what they stand for. Raises RewriterError for a program without a checkpoint, one that can only
-    be timed, and everything that the emitters refuse.
+    `dequantize` writes what they stand for; `drop_unused` leaves out tensors that the model does not use. Raises
+    RewriterError for a program without a checkpoint, one that can only be timed, and everything that the emitters
+    refuse.
     """
     from rewriter.emit.huggingface import emit_huggingface
 
@@ -89,7 +94,7 @@ def plan(
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
-    kept = kept_tensors(program, checkpoint, dequantize, refuse=_kept_quantized(dtype, materialize))
+    kept = kept_tensors(program, checkpoint, dequantize, _kept_quantized(dtype, materialize), drop_unused)
     program = kept.program
     single = single_device(program)
     emitted, changed = emit_huggingface(single), changed_tensors(single, kept.shapes)
@@ -246,11 +251,13 @@ def _index(
 ) -> str:
     """The index of the adapted checkpoint, of a single file too: by it engines know which files are the model's."""
     names = {file: file.relative_to(checkpoint.directory).as_posix() for file in files}
-    if checkpoint.files != (source / SINGLE,) and not any(name in shards for name in names.values()):
+    weight_map = {n: names[file] for file, inside in files.items() for n in inside}
+    said = checkpoint.index or {}
+    alike = said.get("weight_map") == weight_map and isinstance(said.get("metadata"), dict)
+    if alike and not any(name in shards for name in names.values()):
         return (source / INDEX).read_text(encoding="utf-8")
     total = sum(checkpoint.tensors[n].nbytes for f, inside in files.items() if names[f] not in shards for n in inside)
     total += plan_bytes(checkpoint, [ShardPlan(Path(n), shards[n]) for n in names.values() if n in shards])
-    weight_map = {n: names[file] for file, inside in files.items() for n in inside}
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 

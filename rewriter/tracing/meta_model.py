@@ -124,18 +124,6 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     return Skeleton(model, model.config, path, layers, buffers, stored)
 
 
-def require_fixed_rotary(model: PreTrainedModel) -> None:
-    """Refuse rotary scaling that transformers recomputes for the length of every call, which a program cannot hold."""
-    for path, module in model.named_modules():
-        kinds = getattr(module, "rope_type", ())
-        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                raise RewriterError(
-                    f"{path}: rotary scaling {kind!r} depends on the length of a call, which a program cannot "
-                    "represent. Models that scale every length alike (default, linear, yarn, llama3) can be traced"
-                )
-
-
 def kept_in_fp32(model: PreTrainedModel) -> set[str]:
     """Patterns of the tensors that loading in the config's dtype leaves in fp32 (`PreTrainedModel._get_dtype_plan`)."""
     strict = set(model._keep_in_fp32_modules_strict or ())

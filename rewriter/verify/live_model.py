@@ -14,6 +14,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque, Program
 from rewriter.verify.quantized_loading import loading_arguments
+from rewriter.weights.loadable import loadable
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -32,9 +33,10 @@ def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
     """The unmodified eager model of a checkpoint directory, in eval mode."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code, **loading_arguments(path)
-    ).eval()
+    with loadable(path) as place:
+        return AutoModelForCausalLM.from_pretrained(
+            place, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code, **loading_arguments(place)
+        ).eval()
 
 
 class Host:

@@ -25,6 +25,7 @@ from rewriter.verify.reference_modes import Reference, reference_of
 from rewriter.verify.shrunken_check import MOST_RANKS, on_ranks
 from rewriter.weights import Checkpoint
 from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.loadable import loadable
 from rewriter.weights.quantized_tensors import QuantizedWeights, quantized_weights
 from rewriter.weights.streaming import stream_parameters
 
@@ -77,10 +78,11 @@ def source_logits(
     assert source.path is not None
     if stream or cannot_load(source.path):
         return reference.logits(streamed_model(Path(source.path), source.remote_code, target), ids)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
-        **loading_arguments(source.path),
-    ).eval()  # fmt: skip
+    with loadable(source.path) as place:
+        model = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
+            **loading_arguments(place),
+        ).eval()  # fmt: skip
     if quantized := _quantized(Checkpoint.open(source.path)):
         target = target or torch_dtype(quantized.dtype, "its weights")  # ranks hold them so
     for tensor in model.state_dict().values():
@@ -95,7 +97,7 @@ def streamed_model(directory: Path, remote_code: bool, target: torch.dtype | Non
     tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=remote_code)
     model = build_on_meta(config, torch.float32, attn_implementation="eager", trust_remote_code=remote_code).eval()
-    expressions, ties = checkpoint_expressions(model, checkpoint, tensors)
+    expressions, ties, _ = checkpoint_expressions(model, checkpoint, tensors)
 
     def read(name: str) -> torch.Tensor:
         tensor = checkpoint.evaluate(expressions[ties.get(name, name)])

@@ -23,6 +23,7 @@ from rewriter.verify.shrunken_check import compare_emitted, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
 from rewriter.weights import Checkpoint
 from rewriter.weights.checkpoint import torch_dtype
+from rewriter.weights.loadable import loadable
 from rewriter.weights.narrowing import is_dequantized
 
 SHARDED_DRIFT = (
@@ -122,10 +123,11 @@ class RealWeights:
             return
         reference = reference_of(self.program, asked_passes(self.program))
         self.progress("comparing the real weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
-            **loading_arguments(str(source.path)),
-        ).eval()  # fmt: skip
+        with loadable(str(source.path)) as place:
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
+                **loading_arguments(place),
+            ).eval()  # fmt: skip
         if (quantization(str(source.path)) or {}).get("quant_method") == "bitsandbytes":  # no option of loading
             model.dequantize(torch.float32)
         name = f"real weights: rewritten = {reference.name}"

@@ -29,6 +29,7 @@ from rewriter.verify.quantized_loading import cannot_load
 from rewriter.verify.random_model import amplification, random_ids, random_model
 from rewriter.verify.reference_modes import original_logits, reference_of
 from rewriter.verify.shrink import depth, representatives, shrink
+from rewriter.verify.shrink_sizes import rope_types
 from rewriter.verify.simulate import simulate
 
 LENGTHS = (1, 21, 100)
@@ -150,7 +151,9 @@ def on_ranks(mesh: Mapping[str, int], what: str = "") -> str:
 
 
 def test_lengths(config: PreTrainedConfig) -> list[int]:
-    """The lengths to compare at: those that the model has positions for."""
+    """The lengths to compare at: those that the model has positions for. Dynamic scaling is for more than it has."""
+    if "dynamic" in rope_types(getattr(config.get_text_config(), "rope_parameters", None)):
+        return list(LENGTHS)
     return [length for length in LENGTHS if length <= context_length(config.to_dict())]
 
 
