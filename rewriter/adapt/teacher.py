@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rewriter.adapt.options import Options
 from rewriter.adapt.students import base_of
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.convert.rewritten_source import Opened, source_config
@@ -45,6 +46,7 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
             )
         return None
     place = Path(teacher)
+    refuse_adapter(place)
     config = {}
     if (place / "config.json").is_file():
         config = read_json(place / "config.json", "Give the original model as --teacher.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.destination import check_free, check_place
 from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
@@ -39,7 +40,7 @@ from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
 from rewriter.verify.comparison import Verification
-from rewriter.verify.drift import golden_tokens, too_large
+from rewriter.verify.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.verify.real_ranks import compare_ranks
 from rewriter.verify.real_weights import RealWeights
 
@@ -152,6 +153,8 @@ def save(
     check_place(Path(out), program.source.path)
     layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize, chosen.drop_unused)
     end_tokens(layout.checkpoint.directory, program.source.config)  # what is copied can be read
+    if adaptation is None and own_code(layout.checkpoint.directory):
+        load_tokenizer(str(layout.checkpoint.directory), program.source.remote_code)  # may be refused
     report = ConversionReport(
         model=output_files.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),

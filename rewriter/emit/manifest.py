@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.common.version import VERSION
@@ -245,10 +246,12 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema."""
+    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema, and
+    where an adapter lies beside it."""
     path = directory / MANIFEST
     if not directory.is_dir():
         raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
+    refuse_adapter(directory)
     if not os.path.lexists(path):
         raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.")
     data = read_json(path, "Rewrite the model again.")

@@ -15,6 +15,7 @@ import torch
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference, Tensor
+from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
 from rewriter.emit.kept_tensors import kept_tensors
 from rewriter.emit.manifest import FileHeader, PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
@@ -227,8 +228,9 @@ def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:
 
     Raises RewriterError for something else in the place of one, such as a folder or a link that leads nowhere.
     """
+    of_code = {*code_files(source), *vocabulary_files(source)}
     for path in sorted(source.iterdir()):
-        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
+        if path not in of_code and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
             continue
         if path.is_file():
             yield path, path.name

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
+from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
@@ -31,6 +32,10 @@ from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
 from rewriter.weights.quantized_tensors import quantized_weights
+
+# of a hub id; Python files are copied, never run without leave
+_ALLOWED = ["*.safetensors", "*.json", "tokenizer*", "*.py", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*"]
+_OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*/*"]
 
 draw_with(program_drawing)  # every program comes from here
 
@@ -141,5 +146,7 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+        path = Path(snapshot_download(str(model), allow_patterns=_ALLOWED))
+        if own_code(path):  # its vocabulary may have any name
+            path = Path(snapshot_download(str(model), ignore_patterns=_OTHER_WEIGHTS))
     return Checkpoint.open(path)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rewriter.common.adapters import CONFIG, refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.tracing.config_numbers import check_numbers, check_sizes
@@ -57,6 +58,8 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     looks_local = os.path.lexists(path) or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
     if looks_local and not path.exists():
         raise RewriterError(f"no such model: {source}. Give a Hugging Face directory, a config.json or a hub id.")
+    if path.is_dir():
+        refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
     try:
@@ -81,9 +84,21 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     except RewriterError:
         raise
     except Exception as error:  # a config class's own code raises what it likes
+        if not looks_local:
+            _refuse_adapter_of_the_hub(str(source))
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
         said = f"{type(error).__name__}: " if isinstance(error, ArithmeticError | LookupError) else ""
         raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}") from error
+
+
+def _refuse_adapter_of_the_hub(source: str) -> None:
+    from huggingface_hub import hf_hub_download
+
+    found = None
+    with contextlib.suppress(Exception):  # no such id, no network, no such file
+        found = hf_hub_download(source, CONFIG)
+    if found is not None:
+        refuse_adapter(Path(found).parent)
 
 
 def refuse_per_rank(source: Any, config: Any) -> None:

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
@@ -71,6 +72,7 @@ class Checkpoint:
             raise RewriterError(
                 f"{root}: {what}. Expected a Hugging Face checkpoint: config.json and {SINGLE} (or {INDEX})."
             )
+        refuse_adapter(root)
         # transformers looks in this order too: one file goes before an index.
         if (root / SINGLE).exists():
             return cls(root, {root / SINGLE: read_header(root / SINGLE)})
