@@ -23,7 +23,7 @@ from rewriter.ir import LayerSource, Module, Parameter, Program, Source, paramet
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
-from rewriter.tracing.meta_model import Skeleton, build_skeleton, kept_in_fp32, load_config, require_fixed_rotary
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config, require_fixed_rotary
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
@@ -121,7 +121,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
         absent=absent,
         remote_code=remote_code,
-        fp32=tuple(sorted(kept_in_fp32(model))),
+        fp32=skeleton.fp32,
     )
 
 
