@@ -16,15 +16,16 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, load_config
-from rewriter.weights.loadable import loadable
+from rewriter.verify.plain_model import PlainTensors, plain_model
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
     """The Hugging Face model in a directory, in fp32 on `device`."""
-    with loadable(directory) as place:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            place, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
-        )
+    if not PlainTensors(directory).loadable:
+        return plain_model(directory, trust_remote_code)[0].to(device)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
+    )
     return model.to(device)
 
 

@@ -186,7 +186,7 @@ def save(
         hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
         manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
-        _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
+        _write_checked(program, layout, output, chosen, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
     return report
@@ -194,6 +194,7 @@ def save(
 
 def _write_checked(
     program: Program,
+    layout: output_files.PlannedFiles,
     output: OutputDirectory,
     options: SaveOptions,
     found: Verification,
@@ -203,7 +204,7 @@ def _write_checked(
 ) -> None:
     """Check the real weights, and complete the manifest by what was `found`; it is written last."""
     drift: Drift | None = None
-    real = None if options.verify == "none" else _real_weights(program, options, progress, found)
+    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, found)
     if real is not None:
         if options.verify == "full":
             real.compare(found)
@@ -220,8 +221,7 @@ def _write_checked(
             real.compare_emitted(found, output.staging)
         else:
             del real  # its memory is needed
-            target = None if options.dtype is None else output_files.DTYPES[options.dtype]
-            compare_ranks(program, manifest.mesh, output.staging, found, target, progress)
+            compare_ranks(program, manifest.mesh, output.staging, found, layout.target, layout.dequantized, progress)
         manifest.verification = verified(found, options.verify, drift)
     assert program.source.path is not None
     output.write(CARD, model_card(manifest, Path(program.source.path)))
@@ -230,7 +230,11 @@ def _write_checked(
 
 
 def _real_weights(
-    program: Program, options: SaveOptions, progress: ProgressCall, found: Verification
+    program: Program,
+    layout: output_files.PlannedFiles,
+    options: SaveOptions,
+    progress: ProgressCall,
+    found: Verification,
 ) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
@@ -238,4 +242,4 @@ def _real_weights(
     if reason := too_large(single_device(program), copies):
         found.notes.append(reason)
         return None
-    return RealWeights(program, options.dtype, progress, options.dequantize)
+    return RealWeights(program, layout, progress)

@@ -45,9 +45,17 @@ class KeptTensors:
         """An expression over `tensors` as one over the checkpoint's."""
         return expression if self.dequantized is None else substituted(expression, self._by_name)
 
+    def named(self, expression: Expression) -> Expression:
+        """An expression over the checkpoint's tensors as one over `tensors`."""
+        return expression if self.dequantized is None else substituted(expression, self._names)
+
     @cached_property
     def _by_name(self) -> Mapping[Expression, Expression]:
         return {Tensor(name): tensor for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def _names(self) -> Mapping[Expression, Expression]:
+        return {tensor: name for name, tensor in self._by_name.items()}
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """config.json for these tensors, from one for the checkpoint's."""

@@ -25,7 +25,7 @@ from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
 from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
-from rewriter.tracing.meta_model import Skeleton, build_skeleton, kept_in_fp32, load_config
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
@@ -131,7 +131,7 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
         absent=absent,
         remote_code=remote_code,
-        fp32=tuple(sorted(kept_in_fp32(model))),
+        fp32=skeleton.fp32,
         by_length=by_length(model),
         renewed_after=renewed_after(model),
     )

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ _EAGER = {"attn_implementation": "eager"}
 class Skeleton:
     """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers.
 
-    `stored` are the buffers whose values are in checkpoints, each with the dtype it keeps (None: the model's).
+    `stored` are the buffers whose values are in checkpoints, each with the dtype it keeps (None: the model's). `fp32`:
+    see `kept_in_fp32`.
     """
 
     model: PreTrainedModel
@@ -44,6 +45,7 @@ class Skeleton:
     layers: nn.ModuleList
     buffers: dict[str, torch.Tensor]
     stored: dict[str, torch.dtype | None]
+    fp32: Mapping[str, tuple[str, ...]]
 
 
 def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -123,12 +125,13 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     model.eval()
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    made_alike = _buffers_in_model_dtype(config, trust_remote_code) if buffers else frozenset()
+    made_alike, declared = _dtypes_as_built(config, trust_remote_code)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
-    stored = stored_buffers(model)
+    kept = kept_in_fp32(model, declared)
+    stored = stored_buffers(model, kept["bfloat16"])
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -136,33 +139,41 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
                 follows = stored[full] is None if full in stored else full in made_alike
                 module._buffers[name] = buffer.to("meta", TRACE_DTYPE if follows else buffer.dtype)
     path, layers = find_layers(model)
-    return Skeleton(model, model.config, path, layers, buffers, stored)
+    return Skeleton(model, model.config, path, layers, buffers, stored, kept)
 
 
-def kept_in_fp32(model: PreTrainedModel) -> set[str]:
-    """Patterns of the tensors that loading in the config's dtype leaves in fp32 (`PreTrainedModel._get_dtype_plan`)."""
-    strict = set(model._keep_in_fp32_modules_strict or ())
-    return strict | set(model._keep_in_fp32_modules or ()) if model.config.dtype == torch.float16 else strict
+def kept_in_fp32(model: PreTrainedModel, declared: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+    """By the dtype to load in, regular expressions for the names of tensors that transformers then has in fp32.
+
+    Those are what the class names (`PreTrainedModel._get_dtype_plan`), and what it makes in fp32 by itself: `declared`.
+    """
+    strict = {pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()}
+    strict |= {re.sub(r"\.\d+\.", r"\\.\\d+\\.", f"^{name}$") for name in declared}
+    half = strict | {pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules or ()}
+    return {"bfloat16": tuple(sorted(strict)), "float16": tuple(sorted(half))}
 
 
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
-    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
+def stored_buffers(model: PreTrainedModel, fp32: Collection[str] = ()) -> dict[str, torch.dtype | None]:
+    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows.
+
+    `fp32` are those of `kept_in_fp32`.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    kept = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
     found: dict[str, torch.dtype | None] = {}
     for name, tensor in model.state_dict().items():
         if name not in parameters:
-            follows = not any(re.search(pattern, name) for pattern in kept)
+            follows = not any(re.search(pattern, name) for pattern in fp32)
             found[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
     return found
 
 
-def _buffers_in_model_dtype(config: PreTrainedConfig, trust_remote_code: bool) -> frozenset[str]:
-    """The buffers that have the dtype of the model (position tables), in contrast to those that are always float32."""
+def _dtypes_as_built(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[frozenset[str], frozenset[str]]:
+    """(Buffers that have the dtype of the model, such as position tables; what checkpoints hold and is always fp32.)"""
     declared = getattr(config, "dtype", None)
     other = build_on_meta(config, TRACE_DTYPE, trust_remote_code=trust_remote_code, **_EAGER)
     config.dtype = declared
-    return frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
+    alike = frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
+    return alike, frozenset(name for name, t in other.state_dict().items() if t.dtype == torch.float32)
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
