@@ -21,7 +21,7 @@ from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.saved_output import check_files, check_headers
-from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
+from rewriter.verify.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
@@ -230,6 +230,10 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
         notes.append("warning: this vllm is of another Python: neither its version nor its plugins are known.")
     elif ".".join(found.split(".")[:2]) not in TRIED:
         notes.append(f"warning: vLLM {found} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
+    if {"longrope", "dynamic"} & rope_types(_config(root).get("rope_parameters") or _config(root).get("rope_scaling")):
+        notes.append("Its Transformers backend chooses rotary frequencies by the longest request of a batch.")
+    if manifest is not None and (unused := manifest.unused):
+        notes.append(f"warning: vLLM refuses tensors that no model uses ({unused[0]}). Convert with --drop-unused.")
     if manifest is None:
         return [*notes, "It is not rewritten: none of its all-reduces overlaps with computation."]
     plugin = found is None or _plugin()
