@@ -151,3 +151,12 @@ def test_commands_that_read_configs(sources: Any) -> None:
     config = sources("phi3") / "config.json"
     assert api.inspect(config, "ladder", tp=2).data["blocks"]
     assert emit_huggingface(Ladder([1, 2]).apply(trace(sources("phi3")))).modeling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "dynamic"])
+def test_onnx_has_both_sides(name: str, sources: Any, tmp_path: Path) -> None:
+    """The export is compared with torch at 21 tokens, beyond the boundary."""
+    pytest.importorskip("onnxruntime")
+    api.convert(sources(name), "ladder", out=tmp_path / "out", verify="none")
+    api.export_onnx(tmp_path / "out", tmp_path / "model.onnx")

@@ -28,13 +28,14 @@ _LONG, _STEPS = "long_inv_freq", "frequency_steps"
 
 
 @contextlib.contextmanager
-def rotary_by_length(model: PreTrainedModel, buffers: dict[str, torch.Tensor]) -> Iterator[None]:
+def rotary_by_length(model: nn.Module, buffers: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let the modules of `model` that depend on a call's length say so in their graphs, for the duration of the block.
 
     `buffers` are the values of the model's buffers by name; the second sets of frequencies are added to them. Raises
     RewriterError for a kind of scaling that transformers does not have itself.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
+    added: list[tuple[nn.Module, str]] = []
     try:
         for path, module in model.named_modules():
             kinds = _kinds(module)
@@ -45,7 +46,9 @@ def rotary_by_length(model: PreTrainedModel, buffers: dict[str, torch.Tensor]) -
                     raise RewriterError(f"{path}: rotary scaling {kind!r} is not known. Known: dynamic, longrope")
                 name, value = _table(module, layer_type, kind)
                 buffers[f"{path}.{name}"] = value
-                module.register_buffer(name, value.to("meta"), persistent=False)
+                device = module._buffers[_named(layer_type, "inv_freq")].device
+                module.register_buffer(name, value.to(device), persistent=False)
+                added.append((module, name))
             cls = type(module)
             changed.append((module, cls))
             own = {"forward": _forward(cls, kinds), "__module__": cls.__module__}
@@ -54,6 +57,8 @@ def rotary_by_length(model: PreTrainedModel, buffers: dict[str, torch.Tensor]) -
     finally:
         for module, cls in changed:
             module.__class__ = cls
+        for module, name in added:
+            del module._buffers[name]
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
