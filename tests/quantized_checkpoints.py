@@ -81,7 +81,11 @@ def autofp8() -> tuple[Pack, dict[str, Any]]:
 
     def pack(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         codes, scales, meant = fp8_codes(weight, *weight.shape)
-        return {name: codes, f"{name}_scale": scales[0, 0], name.replace("weight", "input_scale"): torch.ones(())}, meant
+        return {
+            name: codes,
+            f"{name}_scale": scales[0, 0],
+            name.replace("weight", "input_scale"): torch.ones(()),
+        }, meant
 
     return pack, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 

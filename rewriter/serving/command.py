@@ -19,7 +19,6 @@ from rewriter.common.errors import RewriterError
 from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
-from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.saved_output import check_files, check_headers
 from rewriter.verify.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.weights import Checkpoint
@@ -92,6 +91,8 @@ def serve_command(
 def _refuse_code(root: Path, name: str, generated: bool) -> None:
     """Raise RewriterError where an engine would run a tokenizer's own code, or could not do without."""
     if not generated:
+        from rewriter.verify.drift import load_tokenizer
+
         load_tokenizer(str(root))
         return
     raise RewriterError(
