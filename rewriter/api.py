@@ -381,6 +381,7 @@ def generate(
     stop: Sequence[str] = (),
     compile: bool = False,
     check: bool = False,
+    trust_remote_code: bool = False,
     on_text: Callable[[int, str, Generation | None], None] = lambda *_: None,
     **sampling: Any,
 ) -> list[Generation]:
@@ -391,6 +392,7 @@ def generate(
     temperature (0, the default, takes the likeliest token), top_k, top_p and seed, which every prompt starts from.
     `compile` compiles the decode step first, which takes a minute or more and pays for long or many texts.
     `check` compares the sha256 of every file with the manifest first, which reads all weights once more.
+    `trust_remote_code` lets a tokenizer run Python code that it brings.
     `on_text(index, piece, None)` gets the text of prompt `index` as it comes, `on_text(index, piece, generation)` its
     last piece.
 
@@ -422,7 +424,7 @@ def generate(
             "has"
         )
     ends, filling = end_tokens(root, config)
-    tokenizer = _tokenizer(root)
+    tokenizer = _tokenizer(root, trust_remote_code)
     ids = [_prompt_ids(root, tokenizer, prompt) for prompt in prompts]
     # A special token is no part of the text, and so ends it by its id.
     ends = [*ends, *tokenizer.convert_tokens_to_ids([s for s in stop if s in _special(tokenizer)])]
@@ -454,10 +456,10 @@ def export_onnx(directory: str | os.PathLike[str], file: str | os.PathLike[str])
     export_onnx(Path(directory), Path(file))
 
 
-def _tokenizer(root: Path) -> Any:
+def _tokenizer(root: Path, trust_remote_code: bool) -> Any:
     from rewriter.verify.drift import load_tokenizer, tokenizer_files
 
-    tokenizer = load_tokenizer(str(root))
+    tokenizer = load_tokenizer(str(root), trust_remote_code)
     if tokenizer is None:
         broken = tokenizer_files(root)
         what = f"transformers cannot load its tokenizer ({', '.join(broken)})" if broken else "it has no tokenizer"

@@ -206,7 +206,7 @@ def parameters(path: Path) -> tuple[Tensors, Mapping[str, str]]:
     """(values, ties): what a program traced from `path` computes with, by runtime name, without tracing it."""
     model, checkpoint = build_skeleton(load_config(path)).model, Checkpoint.open(path)
     tensors = {name: Tensor(name) for name in checkpoint.tensors}
-    expressions, ties = checkpoint_expressions(model, checkpoint, tensors)
+    expressions, ties, _ = checkpoint_expressions(model, checkpoint, tensors)
     return {name: checkpoint.evaluate(expression) for name, expression in expressions.items()}, ties
 
 

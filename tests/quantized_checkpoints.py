@@ -76,6 +76,20 @@ def fp8_blocks(rows: int, columns: int) -> tuple[Pack, dict[str, Any]]:
     return pack, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [rows, columns]}
 
 
+def autofp8() -> tuple[Pack, dict[str, Any]]:
+    """AutoFP8: weight, weight_scale and input_scale, one number each."""
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, meant = fp8_codes(weight, *weight.shape)
+        return {
+            name: codes,
+            f"{name}_scale": scales[0, 0],
+            name.replace("weight", "input_scale"): torch.ones(()),
+        }, meant
+
+    return pack, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
 def compressed_fp8(strategy: str) -> tuple[Pack, dict[str, Any]]:
     """compressed-tensors, float-quantized: weight and weight_scale, [1] per tensor or [outputs, 1] per channel."""
 
@@ -167,6 +181,7 @@ MAKERS: Mapping[str, tuple[str, tuple[Pack, dict[str, Any]]]] = {
     "fp8-blocks": ("llama", fp8_blocks(16, 16)),
     "fp8-experts": ("qwen3_moe", fp8_blocks(16, 16)),
     "fp8-tensor": ("llama", compressed_fp8("tensor")),
+    "autofp8": ("llama", autofp8()),
     "fp8-channel": ("qwen2", compressed_fp8("channel")),
     "mxfp4": ("gpt_oss", mxfp4()),
     "awq": ("llama", awq(16)),

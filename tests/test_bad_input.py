@@ -82,13 +82,6 @@ def test_a_missing_tensor(model: Path, capsys: Capture) -> None:
     assert "lacks model.layers.1.mlp.up_proj.weight" in convert(capsys)
 
 
-def test_a_surplus_tensor(model: Path, capsys: Capture) -> None:
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.4.mlp.up_proj.weight"] = torch.zeros(3)
-    save_file(tensors, model / "model.safetensors")
-    assert "model.layers.4.mlp.up_proj.weight" in convert(capsys)
-
-
 def test_a_surplus_tensor_that_transformers_ignores_is_none(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)

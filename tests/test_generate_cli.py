@@ -17,7 +17,7 @@ from rewriter.runtime.text_stream import Generation
 SAID = [{"role": "user", "content": "hi"}]
 GENERATE = {
     "tp": None, "max_new_tokens": 64, "temperature": 0.0, "top_p": None, "top_k": None, "seed": 0, "stop": [],
-    "compile": False, "check": False,
+    "compile": False, "check": False, "trust_remote_code": False,
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
         ("generate d --prompt hi --chat", ("generate", (Path("d"), [SAID]), GENERATE)),
         (
             "generate d --prompt hi --max-new-tokens 3 --temperature .5 --top-p .9 --top-k 40 --seed 7 "
-            "--stop x --stop yy --tp 4 --compile --check --json",
+            "--stop x --stop yy --tp 4 --compile --check --trust-remote-code --json",
             (
                 "generate",
                 (Path("d"), ["hi"]),
@@ -63,6 +63,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Api:
                     "stop": ["x", "yy"],
                     "compile": True,
                     "check": True,
+                    "trust_remote_code": True,
                 },
             ),
         ),

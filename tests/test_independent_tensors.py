@@ -95,7 +95,7 @@ def cast_alike(types: Types, dtype: torch.dtype) -> int:
     model.save_pretrained(path := types.scratch / "half")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=True)
     program, checkpoint = trace(path), Checkpoint.open(path)
-    casts = cast_dtypes(program, checkpoint)
+    casts = cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
     expressions = {name: spec.expression for name, spec in program.parameters.items() if spec.expression is not None}
     found = {name: {casts[name]} if name in casts else e.dtypes(checkpoint.dtypes) for name, e in expressions.items()}
     wanted = {name: {STORED[tensor.dtype]} for name, tensor in model.state_dict().items()}

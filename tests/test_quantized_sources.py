@@ -386,7 +386,7 @@ def test_quantized_weights_are_not_trained(made: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp8-blocks", "fp8-experts", "mxfp4", "awq"])
+@pytest.mark.parametrize("kind", ["fp8-blocks", "fp8-experts", "mxfp4", "awq", "autofp8"])
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_everything_is_verified_on_the_real_weights(made: Made, tmp_path: Path, kind: str, dequantize: bool) -> None:
     """At tp 2, FP8 blocks of 16 rows are cut: a rank has 56 channels of the MLP."""

@@ -152,14 +152,6 @@ def test_modules_with_other_settings_trace_apart() -> None:
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 48}
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("dynamic", {}), ("longrope", LONGROPE)])
-def test_rotary_frequencies_that_depend_on_the_length_are_refused(kind: str, settings: dict[str, object]) -> None:
-    config = zoo.config("llama")
-    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **settings}
-    with pytest.raises(RewriterError, match=f"model.rotary_emb: rotary scaling '{kind}' depends on the length"):
-        trace(config)
-
-
 def test_layers_with_other_buffers_are_no_copies_of_each_other() -> None:
     skeleton = build_skeleton(zoo.config("llama"))
     for index, layer in enumerate(skeleton.layers):

@@ -26,12 +26,14 @@ from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.analysis.sequence_layout import stream_width
 from rewriter.common.errors import RewriterError
+from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry, Manifest
 from rewriter.runtime.load import rank_device
+from rewriter.verify.drift import load_tokenizer
 from rewriter.verify.saved_output import check_files
 from rewriter.weights import Checkpoint
 
@@ -91,11 +93,13 @@ def adapt(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "
             f"Use one of {', '.join(settings_of.ELEMENTWISE)}, or one rank"
         )
+    if own_code(opened.root):
+        load_tokenizer(str(opened.root), chosen.trust_remote_code)  # may be refused
     progress = progress if ranks.first else silent
     seed = int(given.get("seed", settings_of.DEFAULTS["seed"]))
     named = data if data is not None else own_text(opened, known, chosen.tokens)
     files = [
-        source_of(opened, what, teacher, known, ranks, device, progress, held_out=what is evaluation)
+        source_of(opened, what, teacher, known, ranks, device, progress, what is evaluation, chosen.trust_remote_code)
         for what in (named, evaluation)
     ]
     rows = read_data(opened, chosen, str(files[0]), files[1], seed, progress)

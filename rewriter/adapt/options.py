@@ -74,6 +74,7 @@ class Options:
     length: int | None = None
     too_long: TooLong | None = None
     packing: bool = True
+    trust_remote_code: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

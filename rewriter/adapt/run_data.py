@@ -42,7 +42,7 @@ def read_data(
     Raises RewriterError for a directory without a tokenizer, a length beyond the model's positions, and faults of the
     data, with their places.
     """
-    tokenizer = load_tokenizer(str(opened.root))
+    tokenizer = load_tokenizer(str(opened.root), options.trust_remote_code)
     if tokenizer is None:
         raise RewriterError(
             f"{opened.root}: it has no tokenizer, so text cannot become tokens. Copy the source's tokenizer files into "

@@ -56,6 +56,7 @@ def source_of(
     device: torch.device,
     progress: Callable[..., None],
     held_out: bool = False,
+    trust_remote_code: bool = False,
 ) -> str | None:
     """The file or id that `data` names; of `self:N`, the file that rank 0 writes, or has written before. Text that is
     `held_out` shares no seed with what is trained on."""
@@ -70,10 +71,11 @@ def source_of(
 
     def write() -> str:
         if teacher is not None:
-            return str(self_written(Path(teacher), tokens, device, progress, held_out))
+            return str(self_written(Path(teacher), tokens, device, progress, held_out, None, trust_remote_code))
         with scratch_folder("self") as place:
             source = write_source(opened, place / "source")
-            return str(self_written(source, tokens, device, progress, held_out, opened.manifest.source.files))
+            files = opened.manifest.source.files
+            return str(self_written(source, tokens, device, progress, held_out, files, trust_remote_code))
 
     written: str = ranks.on_first(write)
     return written

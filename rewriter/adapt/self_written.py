@@ -53,6 +53,7 @@ def self_written(
     progress: Callable[..., None],
     held_out: bool = False,
     files: Mapping[str, str] | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
     """A file of one {"text": …} per line that the model in `source` wrote, of about `tokens` tokens.
 
@@ -62,7 +63,7 @@ def self_written(
     sha256 of the weight files of which `source` is made, where it is not the model as it came: with its channels in
     another order it writes the same. Raises RewriterError for a source without a tokenizer.
     """
-    tokenizer = load_tokenizer(str(source))
+    tokenizer = load_tokenizer(str(source), trust_remote_code)
     if tokenizer is None:
         raise RewriterError(f"{source}: it has no tokenizer, so what the model writes cannot be read. Give --data FILE")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -211,7 +211,7 @@ def _write_student(run: Run, place: Path) -> None:
     for file in [*run.opened.root.glob("*.py"), run.opened.root / "config.json"]:
         (partial / file.name).write_bytes(file.read_bytes())
     for file in run.source.iterdir():
-        if file.name != "config.json" and file.is_file():
+        if not (partial / file.name).exists() and file.is_file():
             (partial / file.name).symlink_to(file.resolve())
     partial.rename(place)
 

@@ -11,14 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from rewriter.adapt.options import Options
 from rewriter.adapt.students import base_of
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, load_config
+from rewriter.verify.plain_model import PlainTensors, plain_model
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
     """The Hugging Face model in a directory, in fp32 on `device`."""
+    if not PlainTensors(directory).loadable:
+        return plain_model(directory, trust_remote_code)[0].to(device)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
     )
@@ -43,6 +47,7 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
             )
         return None
     place = Path(teacher)
+    refuse_adapter(place)
     config = {}
     if (place / "config.json").is_file():
         config = read_json(place / "config.json", "Give the original model as --teacher.")

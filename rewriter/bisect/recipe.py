@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.bisect.finding import Bisection
 from rewriter.bisect.passes import Material, bisect_passes
@@ -23,7 +20,7 @@ from rewriter.recipes.apply import check_bound, load_recipe
 from rewriter.tracing import trace
 from rewriter.tracing.meta_model import load_config
 from rewriter.verify.drift import golden_tokens, too_large
-from rewriter.verify.quantized_loading import cannot_load, loading_arguments
+from rewriter.verify.plain_model import plain_model
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
@@ -73,12 +70,7 @@ def real_material(traced: Program) -> Material:
     assert source.path is not None
     if reason := too_large(traced, COPIES):
         raise RewriterError(f"{source.path}: {reason}. Use --weights shrunken")
-    if reason := cannot_load(source.path):
-        raise RewriterError(f"{source.path}: transformers cannot load it ({reason}). Use --weights shrunken")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
-        **loading_arguments(source.path),
-    ).eval()  # fmt: skip
+    model, _ = plain_model(source.path, source.remote_code)
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
 

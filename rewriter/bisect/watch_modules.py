@@ -61,15 +61,9 @@ def main(kind: str, request_path: str, result_path: str) -> None:
 
 
 def _checkpoint(request: dict[str, Any], ids: torch.Tensor, result: str) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.quantizers import AutoQuantizationConfig
+    from rewriter.verify.plain_model import plain_model
 
-    quantized = request["quantization"]
-    dequantizing = {"quantization_config": AutoQuantizationConfig.from_dict(quantized)} if quantized else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        request["directory"], trust_remote_code=request["trust_remote_code"], dtype=torch.float32,
-        attn_implementation="eager", **dequantizing,
-    ).eval()  # fmt: skip
+    model, _ = plain_model(request["directory"], request["trust_remote_code"])
     watched = Watched(model)
     watched.save(f"{result}.0", model(input_ids=ids, use_cache=False).logits)
 

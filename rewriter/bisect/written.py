@@ -18,7 +18,6 @@ from rewriter.bisect.values import Ranks, difference, relation
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, write_json
 from rewriter.ir import Program
-from rewriter.verify.quantized_loading import quantization
 from rewriter.verify.subprocess_logits import TIMEOUT
 
 UNSEEN = "the logits differ, and no module is given or gives other values"
@@ -59,7 +58,6 @@ def _run(
             {
                 "directory": str(directory.resolve()),
                 "ids": ids.tolist(),
-                "quantization": quantization(directory),
                 "trust_remote_code": trust_remote_code,
             },
         )

@@ -33,6 +33,7 @@ def adapt(
     set: options.TrainerSettings = None,
     resume: options.ResumeRun = False,
     verify: options.VerifyAdapted = "shrunken",
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Fine-tune DIR, which `rewrite` wrote, and write the result to DIR2.

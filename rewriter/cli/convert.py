@@ -29,6 +29,7 @@ def convert(
     link: options.Link = False,
     materialize: options.Materialize = False,
     dequantize: options.Dequantize = False,
+    drop_unused: options.DropUnused = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
@@ -50,8 +51,8 @@ def convert(
 
         report = api.convert(
             model, recipe, out=destination, tp=ranks, sp=sp, dtype=dtype, verify=verify, dry_run=dry_run, resume=resume,
-            link=link, materialize=materialize, dequantize=dequantize, trust_remote_code=trust_remote_code,
-            set=overrides, text=text, progress=progress,
+            link=link, materialize=materialize, dequantize=dequantize, drop_unused=drop_unused,
+            trust_remote_code=trust_remote_code, set=overrides, text=text, progress=progress,
         )  # fmt: skip
     if json:
         typer.echo(report.to_json())

@@ -34,6 +34,7 @@ def generate(
     stop: options.Stop = None,
     compile: options.Compile = False,
     check: options.Check = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.GenerationJson = False,
 ) -> None:
     """Continue texts or answer messages, on as many ranks as the manifest names. Prints the text as it comes."""
@@ -55,7 +56,8 @@ def generate(
     try:
         api.generate(
             directory, texts, tp=tp, max_new_tokens=max_new_tokens, stop=stop or [], temperature=temperature,
-            top_p=top_p, top_k=top_k, seed=seed, compile=compile, check=check, on_text=show,
+            top_p=top_p, top_k=top_k, seed=seed, compile=compile, check=check,
+            trust_remote_code=trust_remote_code, on_text=show,
         )  # fmt: skip
     finally:
         show.end_line()

@@ -188,6 +188,10 @@ Dequantize = Annotated[
     bool, typer.Option("--dequantize", help="Write quantized weights as what they stand for, in the config's dtype.")
 ]
 
+DropUnused = Annotated[
+    bool, typer.Option("--drop-unused", help="Leave out tensors that the model does not use, which are kept without.")
+]
+
 # --- of `adapt` ---
 
 Data = Annotated[

@@ -17,6 +17,7 @@ def serve(
     tp: options.ChosenRanks = None,
     engine: options.ServingEngine = None,
     check: options.Check = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryServe = False,
 ) -> None:
     """Check an output, say which of its all-reduces overlap, and become the serving engine.
@@ -25,7 +26,9 @@ def serve(
     """
     from rewriter.serving.command import serve_command
 
-    command = serve_command(directory, tp=tp, engine=engine, arguments=arguments or [], check=check)
+    command = serve_command(
+        directory, tp=tp, engine=engine, arguments=arguments or [], check=check, trust_remote_code=trust_remote_code
+    )
     for note in command.notes:
         typer.echo(note, err=True)
     if dry_run:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.tokenizer_code import own_code
 from rewriter.convert.destination import check_free, check_place
 from rewriter.convert.early import kept_copies
 from rewriter.convert.output_manifest import job_of, manifest_of, verified
 from rewriter.convert.pass_measurements import calibrate
 from rewriter.convert.preflight import require_room
-from rewriter.convert.report import ConversionReport, communication, verification_table
+from rewriter.convert.report import ConversionReport, communication, unused_note, verification_table
 from rewriter.convert.reshard import remove_interrupted, reshard
 from rewriter.convert.save_options import Level, SaveOptions
 from rewriter.convert.shrunken_copy import check_shrunken_copy
@@ -39,7 +40,7 @@ from rewriter.passes.base import single_device
 from rewriter.passes.quantize_collectives import is_quantized
 from rewriter.recipes.apply import apply_recipe, check_bound, load_recipe
 from rewriter.verify.comparison import Verification
-from rewriter.verify.drift import golden_tokens, too_large
+from rewriter.verify.drift import golden_tokens, load_tokenizer, too_large
 from rewriter.verify.real_ranks import compare_ranks
 from rewriter.verify.real_weights import RealWeights
 
@@ -150,8 +151,10 @@ def save(
     if not program.history:
         raise RewriterError(f"{program!r} is the original model: rewrite it before saving")
     check_place(Path(out), program.source.path)
-    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize)
+    layout = output_files.plan(program, chosen.dtype, chosen.materialize, chosen.dequantize, chosen.drop_unused)
     end_tokens(layout.checkpoint.directory, program.source.config)  # what is copied can be read
+    if adaptation is None and own_code(layout.checkpoint.directory):
+        load_tokenizer(str(layout.checkpoint.directory), program.source.remote_code)  # may be refused
     report = ConversionReport(
         model=output_files.public_name(program.source.path, name),
         recipe=str((program.recipe or {}).get("name", "passes")),
@@ -163,7 +166,10 @@ def save(
         communication=communication(program),
         files=sorted([*layout.names(), CARD, MANIFEST]),
         bytes=layout.nbytes(),
-        notes=[f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped],
+        notes=[
+            *(f"{pass_name} was not applied: {reason}" for pass_name, reason in skipped),
+            *unused_note(program, chosen.drop_unused),
+        ],
         program=program,
     )
     if chosen.dry_run:
@@ -179,7 +185,8 @@ def save(
         found = Verification() if chosen.verify == "none" else check_shrunken_copy(program, progress)
         hashes = output_files.write(layout, output, chosen.link, progress, early)
         manifest = manifest_of(program, layout, report.model, hashes, skipped, adaptation)
-        _write_checked(program, output, chosen, found, manifest, beside or {}, progress)
+        manifest.unused = [] if chosen.drop_unused else sorted(program.source.unused)
+        _write_checked(program, layout, output, chosen, found, manifest, beside or {}, progress)
         report.files = sorted([*output.files])
     report.verification = verification_table(manifest.verification)
     return report
@@ -187,6 +194,7 @@ def save(
 
 def _write_checked(
     program: Program,
+    layout: output_files.PlannedFiles,
     output: OutputDirectory,
     options: SaveOptions,
     found: Verification,
@@ -196,7 +204,7 @@ def _write_checked(
 ) -> None:
     """Check the real weights, and complete the manifest by what was `found`; it is written last."""
     drift: Drift | None = None
-    real = None if options.verify == "none" else _real_weights(program, options, progress, found)
+    real = None if options.verify == "none" else _real_weights(program, layout, options, progress, found)
     if real is not None:
         if options.verify == "full":
             real.compare(found)
@@ -213,8 +221,7 @@ def _write_checked(
             real.compare_emitted(found, output.staging)
         else:
             del real  # its memory is needed
-            target = None if options.dtype is None else output_files.DTYPES[options.dtype]
-            compare_ranks(program, manifest.mesh, output.staging, found, target, progress)
+            compare_ranks(program, manifest.mesh, output.staging, found, layout.target, layout.dequantized, progress)
         manifest.verification = verified(found, options.verify, drift)
     assert program.source.path is not None
     output.write(CARD, model_card(manifest, Path(program.source.path)))
@@ -223,7 +230,11 @@ def _write_checked(
 
 
 def _real_weights(
-    program: Program, options: SaveOptions, progress: ProgressCall, found: Verification
+    program: Program,
+    layout: output_files.PlannedFiles,
+    options: SaveOptions,
+    progress: ProgressCall,
+    found: Verification,
 ) -> RealWeights | None:
     """The real weights to check on; where they do not fit in memory, None and a note of it."""
     # as stored, rounded to the dtype, and as the ranks hold them, whose drift is measured where they quantize
@@ -231,4 +242,4 @@ def _real_weights(
     if reason := too_large(single_device(program), copies):
         found.notes.append(reason)
         return None
-    return RealWeights(program, options.dtype, progress, options.dequantize)
+    return RealWeights(program, layout, progress)

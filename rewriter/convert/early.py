@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rewriter.emit.output_files import PlannedFiles
 
 # With these the output holds other weights than the source's, some are there already, or more room is needed.
-_OTHERS = ("dtype", "dequantize", "dry_run", "resume", "materialize")
+_OTHERS = ("dtype", "dequantize", "drop_unused", "dry_run", "resume", "materialize")
 
 
 def begun_copies(

@@ -79,6 +79,7 @@ def job_of(program: Program, layout: output_files.PlannedFiles, options: SaveOpt
         "dtype": options.dtype,
         "materialize": options.materialize,
         "dequantize": options.dequantize,
+        "drop_unused": options.drop_unused,
         "verify": options.verify,
         "text": options.text,
         "versions": versions(),

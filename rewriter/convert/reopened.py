@@ -37,9 +37,8 @@ class Reopened:
     def planned(self) -> output_files.PlannedFiles:
         """The files that the source gives, with the options of the run that wrote the output."""
         job: Mapping[str, Any] = self.manifest.job or {}
-        return output_files.plan(
-            self.program, job.get("dtype"), bool(job.get("materialize")), bool(job.get("dequantize"))
-        )
+        chosen = [bool(job.get(option)) for option in ("materialize", "dequantize", "drop_unused")]
+        return output_files.plan(self.program, job.get("dtype"), *chosen)
 
 
 def find_source(root: Path, manifest: Manifest, given: str | os.PathLike[str] | None = None) -> Path | None:

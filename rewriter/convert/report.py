@@ -84,6 +84,16 @@ def communication(program: Program) -> dict[str, Any]:
     }
 
 
+def unused_note(program: Program, dropped: bool) -> list[str]:
+    """A sentence on the checkpoint's tensors that the model does not use, if there are any."""
+    names = sorted(program.source.unused)
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    kept = "left out (--drop-unused)" if dropped else "kept on disk; --drop-unused leaves them out"
+    return [f"tensors that {program.source.architecture} does not use, as transformers says: {shown}. They are {kept}"]
+
+
 def verification_table(verified: Verified) -> dict[str, Any]:
     """Names and values for the terminal and for `--json`."""
     table: dict[str, Any] = {check.name: check.error for check in verified.checks}

@@ -104,7 +104,8 @@ def _write(program: Program, manifest: Manifest, root: Path, view: Path) -> Path
         if path.is_file() and path.name != MANIFEST:
             (view / path.name).symlink_to(path)
     checkpoint = Checkpoint.open(view)
-    references = weight_references(program, {}, checkpoint.shapes, cast_dtypes(program, checkpoint))
+    casts = cast_dtypes(program, checkpoint, checkpoint.dtypes, program.source.config)
+    references = weight_references(program, {}, checkpoint.shapes, casts)
     _to_disk(view / entry.module, module)
     _to_disk(view / entry.weights, references_text(references, checkpoint))
     manifest.runtime[name] = entry

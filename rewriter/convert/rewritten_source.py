@@ -15,6 +15,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
+from rewriter.common.tokenizer_code import code_files
 from rewriter.emit.manifest import FORMER_GOLDEN, MANIFEST, Manifest, read_manifest
 from rewriter.emit.output_files import CHAT_TEMPLATES
 from rewriter.ir import Program
@@ -83,7 +84,8 @@ def write_source(opened: Opened, out: Path, weights: bool = True) -> Path:
     """
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(opened.root.iterdir()):
-        if not path.is_file() or path.name in (*_NOT_SOURCE, "config.json") or path.suffix == ".py":
+        ours = (*_NOT_SOURCE, "config.json", opened.manifest.adapted.modeling)
+        if not path.is_file() or path.name in ours or (path.suffix == ".py" and path not in code_files(opened.root)):
             continue
         if path.suffix == ".safetensors":
             if weights:

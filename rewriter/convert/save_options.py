@@ -16,8 +16,8 @@ class SaveOptions:
     """`dtype`: the weights' ("bf16", "fp16", "fp32"), None: as they are stored. `verify`: on a shrunken copy, on the
     real weights too ("full"), or not at all. `dry_run`: report what would be done. `resume`: continue an interrupted
     run. `link`: hard-link unchanged files. `materialize`: write what each rank holds to a file, where ranks would read
-    ranges of the adapted checkpoint. `dequantize`: write quantized weights as what they stand for. `text`: replaces the
-    packaged calibration text.
+    ranges of the adapted checkpoint. `dequantize`: write quantized weights as what they stand for. `drop_unused`: leave
+    out tensors that the model does not use. `text`: replaces the packaged calibration text.
 
     Raises RewriterError for values that do not exist or contradict each other.
     """
@@ -29,6 +29,7 @@ class SaveOptions:
     link: bool = False
     materialize: bool = False
     dequantize: bool = False
+    drop_unused: bool = False
     text: str | None = None
 
     def __post_init__(self) -> None:

@@ -45,9 +45,17 @@ class KeptTensors:
         """An expression over `tensors` as one over the checkpoint's."""
         return expression if self.dequantized is None else substituted(expression, self._by_name)
 
+    def named(self, expression: Expression) -> Expression:
+        """An expression over the checkpoint's tensors as one over `tensors`."""
+        return expression if self.dequantized is None else substituted(expression, self._names)
+
     @cached_property
     def _by_name(self) -> Mapping[Expression, Expression]:
         return {Tensor(name): tensor for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def _names(self) -> Mapping[Expression, Expression]:
+        return {tensor: name for name, tensor in self._by_name.items()}
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """config.json for these tensors, from one for the checkpoint's."""
@@ -57,12 +65,18 @@ class KeptTensors:
         return kept | {"dtype": DTYPES[self.dequantized.dtype]}
 
 
-def kept_tensors(program: Program, checkpoint: Checkpoint, dequantize: bool, refuse: str | None) -> KeptTensors:
-    """What an output of `program`, traced from `checkpoint`, keeps. `refuse`: why weights cannot stay quantized.
+def kept_tensors(
+    program: Program, checkpoint: Checkpoint, dequantize: bool, refuse: str | None, drop_unused: bool = False
+) -> KeptTensors:
+    """What an output of `program`, traced from `checkpoint`, keeps: with `drop_unused` nothing that the model does not
+    use. `refuse`: why weights cannot stay quantized.
 
-    Raises RewriterError where they would, and where `dequantize` has nothing to do.
+    Raises RewriterError where they would, and where `dequantize` or `drop_unused` has nothing to do.
     """
     quantized = quantized_weights(checkpoint, program.source.config)
+    unused = set(program.source.unused) if drop_unused else set()
+    if drop_unused and not unused:
+        raise RewriterError(f"--drop-unused: the model uses every tensor in {checkpoint.directory}. Leave it out")
     if quantized is None and dequantize:
         raise RewriterError(f"--dequantize: the weights in {checkpoint.directory} are not quantized. Leave it out")
     if quantized is None or not dequantize:
@@ -70,9 +84,12 @@ def kept_tensors(program: Program, checkpoint: Checkpoint, dequantize: bool, ref
             raise RewriterError(
                 f"the weights in {checkpoint.directory} are {quantized.kind}: {refuse}. Add --dequantize"
             )
-        return KeptTensors(checkpoint, program, {name: Tensor(name) for name in checkpoint.tensors})
+        stored = unused if quantized is None else {n for name in unused for n in quantized.tensors[name].tensors()}
+        kept = {name: Tensor(name) for name in checkpoint.tensors if name not in stored}
+        return KeptTensors(checkpoint, program, kept)
     names: dict[Expression, Expression] = {tensor: Tensor(name) for name, tensor in quantized.tensors.items()}
-    return KeptTensors(checkpoint, _renamed(program, names), quantized.tensors, quantized)
+    kept = {name: tensor for name, tensor in quantized.tensors.items() if name not in unused}
+    return KeptTensors(checkpoint, _renamed(program, names), kept, quantized)
 
 
 def _renamed(program: Program, names: Mapping[Expression, Expression]) -> Program:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.common.version import VERSION
@@ -189,7 +190,7 @@ class Manifest(_Part):
 
     `mesh` has the axis "tp", and "sp" where the tokens of a sequence are sharded. `per_rank` is None for a function
     that is the same on any number of ranks, `quantized` where ranks exchange values as they are, `adaptation`
-    where weights are as they were before the rewrite.
+    where weights are as they were before the rewrite. `unused` are the tensors that the model has no parameter for.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -206,6 +207,7 @@ class Manifest(_Part):
     verification: Verified
     golden: Golden | None = None
     adaptation: AdaptationEntry | None = None
+    unused: list[str] = []
     files: dict[str, str]
     job: dict[str, Any] | None = None
 
@@ -244,10 +246,12 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema."""
+    """The manifest of an output directory. Raises RewriterError where it is missing, broken or of another schema, and
+    where an adapter lies beside it."""
     path = directory / MANIFEST
     if not directory.is_dir():
         raise RewriterError(f"{directory}: no such directory. Give one that `rewrite MODEL --recipe …` wrote.")
+    refuse_adapter(directory)
     if not os.path.lexists(path):
         raise RewriterError(f"{directory}: no {MANIFEST} in it, so `rewrite` did not write it.")
     data = read_json(path, "Rewrite the model again.")

@@ -24,6 +24,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import read_json
 from rewriter.emit.manifest import read_manifest
+from rewriter.tracing.length_rotary import rotary_by_length
 
 # A protobuf file ends at 2 GiB; above this many bytes of weights they are in FILE.data. Some room is for the graph.
 MAX_INLINE_BYTES = 1_900_000_000
@@ -126,7 +127,7 @@ def _example(model: nn.Module, batch: int, length: int) -> tuple[torch.Tensor, t
 def _write(model: nn.Module, path: Path) -> None:
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     axes = {0: "batch", 1: "length"}
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), rotary_by_length(model, {}):
         exported = torch.export.export(
             _Logits(model),
             _example(model, *_CHECKED_SHAPES[0]),

@@ -15,18 +15,20 @@ import torch
 from rewriter.analysis.sequence_layout import sequence_plan
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Reference, Tensor
+from rewriter.common.tokenizer_code import code_files, vocabulary_files
 from rewriter.emit.changed_weights import changed_tensors, untied_tensors
-from rewriter.emit.kept_tensors import kept_tensors
+from rewriter.emit.kept_tensors import KeptTensors, kept_tensors
 from rewriter.emit.manifest import FileHeader, PerRank, Runtime, SequenceEntry, mesh_name, mesh_of
 from rewriter.emit.output_directory import OutputDirectory, sha256_of
 from rewriter.emit.reduction_pattern import sentences
-from rewriter.emit.weight_references import FLOATS, cast_dtypes, weight_references
+from rewriter.emit.weight_references import cast_dtypes, weight_references, written_dtypes
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
-from rewriter.weights.checkpoint import INDEX, SINGLE, torch_dtype
+from rewriter.weights.checkpoint import INDEX, mixed_dtypes, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
 from rewriter.weights.header import read_header
+from rewriter.weights.narrowing import is_dequantized
 from rewriter.weights.references import references_text
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,7 +42,8 @@ CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_te
 @dataclass(frozen=True)
 class PlannedFiles:
     """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content), and
-    `references` (name → what ranks hold of the adapted checkpoint's tensors)."""
+    `references` (name → what ranks hold of the adapted checkpoint's tensors). `kept` are the source's tensors, and
+    `written` the dtypes that they are written in, as safetensors calls them; `target` is the one that was asked for."""
 
     checkpoint: Checkpoint
     copies: tuple[tuple[Path, str], ...]
@@ -52,6 +55,27 @@ class PlannedFiles:
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
     references: Mapping[str, Mapping[str, Reference]] = field(default_factory=dict)
     per_rank: PerRank | None = None
+    kept: KeptTensors | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
+    target: torch.dtype | None = None
+
+    @property
+    def dequantized(self) -> torch.dtype | None:
+        """The dtype of what the source stores quantized and the output does not, unless `target` is that of all."""
+        quantized = None if self.kept is None or self.target is not None else self.kept.dequantized
+        return quantized and torch_dtype(quantized.dtype, "its weights")
+
+    def rounding(self, expression: Expression) -> torch.dtype | None:
+        """The precision in which the output holds what an expression over the source gives; None: all of it.
+
+        Raises RewriterError for an expression over tensors of several dtypes.
+        """
+        assert self.kept is not None
+        expression = self.kept.named(expression)
+        dtypes = expression.dtypes(self.written)
+        if len(dtypes) > 1:
+            raise mixed_dtypes(self.checkpoint, expression)
+        return None if is_dequantized(expression) else torch_dtype(dtypes.pop(), str(expression))
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -67,14 +91,19 @@ class PlannedFiles:
 
 
 def plan(
-    program: Program, dtype: str | None = None, materialize: bool = False, dequantize: bool = False
+    program: Program,
+    dtype: str | None = None,
+    materialize: bool = False,
+    dequantize: bool = False,
+    drop_unused: bool = False,
 ) -> PlannedFiles:
     """The files of a program's output directory; reads headers only.
 
     `dtype` (bf16, fp16, fp32) converts floating-point weights. Ranks read ranges of the adapted checkpoint, or with
     `materialize` files that hold what each of them needs. Quantized weights stay as they are stored, unless
-    `dequantize` writes what they stand for. Raises RewriterError for a program without a checkpoint, one that can only
-    be timed, and everything that the emitters refuse.
+    `dequantize` writes what they stand for; `drop_unused` leaves out tensors that the model does not use. Raises
+    RewriterError for a program without a checkpoint, one that can only be timed, and everything that the emitters
+    refuse.
     """
     from rewriter.emit.huggingface import emit_huggingface
 
@@ -89,8 +118,9 @@ def plan(
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
-    kept = kept_tensors(program, checkpoint, dequantize, refuse=_kept_quantized(dtype, materialize))
+    kept = kept_tensors(program, checkpoint, dequantize, _kept_quantized(dtype, materialize), drop_unused)
     program = kept.program
+    written = written_dtypes(program, kept, target)
     single = single_device(program)
     emitted, changed = emit_huggingface(single), changed_tensors(single, kept.shapes)
     config = kept.config(emitted.config)
@@ -109,22 +139,22 @@ def plan(
         if target is None and whole and all(expression == Tensor(n) for n, expression in inside.items()):
             copies.append((file, name))
         else:
-            shards[name] = {n: (e, _cast(checkpoint, e, target)) for n, e in inside.items()}
+            shards[name] = {n: (e, None if target is None else torch_dtype(written[n], n)) for n, e in inside.items()}
             metadata[name] = checkpoint.metadata[file]
     texts[INDEX] = _index(checkpoint, source, kept.files(), shards)
     copies += [(path, name) for path, name in _beside_weights(source) if name not in texts]
     mesh, entry, module = runtime_module(program)
     texts[entry.module] = module
     references: dict[str, Mapping[str, Reference]] = {}
-    casts = cast_dtypes(program, checkpoint) if target is None and kept.dequantized is None else {}
+    casts = cast_dtypes(program, checkpoint, written, config)
     if materialize:
         entry.weights, folder = None, f"runtime/{mesh}"
         entry.ranks = [f"{folder}/rank-{rank}.tensors" for rank in range(program.mesh.get("tp", 1))]
         for rank, name in enumerate(entry.ranks):
             shards[name] = {
                 parameter: (
-                    expression := kept.stored(spec.on_rank(rank)),
-                    _rank_dtype(checkpoint, expression, target, casts.get(parameter)),
+                    kept.stored(spec.on_rank(rank)),
+                    torch_dtype(casts.get(parameter) or min(spec.on_rank(rank).dtypes(written)), parameter),
                 )
                 for parameter, spec in program.parameters.items()
             }
@@ -138,7 +168,7 @@ def plan(
         per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return PlannedFiles(
         checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type,
-        {mesh: entry}, references, per_rank,
+        {mesh: entry}, references, per_rank, kept, written, target,
     )  # fmt: skip
 
 
@@ -207,23 +237,14 @@ def _kept_quantized(dtype: str | None, materialize: bool) -> str | None:
     return "--materialize writes what ranks compute with, which is not quantized" if materialize else None
 
 
-def _cast(checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None) -> torch.dtype | None:
-    return target if target is not None and expression.dtypes(checkpoint.dtypes) <= FLOATS else None
-
-
-def _rank_dtype(
-    checkpoint: Checkpoint, expression: Expression, target: torch.dtype | None, cast: str | None
-) -> torch.dtype | None:
-    return _cast(checkpoint, expression, target) if cast is None else torch_dtype(cast, str(expression))
-
-
 def _beside_weights(source: Path) -> Iterator[tuple[Path, str]]:
     """The files of a checkpoint that are copied as they are, with their names: tokenizer, chat templates, licences.
 
     Raises RewriterError for something else in the place of one, such as a folder or a link that leads nowhere.
     """
+    of_code = {*code_files(source), *vocabulary_files(source)}
     for path in sorted(source.iterdir()):
-        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
+        if path not in of_code and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _BESIDE_WEIGHTS):
             continue
         if path.is_file():
             yield path, path.name
@@ -246,11 +267,13 @@ def _index(
 ) -> str:
     """The index of the adapted checkpoint, of a single file too: by it engines know which files are the model's."""
     names = {file: file.relative_to(checkpoint.directory).as_posix() for file in files}
-    if checkpoint.files != (source / SINGLE,) and not any(name in shards for name in names.values()):
+    weight_map = {n: names[file] for file, inside in files.items() for n in inside}
+    said = checkpoint.index or {}
+    alike = said.get("weight_map") == weight_map and isinstance(said.get("metadata"), dict)
+    if alike and not any(name in shards for name in names.values()):
         return (source / INDEX).read_text(encoding="utf-8")
     total = sum(checkpoint.tensors[n].nbytes for f, inside in files.items() if names[f] not in shards for n in inside)
     total += plan_bytes(checkpoint, [ShardPlan(Path(n), shards[n]) for n in names.values() if n in shards])
-    weight_map = {n: names[file] for file, inside in files.items() for n in inside}
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 

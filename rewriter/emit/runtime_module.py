@@ -98,6 +98,10 @@ class _Emitter:
         lines = ["class Model(RuntimeModel):", f"    slots = ({_folded(self.printer.slot_specs)})"]
         if dropout:
             lines.append(f"    dropout_probability = {dropout}")
+        if self.source_info.by_length:
+            lines.append("    by_length = True  # rotary frequencies depend on the length of a call")
+        if self.source_info.renewed_after is not None:
+            lines.append(f"    renewed_after = {self.source_info.renewed_after}  # tokens: keys have other ones beyond")
         lines += ["", "    def __init__(self, mesh=None):", "        super().__init__(mesh)"]
         made = [f"        {line}" for line in containers([*paths.values(), self.source_info.layers])]
         for path, module in outside.items():

@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
+
+import torch
 
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import (
@@ -21,38 +24,67 @@ from rewriter.common.expressions import (
     Transpose,
 )
 from rewriter.emit.changed_weights import lowered
+from rewriter.emit.kept_tensors import KeptTensors
 from rewriter.ir import Program
 from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import mixed_dtypes
+from rewriter.weights.checkpoint import TORCH_DTYPES, mixed_dtypes
 from rewriter.weights.narrowing import is_dequantized
+from rewriter.weights.quantized_tensors import OF_TORCH, usual_dtype
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_OF_TORCH = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def cast_dtypes(program: Program, checkpoint: Checkpoint) -> dict[str, str]:
+def written_dtypes(program: Program, kept: KeptTensors, target: torch.dtype | None) -> dict[str, str]:
+    """By tensor of the adapted checkpoint, the dtype that it is written in, as safetensors calls it.
+
+    With `target` (bf16, fp16, fp32) that is what transformers would load it in, so some stay fp32 in any dtype.
+    `program` is the one of `kept`.
+    """
+    found = {name: next(iter(tensor.dtypes(kept.checkpoint.dtypes))) for name, tensor in kept.tensors.items()}
+    if target is None:
+        return found
+    dtype = OF_TORCH[str(target).removeprefix("torch.")]
+    read = {
+        (name, n) for name, spec in program.parameters.items() if spec.expression for n in spec.expression.tensors()
+    }
+    fp32 = {stored for name, stored in {*read, *((n, n) for n in found)} if kept_in_fp32(program, dtype, name)}
+    return {n: stored if stored not in FLOATS else "F32" if n in fp32 else dtype for n, stored in found.items()}
+
+
+def kept_in_fp32(program: Program, dtype: str, name: str) -> bool:
+    """Whether transformers has the parameter `name` in fp32 in a model of `dtype`, as safetensors calls it."""
+    return any(re.search(pattern, name) for pattern in program.source.fp32.get(TORCH_DTYPES[dtype], ()))
+
+
+def cast_dtypes(
+    program: Program, checkpoint: Checkpoint, written: Mapping[str, str], config: Mapping[str, Any]
+) -> dict[str, str]:
     """By parameter, the dtype to cast it to, as safetensors calls it, of those stored in another than that.
 
-    A model whose parameters are stored in several dtypes computes in one: transformers casts all to the config's, or
-    where that says none to the first tensor's, but for those that its class keeps in fp32. Where all are stored alike
-    none is cast. Raises RewriterError for a parameter that is made of tensors of several dtypes.
+    `written` are the dtypes of the adapted checkpoint's tensors, `config` its config.json. A model whose parameters are
+    stored in several dtypes computes in one: transformers casts all to the config's, or where that says none to the
+    first tensor's, but for those that it has in fp32. What quantized weights stand for counts as stored in that dtype.
+    Where all are stored alike none is cast. Raises RewriterError for a parameter that is made of tensors of several
+    dtypes.
     """
     stored = {
-        name: spec.expression.dtypes(checkpoint.dtypes)
+        name: spec.expression.dtypes(written)
         for name, spec in program.parameters.items()
-        if spec.expression is not None and not is_dequantized(spec.expression)
+        if spec.expression is not None
     }
     for name, dtypes in stored.items():
         if len(dtypes) > 1 and (expression := program.parameters[name].expression) is not None:
             raise mixed_dtypes(checkpoint, expression)
     if len(set().union(*stored.values()) & FLOATS) < 2:
         return {}
-    inside = sorted(checkpoint.headers[checkpoint.files[0]].tensors)
-    first = next((dtype for name in inside if (dtype := checkpoint.dtypes[name]) in FLOATS), "F32")
-    usual = _OF_TORCH.get(str(program.source.config.get("dtype")), first)
-    kept = [pattern.replace("*", ".*") for pattern in program.source.fp32]
-    wanted = {n: "F32" if any(re.search(pattern, n) for pattern in kept) else usual for n in stored}
-    return {name: wanted[name] for name, dtypes in stored.items() if dtypes <= FLOATS and dtypes != {wanted[name]}}
+    usual = usual_dtype(checkpoint, config)
+    wanted = {n: "F32" if kept_in_fp32(program, usual, n) else usual for n in stored}
+    quantized = {n for n, p in program.parameters.items() if p.expression is not None and is_dequantized(p.expression)}
+    return {
+        name: wanted[name]
+        for name, dtypes in stored.items()
+        if name not in quantized and dtypes <= FLOATS and dtypes != {wanted[name]}
+    }
 
 
 def weight_references(

@@ -158,8 +158,11 @@ class Source:
 
     `layer_class` and what follows from it are those of the first layer. `layer_classes` are all, the first one's
     first, and `layer_kinds` says of every layer which it is; `absent` are the arguments that each layer was traced
-    without, because the model leaves them None. `fp32` are patterns of the parameters that transformers keeps in fp32
-    whatever the model's dtype is.
+    without, because the model leaves them None. `fp32`: by the model's dtype ("bfloat16", "float16"), regular
+    expressions for the names of parameters that transformers has in fp32 then. `unused` are the tensors of the
+    checkpoint (what quantized ones stand for) that no parameter is made of. `by_length`: what a token computes depends
+    on the length of its call (rotary scaling), and `renewed_after` says after how many tokens generation computes what
+    it has cached anew, if ever.
     """
 
     path: str | None
@@ -178,7 +181,10 @@ class Source:
     layer_kinds: tuple[int, ...]
     absent: tuple[tuple[str, ...], ...]
     remote_code: bool = False
-    fp32: tuple[str, ...] = ()
+    fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    by_length: bool = False
+    renewed_after: int | None = None
 
     def alike(self, layer: int, other: int) -> bool:
         """Whether two layers are of one class and were traced without the same arguments."""

@@ -40,6 +40,7 @@ class DecodeStep(DecodeState):
         self.model = model
         self.cache = make_cache(model, batch, self.capacity, weight)
         self.written = 0  # positions in the cache, padding counted
+        self.prompts: Tensor | None = None
         self._view: tuple[int, StaticCache] | None = None
         self._forget()
 
@@ -60,8 +61,9 @@ class DecodeStep(DecodeState):
     def prefill(self, ids_BS: Tensor, chunk: int | None = PREFILL_CHUNK) -> None:
         """Compute the prompts int64 [B, S], `chunk` tokens at a time, and choose the first new tokens."""
         length, device = ids_BS.shape[1], ids_BS.device
-        if chunk is None or isinstance(self.cache, SequenceCache):
+        if chunk is None or isinstance(self.cache, SequenceCache) or getattr(self.model, "by_length", False):
             chunk = length
+        self.prompts = ids_BS
         padding = self.first_valid if self.padded else None  # without any, attention takes faster ways
         here_BS = positions(length, padding, self.batch, device)
         for start in range(0, length, chunk):
@@ -79,6 +81,11 @@ class DecodeStep(DecodeState):
     def next(self) -> None:
         """Compute the logits after the last tokens, and choose by them."""
         self.written += 1
+        if self.prompts is not None and self.written - 1 == getattr(self.model, "renewed_after", None):
+            self.cache.clear()
+            made = self.produced[: self.written - self.prompts.shape[1]]
+            self.prefill(torch.cat([self.prompts, made.T], dim=1))
+            return
         if not self._prepared:
             self._prepare()
         self._compute()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.files import check_sha256, read_json
 from rewriter.common.processes import CUDNN_ATTENTION_LAST, local_rank
@@ -134,6 +135,7 @@ class _Made:
 def _made_for(root: Path, processes: int) -> _Made:
     """The module for so many processes; where there is none, that of the mesh that the manifest names."""
     path = root / "rewrite.json"
+    refuse_adapter(root)
     if not os.path.lexists(path):
         raise RewriterError(f"{root}: no rewrite.json in it. Give a directory that `rewrite` wrote")
     manifest = read_json(path, "Rewrite the model again")

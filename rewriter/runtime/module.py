@@ -41,13 +41,16 @@ class RuntimeModel(nn.Module):
 
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
-    none. `sequence` is the axis over which tokens are sharded, None where there is none. The mesh may have a dimension
-    "dp" of replicas that see different rows.
+    none. `sequence` is the axis over which tokens are sharded, None where there is none. `by_length`: what a token
+    computes depends on the length of its call, so that a prompt is one call; `renewed_after` so many tokens, keys and
+    values of all of them are computed anew. The mesh may have a dimension "dp" of replicas that see different rows.
     """
 
     slots: Sequence[SlotSpec] = ()
     dropout_probability: float = 0.0
     sequence: SequenceAxis | None = None
+    by_length: bool = False
+    renewed_after: int | None = None
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()

@@ -59,11 +59,13 @@ def heal(
     with scratch_folder("heal") as place:
         data = place / "own.jsonl"
         recipe = Recipe.parse(found.recipe)
-        tp, sp = found.ranks["tp"], found.ranks["sp"]
-        convert(str(program.source.path), recipe, out=place / "rewritten", tp=tp, sp=sp, verify="none")
+        tp, sp, trust = found.ranks["tp"], found.ranks["sp"], program.source.remote_code
+        out = place / "rewritten"
+        convert(str(program.source.path), recipe, out=out, tp=tp, sp=sp, verify="none", trust_remote_code=trust)
         _write_texts(program, data, rows, length, seed + 1, progress)
-        options = Options(tokens=rows * length, length=length, settings={"seed": seed, "use_cpu": True})
-        adapt(place / "rewritten", data=data, out=healing.out, verify="none", options=options, progress=progress)
+        settings = {"seed": seed, "use_cpu": True}
+        options = Options(tokens=rows * length, length=length, trust_remote_code=trust, settings=settings)
+        adapt(out, data=data, out=healing.out, verify="none", options=options, progress=progress)
         opened = open_output(healing.out)
         after = _rise(rewritten(opened, write_source(opened, place / "source")), tails, text)
     assert found.chosen.held_out is not None

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
+from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import MANIFEST, Manifest, read_manifest
 from rewriter.serving.schedule import Unsupported, schedule_of
 from rewriter.verify.saved_output import check_files, check_headers
-from rewriter.verify.shrink_sizes import HEADS, KV_HEADS
+from rewriter.verify.shrink_sizes import HEADS, KV_HEADS, rope_types
 from rewriter.weights import Checkpoint
 
 Engine = Literal["vllm", "transformers"]
@@ -45,11 +47,13 @@ def serve_command(
     engine: Engine | None = None,
     arguments: Sequence[str] = (),
     check: bool = False,
+    trust_remote_code: bool = False,
 ) -> ServeCommand:
     """How to serve `directory`, an output of `rewrite` or a plain checkpoint, on `tp` ranks.
 
     Without `engine`, vLLM where it is installed, else the server of transformers. Without `tp`, as many ranks as the
-    output was made for. `arguments` go to the engine as they are. Reads the manifest, headers of weights and generated
+    output was made for. `arguments` go to the engine as they are. `trust_remote_code` lets a tokenizer run Python code
+    that it brings. Reads the manifest, headers of weights and generated
     code, with `check` every byte, and imports no engine. Raises RewriterError for a directory without a model, a number
     of ranks that it cannot have, and an engine that is not installed; VerificationError where a file is missing or was
     changed.
@@ -59,7 +63,12 @@ def serve_command(
     _refuse_ours(arguments)
     if engine is None:
         engine = "vllm" if _program("vllm") is not None or _version() is not None else "transformers"
-    trust = ["--trust-remote-code"] if manifest is not None and manifest.adapted.modeling is not None else []
+    generated = manifest is not None and manifest.adapted.modeling is not None
+    if trust_remote_code:
+        generated = True
+    elif code := own_code(root):
+        _refuse_code(root, code[0], generated)
+    trust = ["--trust-remote-code"] if generated else []
     if engine == "transformers":
         if tp not in (None, 1):
             raise RewriterError(
@@ -79,11 +88,25 @@ def serve_command(
 # --- the directory
 
 
+def _refuse_code(root: Path, name: str, generated: bool) -> None:
+    """Raise RewriterError where an engine would run a tokenizer's own code, or could not do without."""
+    if not generated:
+        from rewriter.verify.drift import load_tokenizer
+
+        load_tokenizer(str(root))
+        return
+    raise RewriterError(
+        f"{root}: its tokenizer brings its own Python code ({name}), and an engine that runs the code that `rewrite` "
+        "generated would run it too. Read it, then pass --trust-remote-code"
+    )
+
+
 def _checked(root: Path, check: bool) -> Manifest | None:
     """The manifest of an output whose files are all there, with weights of the size that their headers say and in the
     layout of when it was written; None for a plain checkpoint. `check` compares the sha256 of every file."""
     if not root.is_dir():
         raise RewriterError(f"{root}: no such directory. Give one that `rewrite MODEL --recipe …` wrote")
+    refuse_adapter(root)
     manifest = read_manifest(root) if (root / MANIFEST).exists() else None
     if manifest is None and not (root / "config.json").is_file():
         raise RewriterError(
@@ -208,6 +231,10 @@ def _notes_of_vllm(root: Path, manifest: Manifest | None, ranks: int, found: str
         notes.append("warning: this vllm is of another Python: neither its version nor its plugins are known.")
     elif ".".join(found.split(".")[:2]) not in TRIED:
         notes.append(f"warning: vLLM {found} was never tried with rewriter. Tried: {', '.join(TRIED)}.")
+    if {"longrope", "dynamic"} & rope_types(_config(root).get("rope_parameters") or _config(root).get("rope_scaling")):
+        notes.append("Its Transformers backend chooses rotary frequencies by the longest request of a batch.")
+    if manifest is not None and (unused := manifest.unused):
+        notes.append(f"warning: vLLM refuses tensors that no model uses ({unused[0]}). Convert with --drop-unused.")
     if manifest is None:
         return [*notes, "It is not rewritten: none of its all-reduces overlaps with computation."]
     plugin = found is None or _plugin()

@@ -19,17 +19,23 @@ from transformers import PreTrainedConfig
 from rewriter.analysis.layer_drawing import program_drawing
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression, Tensor
+from rewriter.common.tokenizer_code import own_code
 from rewriter.ir import LayerSource, Module, Parameter, Program, Source, parameters_of
 from rewriter.ir.printing import draw_with
 from rewriter.tracing.assemble import ModelTracer
 from rewriter.tracing.interception import lifted_interfaces
-from rewriter.tracing.meta_model import Skeleton, build_skeleton, kept_in_fp32, load_config, require_fixed_rotary
+from rewriter.tracing.length_rotary import by_length, renewed_after, rotary_by_length
+from rewriter.tracing.meta_model import Skeleton, build_skeleton, load_config
 from rewriter.tracing.model_errors import refused
 from rewriter.tracing.parameters import checkpoint_expressions, tied_parameters
 from rewriter.tracing.stream_wiring import wire
 from rewriter.tracing.wiring import layer_signature
 from rewriter.weights import Checkpoint
 from rewriter.weights.quantized_tensors import quantized_weights
+
+# of a hub id; Python files are copied, never run without leave
+_ALLOWED = ["*.safetensors", "*.json", "tokenizer*", "*.py", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICENSE*"]
+_OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx*", "*/*"]
 
 draw_with(program_drawing)  # every program comes from here
 
@@ -39,7 +45,7 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
 
     `model` is a local directory, a hub id, a bare config.json or a config object; the last two give a Program without
     weights, which can be inspected but not saved. Raises RewriterError for everything a user can cause: no such model,
-    pickled or corrupt weights, tensors that are missing or surplus, remote code that was not allowed, a model that
+    pickled or corrupt weights, tensors that are missing, adapters, remote code that was not allowed, a model that
     cannot be represented (with the module and the reason).
     """
     config = load_config(model, trust_remote_code)
@@ -49,8 +55,9 @@ def trace(model: str | Path | PreTrainedConfig, *, trust_remote_code: bool = Fal
     if checkpoint is None:
         return trace_skeleton(skeleton, remote_code=trust_remote_code)
     tensors = quantized.tensors if quantized else {name: Tensor(name) for name in checkpoint.tensors}
-    expressions, ties = checkpoint_expressions(skeleton.model, checkpoint, tensors)
-    return trace_skeleton(skeleton, str(checkpoint.directory), expressions, ties, trust_remote_code)
+    expressions, ties, unused = checkpoint_expressions(skeleton.model, checkpoint, tensors)
+    program = trace_skeleton(skeleton, str(checkpoint.directory), expressions, ties, trust_remote_code)
+    return program.with_(source=replace(program.source, unused=unused))
 
 
 def trace_skeleton(
@@ -87,10 +94,13 @@ def trace_skeleton(
 
 def _traced(skeleton: Skeleton) -> tuple[fx.Graph, dict[str, Module], tuple[tuple[str, ...], ...]]:
     """The wiring, the modules that it calls, and the arguments that each layer is never given."""
-    require_fixed_rotary(skeleton.model)
     # an error of a model's own code on meta tensors is the model's limit, not a crash
     hint = ". Its forward does something that needs values or a call form this version does not know."
-    with refused(f"{type(skeleton.model).__name__} cannot be traced", hint), lifted_interfaces(skeleton.model):
+    with (
+        refused(f"{type(skeleton.model).__name__} cannot be traced", hint),
+        rotary_by_length(skeleton.model, skeleton.buffers),
+        lifted_interfaces(skeleton.model),
+    ):
         tracer = ModelTracer(skeleton)
         around = tracer.surroundings()
         graph, modules = wire(tracer, around)
@@ -121,7 +131,9 @@ def _source(absent: tuple[tuple[str, ...], ...], skeleton: Skeleton, path: str |
         layer_kinds=tuple(list(kinds).index(type(layer)) for layer in skeleton.layers),
         absent=absent,
         remote_code=remote_code,
-        fp32=tuple(sorted(kept_in_fp32(model))),
+        fp32=skeleton.fp32,
+        by_length=by_length(model),
+        renewed_after=renewed_after(model),
     )
 
 
@@ -134,5 +146,7 @@ def _open_checkpoint(model: Any) -> Checkpoint | None:
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+        path = Path(snapshot_download(str(model), allow_patterns=_ALLOWED))
+        if own_code(path):  # its vocabulary may have any name
+            path = Path(snapshot_download(str(model), ignore_patterns=_OTHER_WEIGHTS))
     return Checkpoint.open(path)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from rewriter.common.adapters import CONFIG, refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
 from rewriter.tracing.config_numbers import check_numbers, check_sizes
@@ -34,7 +35,8 @@ _EAGER = {"attn_implementation": "eager"}
 class Skeleton:
     """A model whose parameters are on meta, with where its decoder layers are and the values of its buffers.
 
-    `stored` are the buffers whose values are in checkpoints, each with the dtype it keeps (None: the model's).
+    `stored` are the buffers whose values are in checkpoints, each with the dtype it keeps (None: the model's). `fp32`:
+    see `kept_in_fp32`.
     """
 
     model: PreTrainedModel
@@ -43,6 +45,7 @@ class Skeleton:
     layers: nn.ModuleList
     buffers: dict[str, torch.Tensor]
     stored: dict[str, torch.dtype | None]
+    fp32: Mapping[str, tuple[str, ...]]
 
 
 def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -57,6 +60,8 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     looks_local = os.path.lexists(path) or str(source).startswith((".", "/", "~")) or path.suffix == ".json"
     if looks_local and not path.exists():
         raise RewriterError(f"no such model: {source}. Give a Hugging Face directory, a config.json or a hub id.")
+    if path.is_dir():
+        refuse_adapter(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise RewriterError(f"{source} holds no config.json, so it is no Hugging Face model directory.")
     try:
@@ -81,9 +86,21 @@ def load_config(source: str | Path | PreTrainedConfig, trust_remote_code: bool =
     except RewriterError:
         raise
     except Exception as error:  # a config class's own code raises what it likes
+        if not looks_local:
+            _refuse_adapter_of_the_hub(str(source))
         what = f"no such model: {source}" if not looks_local else f"{source}: its config cannot be read"
         said = f"{type(error).__name__}: " if isinstance(error, ArithmeticError | LookupError) else ""
         raise RewriterError(f"{what}. {said}{' '.join(str(error).split()):.300}") from error
+
+
+def _refuse_adapter_of_the_hub(source: str) -> None:
+    from huggingface_hub import hf_hub_download
+
+    found = None
+    with contextlib.suppress(Exception):  # no such id, no network, no such file
+        found = hf_hub_download(source, CONFIG)
+    if found is not None:
+        refuse_adapter(Path(found).parent)
 
 
 def refuse_per_rank(source: Any, config: Any) -> None:
@@ -108,12 +125,13 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
     model.eval()
     model.config.dtype = declared
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    made_alike = _buffers_in_model_dtype(config, trust_remote_code) if buffers else frozenset()
+    made_alike, declared = _dtypes_as_built(config, trust_remote_code)
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_floating_point():
                 parameter.data = torch.empty_like(parameter, dtype=TRACE_DTYPE, device="meta")
-    stored = stored_buffers(model)
+    kept = kept_in_fp32(model, declared)
+    stored = stored_buffers(model, kept["bfloat16"])
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -121,45 +139,41 @@ def build_skeleton(config: PreTrainedConfig, trust_remote_code: bool = False) ->
                 follows = stored[full] is None if full in stored else full in made_alike
                 module._buffers[name] = buffer.to("meta", TRACE_DTYPE if follows else buffer.dtype)
     path, layers = find_layers(model)
-    return Skeleton(model, model.config, path, layers, buffers, stored)
+    return Skeleton(model, model.config, path, layers, buffers, stored, kept)
 
 
-def require_fixed_rotary(model: PreTrainedModel) -> None:
-    """Refuse rotary scaling that transformers recomputes for the length of every call, which a program cannot hold."""
-    for path, module in model.named_modules():
-        kinds = getattr(module, "rope_type", ())
-        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                raise RewriterError(
-                    f"{path}: rotary scaling {kind!r} depends on the length of a call, which a program cannot "
-                    "represent. Models that scale every length alike (default, linear, yarn, llama3) can be traced"
-                )
+def kept_in_fp32(model: PreTrainedModel, declared: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+    """By the dtype to load in, regular expressions for the names of tensors that transformers then has in fp32.
+
+    Those are what the class names (`PreTrainedModel._get_dtype_plan`), and what it makes in fp32 by itself: `declared`.
+    """
+    strict = {pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()}
+    strict |= {re.sub(r"\.\d+\.", r"\\.\\d+\\.", f"^{name}$") for name in declared}
+    half = strict | {pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules or ()}
+    return {"bfloat16": tuple(sorted(strict)), "float16": tuple(sorted(half))}
 
 
-def kept_in_fp32(model: PreTrainedModel) -> set[str]:
-    """Patterns of the tensors that loading in the config's dtype leaves in fp32 (`PreTrainedModel._get_dtype_plan`)."""
-    strict = set(model._keep_in_fp32_modules_strict or ())
-    return strict | set(model._keep_in_fp32_modules or ()) if model.config.dtype == torch.float16 else strict
+def stored_buffers(model: PreTrainedModel, fp32: Collection[str] = ()) -> dict[str, torch.dtype | None]:
+    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows.
 
-
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.dtype | None]:
-    """Buffers that checkpoints hold, by name, with the dtype that loading in another one leaves them; None: follows."""
+    `fp32` are those of `kept_in_fp32`.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    kept = [pattern.replace("*", ".*") for pattern in model._keep_in_fp32_modules_strict or ()]
     found: dict[str, torch.dtype | None] = {}
     for name, tensor in model.state_dict().items():
         if name not in parameters:
-            follows = not any(re.search(pattern, name) for pattern in kept)
+            follows = not any(re.search(pattern, name) for pattern in fp32)
             found[name] = tensor.dtype if not tensor.is_floating_point() else None if follows else torch.float32
     return found
 
 
-def _buffers_in_model_dtype(config: PreTrainedConfig, trust_remote_code: bool) -> frozenset[str]:
-    """The buffers that have the dtype of the model (position tables), in contrast to those that are always float32."""
+def _dtypes_as_built(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[frozenset[str], frozenset[str]]:
+    """(Buffers that have the dtype of the model, such as position tables; what checkpoints hold and is always fp32.)"""
     declared = getattr(config, "dtype", None)
     other = build_on_meta(config, TRACE_DTYPE, trust_remote_code=trust_remote_code, **_EAGER)
     config.dtype = declared
-    return frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
+    alike = frozenset(name for name, buffer in other.named_buffers() if buffer.dtype == TRACE_DTYPE)
+    return alike, frozenset(name for name, t in other.state_dict().items() if t.dtype == torch.float32)
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

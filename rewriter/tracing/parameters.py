@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Expression
 from rewriter.tracing.conversions import converted
+from rewriter.tracing.unused_tensors import other_names, refuse_adapters, refuse_unexplained_scales
 from rewriter.weights import Checkpoint
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
@@ -32,17 +32,18 @@ def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
 
 def checkpoint_expressions(
     model: PreTrainedModel, checkpoint: Checkpoint, tensors: Mapping[str, Expression]
-) -> tuple[dict[str, Expression], dict[str, str]]:
-    """(expressions, ties). Runtime name → expression, for every parameter of `model`, and for the buffers that the
-    checkpoint holds of those that checkpoints hold; tied aliases are left out. `tensors` are the checkpoint's, by the
-    names of one in which nothing is quantized.
+) -> tuple[dict[str, Expression], dict[str, str], tuple[str, ...]]:
+    """(expressions, ties, unused). Runtime name → expression, for every parameter of `model`, and for the buffers that
+    the checkpoint holds of those that checkpoints hold; tied aliases are left out. `tensors` are the checkpoint's, by
+    the names of one in which nothing is quantized.
 
     A pair that the config ties, and of which the checkpoint holds both with different values, is not tied:
-    transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain.
+    transformers does not tie it either (`PreTrainedModel.tie_weights`). `ties` are those that remain. `unused` are the
+    names of `tensors` that transformers ignores on load: the model has no such parameter.
 
-    Raises RewriterError naming tensors that are missing, surplus, of another shape or no floating-point numbers, before
-    any weight is read.
-    Tensors that transformers itself ignores on load are no error.
+    Raises RewriterError naming tensors that are missing, of another shape or no floating-point numbers, and what the
+    model cannot do without although it has no such parameter (adapters, scales of quantized weights), before any weight
+    is read.
     """
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
@@ -58,10 +59,10 @@ def checkpoint_expressions(
         collected[target][pattern or name].append(name)
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     expressions: dict[str, Expression] = {}
-    surplus: list[str] = []
+    unused: dict[str, str] = {}  # by name, what it would be called in the model
     for target, sources in collected.items():
         if target not in wanted:
-            surplus += [n for names in sources.values() for n in names if not _ignored(model, n, target)]
+            unused |= dict.fromkeys((n for names in sources.values() for n in names), target)
             continue
         pattern = next(iter(sources))
         converter = by_pattern.get(pattern)
@@ -79,14 +80,12 @@ def checkpoint_expressions(
                 continue
             expressions.pop(alias, None)
     missing = [n for n in wanted if n in trained and n not in expressions and ties.get(n) not in expressions]
+    where = f"the checkpoint in {checkpoint.directory}"
+    refuse_adapters(where, unused)
     if missing:
-        raise RewriterError(_listing(f"the checkpoint in {checkpoint.directory} lacks", missing, len(trained)))
-    if surplus:
-        raise RewriterError(
-            _listing(
-                f"the checkpoint in {checkpoint.directory} has tensors that {type(model).__name__} does not:", surplus
-            )
-        )
+        step = other_names([n for n in missing if n not in ties] or missing, unused)
+        raise RewriterError(_listing(f"{where} lacks", missing, len(trained)) + step)
+    refuse_unexplained_scales(where, expressions, checkpoint.dtypes, unused)
     for name, expression in expressions.items():
         found = tuple(expression.shape(checkpoint.shapes))
         if found != wanted[name]:
@@ -100,7 +99,7 @@ def checkpoint_expressions(
                 "with floating-point numbers. Where it is quantized, config.json has to say how (quantization_config); "
                 "else save it in bf16."
             )
-    return expressions, ties
+    return expressions, ties, tuple(unused)
 
 
 def _equal(checkpoint: Checkpoint, one: Expression, other: Expression) -> bool:
@@ -131,11 +130,3 @@ def _transforms(model: PreTrainedModel) -> tuple[list[Any], list[Any]]:
     transforms = get_model_conversion_mapping(model)
     renamings, converters = ([t for t in transforms if isinstance(t, k)] for k in (WeightRenaming, WeightConverter))
     return renamings, converters
-
-
-def _ignored(model: PreTrainedModel, name: str, target: str) -> bool:
-    """Whether transformers drops this tensor silently: declared patterns, rotary buffers of old checkpoints, tied
-    copies."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    buffers = {n for n, _ in model.named_buffers()}
-    return target in buffers or any(re.search(p, n) for p in patterns for n in (name, target))

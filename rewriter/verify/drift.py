@@ -12,6 +12,7 @@ import torch
 
 from rewriter.analysis.sequence_layout import context_length
 from rewriter.common.errors import RewriterError
+from rewriter.common.tokenizer_code import own_code
 from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
 from rewriter.verify.simulate import load_weights, simulate
@@ -146,15 +147,26 @@ def tokenizer_files(directory: Path) -> list[str]:
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any | None:
-    """The checkpoint's tokenizer, or None where it has none that loads."""
+    """The checkpoint's tokenizer, or None where it has none that loads.
+
+    Raises RewriterError for one that needs code of its own, which was not allowed to run or fails.
+    """
     if path is None or not tokenizer_files(Path(path)):
         return None
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception:  # tokenizers come in many forms, and fail in as many ways
-        return None
+    except Exception as error:  # tokenizers come in many forms, and fail in as many ways
+        if not (code := own_code(path)):
+            return None
+        if trust_remote_code:
+            reason = " ".join(str(error).split())
+            raise RewriterError(f"{path}: its tokenizer's own code ({code[0]}) fails: {reason:.300}") from error
+        raise RewriterError(
+            f"{path}: its tokenizer brings its own Python code ({code[0]}). Read it, then pass --trust-remote-code to "
+            "run it"
+        ) from error
 
 
 def golden_tokens(program: Program) -> torch.Tensor:

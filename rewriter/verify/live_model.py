@@ -13,7 +13,7 @@ from torch import nn
 
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque, Program
-from rewriter.verify.quantized_loading import loading_arguments
+from rewriter.verify.plain_model import plain_model
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,11 +30,7 @@ def opaque_modules(program: Program) -> dict[str, Opaque]:
 @functools.lru_cache(maxsize=1)
 def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
     """The unmodified eager model of a checkpoint directory, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code, **loading_arguments(path)
-    ).eval()
+    return plain_model(path, remote_code)[0].to(dtype)
 
 
 class Host:

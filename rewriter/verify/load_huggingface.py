@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 # The generated file has to work where this package is not installed.
@@ -15,8 +17,9 @@ for name in ["rewriter", *(name for name in sys.modules if name.startswith("rewr
 import huggingface_hub  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, dynamic_module_utils  # noqa: E402
-from transformers.quantizers import AutoQuantizationConfig  # noqa: E402
+from transformers import dynamic_module_utils  # noqa: E402
+
+plain_model = runpy.run_path(str(Path(__file__).with_name("plain_model.py")))["plain_model"]
 
 # A fork server imported these with other variables.
 dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_MODULES_CACHE"]
@@ -26,23 +29,13 @@ huggingface_hub.constants.HF_HUB_OFFLINE = True
 def main(request_path: str, result_path: str) -> None:
     with open(request_path, encoding="utf-8") as file:
         request = json.load(file)
-    quantized = request["quantization"]
-    dequantizing = {"quantization_config": AutoQuantizationConfig.from_dict(quantized)} if quantized else {}
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        request["directory"],
-        trust_remote_code=True,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-        **dequantizing,
-    )
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    model, loaded = plain_model(request["directory"], True)
+    manifest = Path(request["directory"], "rewrite.json")
+    unused = manifest.exists() and json.loads(manifest.read_bytes()).get("unused")
+    for what in ("missing_keys", "mismatched_keys", *([] if unused else ["unexpected_keys"])):
         names: list[Any] = sorted(map(str, loaded.get(what) or ()))
         if names:
             raise RuntimeError(f"{what.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
-    if quantized and quantized["quant_method"] == "bitsandbytes":  # it has no such option of loading
-        model.dequantize(torch.float32)
-    model.eval()
     logits = {}
     with torch.no_grad():
         for index, batch in enumerate(request["batches"]):

@@ -8,22 +8,18 @@ from pathlib import Path
 import torch
 
 from rewriter.emit.manifest import Drift, mesh_of
-from rewriter.emit.output_files import DTYPES
+from rewriter.emit.output_files import PlannedFiles
 from rewriter.ir import Program
 from rewriter.passes.base import bound_ranks, single_device
 from rewriter.passes.quantize_collectives import always_quantized, exact, is_quantized
 from rewriter.verify.asked_passes import asked_passes
 from rewriter.verify.comparison import QUANTIZED_REAL_WEIGHTS, REAL_WEIGHTS, Verification
 from rewriter.verify.drift import calibration_tokens, drift, golden_logits, golden_tokens, other_weights, too_large
-from rewriter.verify.quantized_loading import cannot_load, loading_arguments, quantization
+from rewriter.verify.plain_model import plain_model
 from rewriter.verify.random_model import random_ids
-from rewriter.verify.real_ranks import rounded
 from rewriter.verify.reference_modes import reference_of
 from rewriter.verify.shrunken_check import compare_emitted, test_lengths
 from rewriter.verify.simulate import load_weights, simulate
-from rewriter.weights import Checkpoint
-from rewriter.weights.checkpoint import torch_dtype
-from rewriter.weights.narrowing import is_dequantized
 
 SHARDED_DRIFT = (
     "the drift is that of the sharded module where every reduction of a block is quantized, as in a long prefill. The "
@@ -34,20 +30,15 @@ SHARDED_DRIFT = (
 class RealWeights:
     """A rewritten program with its weights in memory, fp32; the caller has asked `too_large` before.
 
-    `dtype` (bf16, fp16, fp32 or None) is what the output holds them in, and what is stored quantized it holds as it
-    is, or `dequantize`d: golden logits and drift are of weights rounded so, equality with the original is of the
-    weights as they were.
+    `layout` says how the output holds them. Golden logits and the rewritten side of the drift are of weights rounded
+    so; what they are compared with is of the weights as they were.
     """
 
-    def __init__(
-        self, program: Program, dtype: str | None, progress: Callable[..., None], dequantize: bool = False
-    ) -> None:
+    def __init__(self, program: Program, layout: PlannedFiles, progress: Callable[..., None]) -> None:
         self.program, self.single = program, single_device(program)
-        self.progress = progress
+        self.layout, self.progress = layout, progress
         progress("reading the weights")
         self.stored = load_weights(self.single, torch.float32)
-        self.target = None if dtype is None else DTYPES[dtype]
-        self.stored_dtypes = Checkpoint.open(str(program.source.path)).dtypes if dequantize else None
         self.written = {n: self._rounded(self.single, n, t) for n, t in self.stored.items()}
 
     def golden(self) -> bytes:
@@ -89,7 +80,7 @@ class RealWeights:
         if is_quantized(self.program):
             rewritten = always_quantized(self.program)
             found.notes.append(SHARDED_DRIFT)
-        before, after = self._weights_of(original), self._weights_of(rewritten)
+        before, after = other_weights(original, self.single, self.stored), self._weights_of(rewritten)
         return drift(original, rewritten, tokens, weights=before, rewritten_weights=after, text=what)
 
     def _weights_of(self, program: Program) -> Mapping[str, torch.Tensor]:
@@ -101,38 +92,35 @@ class RealWeights:
 
     def _rounded(self, program: Program, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter of `program`, with the precision that the output holds it in."""
-        target, expression = self.target, program.parameters[name].expression
-        if target is None and self.stored_dtypes and expression is not None and is_dequantized(expression):
-            target = torch_dtype(next(iter(expression.dtypes(self.stored_dtypes))), name)
-        return rounded(tensor, target)
+        expression = program.parameters[name].expression
+        dtype = None if expression is None else self.layout.rounding(expression)
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype).to(tensor.dtype)
 
     @torch.no_grad()
     def compare(self, found: Verification) -> None:
         """Compare the rewritten model with the unmodified one, or with the independent reference. Adds or raises."""
-        from transformers import AutoModelForCausalLM
-
         source = self.program.source
         # The reference of a bound program holds every rank's part of the exit projections, full size.
         copies = 1 + -(-(bound_ranks(self.program) or 0) // 2)
         if reason := too_large(self.single, copies):
             found.notes.append(f"--verify full: {reason}, beside the copy that is compared")
             return
-        if reason := cannot_load(str(source.path)):
-            found.notes.append(f"--verify full: the original was not compared with: {reason}")
-            return
         reference = reference_of(self.program, asked_passes(self.program))
         self.progress("comparing the real weights")
-        model = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
-            **loading_arguments(str(source.path)),
-        ).eval()  # fmt: skip
-        if (quantization(str(source.path)) or {}).get("quant_method") == "bitsandbytes":  # no option of loading
-            model.dequantize(torch.float32)
+        model, _ = plain_model(str(source.path), source.remote_code)
         name = f"real weights: rewritten = {reference.name}"
         for length in test_lengths(model.config):
             ids = random_ids(model.config, length, rows=1)
             actual = simulate(self.single, ids, weights=self.stored)
             found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
+        target, dequantized = self.layout.target, self.layout.dequantized
+        if target is None and dequantized is None:
+            return
+        del model
+        model, _ = plain_model(str(source.path), source.remote_code, target or torch.float32, dequantized)
+        actual = simulate(self.single, ids, weights=self.written)
+        name = f"real weights: rewritten, as written = {reference.name}, rounded by transformers"
+        found.require(name, actual, reference.logits(model, ids), REAL_WEIGHTS)
 
     @torch.no_grad()
     def compare_emitted(self, found: Verification, directory: Path) -> None:

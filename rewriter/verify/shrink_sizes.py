@@ -11,6 +11,7 @@ from typing import Any
 
 WINDOW = 9  # shorter than the test lengths 21 and 100, so that tokens leave it
 MAX_POSITIONS = 192
+PRETRAINED = 32  # tokens beyond which rotary frequencies change: between the test lengths 21 and 100
 # Sizes that the tracer uses for batch and length in its examples are no sizes of a model: 3, 37 and 111.
 TAKEN = (3, 37, 111)
 
@@ -118,6 +119,9 @@ def shrunken_sizes(data: Mapping[str, Any], ranks: int, exchanged: int = 1) -> d
     rope = data.get("rope_parameters") or data.get("rope_scaling")
     if isinstance(rope, dict):
         new["rope_parameters"] = _rope(rope, new.get("head_dim", head_size), data.get("partial_rotary_factor"))
+        scaled = {"longrope": ["original_max_position_embeddings"], "dynamic": ["max_position_embeddings"]}
+        names = [name for kind in rope_types(rope) for name in scaled.get(kind, ())]
+        new |= {name: min(data[name], PRETRAINED) for name in _integers(data, names)}
     else:  # learned or no positions; rotary ones cost nothing, and some of their variants depend on the length
         new |= {n: min(data[n], MAX_POSITIONS) for n in _integers(data, POSITIONS)}
     return new | _token_ids(data, new.get("vocab_size", 256))
@@ -161,6 +165,14 @@ def _divisible_alike(real: int, about: int, ranks: int) -> int:
     return min(size, real)
 
 
+def rope_types(rope: Any) -> set[str]:
+    """The kinds of rotary scaling that a config's settings name, also nested by layer type."""
+    if not isinstance(rope, Mapping):
+        return set()
+    kind = rope.get("rope_type") or rope.get("type")
+    return {str(kind)} if kind else {kind for inner in rope.values() for kind in rope_types(inner)}
+
+
 def _rope(rope: Mapping[str, Any], head_size: int, partial: float | None) -> dict[str, Any]:
     """Rotary settings, also nested by layer type, with per-frequency lists as long as the small head needs."""
     fraction = rope.get("partial_rotary_factor", partial)  # may be None in either place
@@ -171,6 +183,8 @@ def _rope(rope: Mapping[str, Any], head_size: int, partial: float | None) -> dic
             new[name] = _rope(value, head_size, partial)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             new[name] = value[:frequencies]
+        elif name == "original_max_position_embeddings" and "longrope" in rope_types(rope):
+            new[name] = min(value, PRETRAINED)
         elif name == "mrope_section" and isinstance(value, list):
             others = [frequencies // len(value)] * (len(value) - 1)
             new[name] = [frequencies - sum(others), *others]

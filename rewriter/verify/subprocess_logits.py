@@ -16,7 +16,6 @@ import torch
 
 from rewriter.common.errors import VerificationError
 from rewriter.common.processes import Processes, environment, placed, write_json
-from rewriter.verify.quantized_loading import cannot_load, quantization
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT = 900.0
@@ -25,21 +24,18 @@ TIMEOUT = 900.0
 def emitted_logits(
     directory: Path, ranks: int | None, batches: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Both at once, since most of the time goes to imports: (huggingface_logits, rank_logits or nothing).
-
-    The first is empty where transformers `cannot_load` the weights.
-    """
+    """Both at once, since most of the time goes to imports: (huggingface_logits, rank_logits or nothing)."""
     with ThreadPoolExecutor(2) as pool:
-        single = None if cannot_load(directory) else pool.submit(huggingface_logits, directory, batches)
+        single = pool.submit(huggingface_logits, directory, batches)
         parallel = None if ranks is None else pool.submit(rank_logits, directory, ranks, batches)
-        return [] if single is None else single.result(), [] if parallel is None else parallel.result()
+        return single.result(), [] if parallel is None else parallel.result()
 
 
 def huggingface_logits(directory: Path, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Logits [B, S, vocabulary] (fp32) of the adapted checkpoint in `directory` for each batch of ids [B, S].
 
-    Loaded by AutoModelForCausalLM with trust_remote_code, in fp32, without `rewriter`. Raises VerificationError when it
-    does not load, or when names are missing or surplus.
+    Loaded by transformers with trust_remote_code, in fp32, without `rewriter`; where weights are quantized, from what
+    they stand for. Raises VerificationError when it does not load, or when names are missing or surplus.
     """
     words = ["-P", str(HERE / "load_huggingface.py")]
     return _run(words, directory, batches, "the adapted checkpoint", 1, lambda rank: environment())
@@ -72,7 +68,7 @@ def _run(
     with Processes() as job:
         request, result = job.scratch / "request.json", job.scratch / "logits.safetensors"
         asked = {"directory": str(directory.resolve()), "batches": [b.tolist() for b in batches], **more}
-        write_json(request, asked | {"quantization": quantization(directory)})
+        write_json(request, asked)
         # Generated files are imported from a separate cache, so that nothing of a failed run stays behind.
         own = {"HF_MODULES_CACHE": str(job.scratch / "modules"), "HF_HUB_OFFLINE": "1"}
         for rank in range(ranks):

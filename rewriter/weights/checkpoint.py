@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rewriter.common.adapters import refuse_adapter
 from rewriter.common.errors import RewriterError
 from rewriter.common.expressions import Concat, Dequantized, Expression, Slice, Stack, Take, Tensor, Transpose
 from rewriter.weights.header import BITS, SafetensorsHeader, TensorInfo, parse_json, read_header
@@ -24,6 +25,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.bin.index.json", "*.ckpt", "*.pkl")
 MAX_INDEX = 500_000_000
+COMPARED = 1 << 24  # bytes that are compared at a time
 
 TORCH_DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -38,11 +40,15 @@ class Checkpoint:
     """The tensors of one checkpoint, made by `Checkpoint.open`. Only headers are read until a tensor is asked for.
 
     `tensors` maps each name to where it is, file by file and in the order of the data; `files` are the weight files
-    in that order; `metadata` is each file's own. The files must not change while this object is in use.
+    in that order; `metadata` is each file's own; `index` is the JSON of the index, if there is one. The files must not
+    change while this object is in use.
     """
 
-    def __init__(self, directory: Path, headers: Mapping[Path, SafetensorsHeader]) -> None:
+    def __init__(
+        self, directory: Path, headers: Mapping[Path, SafetensorsHeader], index: Mapping[str, Any] | None = None
+    ) -> None:
         self.directory = directory
+        self.index = index
         self.headers = headers
         self.files: tuple[Path, ...] = tuple(headers)
         self.tensors: Mapping[str, TensorInfo] = {n: info for h in headers.values() for n, info in h.tensors.items()}
@@ -55,9 +61,10 @@ class Checkpoint:
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
         """Open a directory that holds model.safetensors, or model.safetensors.index.json and the files that it names.
 
-        Raises RewriterError, naming file and tensor, if there is no such directory, no safetensors (pickled weights are
-        never opened), a broken header, or an index that names missing files, files outside the directory, or other
-        tensors than the files hold.
+        As for transformers, an index says which files are read, and these say which tensors they hold. Raises
+        RewriterError, naming file and tensor, if there is no such directory, no safetensors (pickled weights are never
+        opened), a broken header, an index that names missing files or files outside the directory, or a tensor that
+        two files hold with different values.
         """
         root = Path(directory)
         if not root.is_dir():
@@ -65,15 +72,36 @@ class Checkpoint:
             raise RewriterError(
                 f"{root}: {what}. Expected a Hugging Face checkpoint: config.json and {SINGLE} (or {INDEX})."
             )
+        refuse_adapter(root)
         # transformers looks in this order too: one file goes before an index.
         if (root / SINGLE).exists():
             return cls(root, {root / SINGLE: read_header(root / SINGLE)})
         if not (root / INDEX).exists():
             raise _no_weights(root)
-        weight_map = _read_index(root / INDEX)
-        headers = {root / name: read_header(root / name) for name in sorted(set(weight_map.values()))}
-        _compare(root, weight_map, headers)
-        return cls(root, headers)
+        index = _read_index(root / INDEX)
+        headers = {root / name: read_header(root / name) for name in sorted(set(index["weight_map"].values()))}
+        checkpoint = cls(root, headers, index)
+        checkpoint._refuse_two_values()
+        return checkpoint
+
+    def _refuse_two_values(self) -> None:
+        for path, header in self.headers.items():
+            for name, info in header.tensors.items():
+                kept = self.tensors[name]
+                if kept.file != path and not self._same(info, kept):
+                    raise RewriterError(
+                        f"{self.directory}: {path.name} and {kept.file.name} hold {name!r} with different values. "
+                        f"transformers takes that of {kept.file.name}: where it is the right one, "
+                        f"AutoModelForCausalLM.from_pretrained({str(self.directory)!r}).save_pretrained('NEW') writes "
+                        "it alone. Else download both files again."
+                    )
+
+    def _same(self, one: TensorInfo, other: TensorInfo) -> bool:
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        first, second = (memoryview(self.mapping(info.file))[slice(*info.offsets)] for info in (one, other))
+        pieces = range(0, one.nbytes, COMPARED)
+        return all(first[i : i + COMPARED] == second[i : i + COMPARED] for i in pieces)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -198,7 +226,7 @@ def mixed_dtypes(checkpoint: Checkpoint, expression: Expression) -> RewriterErro
     return RewriterError(f"{expression}: its tensors have different dtypes ({each}). Name one for all with --dtype.")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_INDEX:
             raise RewriterError(
@@ -225,18 +253,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise RewriterError(
                 f"{path.parent / name}: missing, but {path.name} places {tensor!r} there. Download it again."
             )
-    return weight_map
-
-
-def _compare(root: Path, weight_map: Mapping[str, str], headers: Mapping[Path, SafetensorsHeader]) -> None:
-    for name, file in weight_map.items():
-        if name not in headers[root / file].tensors:
-            raise RewriterError(f"{root / file}: it lacks {name!r}, which {INDEX} places there. Download both again.")
-    for path, header in headers.items():
-        for name in header.tensors:
-            if name not in weight_map or root / weight_map[name] != path:
-                where = f"places it in {weight_map[name]!r}" if name in weight_map else "does not list it"
-                raise RewriterError(f"{path}: it holds {name!r}, but {INDEX} {where}. Download both again.")
+    return dict(index)
 
 
 def _no_weights(root: Path) -> RewriterError:

@@ -17,6 +17,7 @@ from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpo
 from rewriter.weights.checkpoint import Checkpoint
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+OF_TORCH: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # how activations are scaled: of what weights stand for, nothing
 ACTIVATIONS = ("activation_scale", "input_scale", "output_scale", "qscale_act")
 AWQ_SCALED = ("act.scales", "gelu_impl.scales")  # AutoAWQ divides what enters a layer instead of its weights
@@ -38,8 +39,8 @@ class QuantizedWeights:
 def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> QuantizedWeights | None:
     """What the checkpoint of a model with this config.json holds; None where nothing is quantized.
 
-    Weights are taken to stand for tensors of the config's dtype, bf16 where it names none. Raises RewriterError for
-    what cannot be read, by its name: the method, its bits and what else is special about it.
+    Weights are taken to stand for tensors of `usual_dtype`. Raises RewriterError for what cannot be read, by its name:
+    the method, its bits and what else is special about it.
     """
     said = config.get("quantization_config") or config.get("compression_config")
     if not said:
@@ -47,8 +48,7 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     if not isinstance(said, Mapping):
         raise RewriterError(f"{checkpoint.directory}: its quantization_config is {shortened(said)}, not an object.")
     method = str(said.get("quant_method", "unknown")).replace("_", "-")
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    dtype = {"float32": "F32", "float16": "F16"}.get(named, "BF16")
+    dtype = usual_dtype(checkpoint, config)
     find = _METHODS.get(method)
     if find is None:
         raise _refused(checkpoint, f"{method}{_bits(said)}", f"{', '.join(sorted(_METHODS))} are known")
@@ -65,6 +65,15 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     used = dropped | {part for expression in found.values() for part in expression.tensors()}
     plain = {name: Tensor(name) for name in checkpoint.tensors if name not in used}
     return QuantizedWeights(kind, dtype, {**plain, **found})
+
+
+def usual_dtype(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str:
+    """The dtype, as safetensors calls it, that transformers loads a checkpoint in: the config's, or where that names
+    none that of the first tensor of 16 bits or more."""
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    inside = sorted(checkpoint.headers[checkpoint.files[0]].tensors)
+    first = next((dtype for name in inside if (dtype := checkpoint.dtypes[name]) in OF_TORCH.values()), "F32")
+    return OF_TORCH.get(named, first)
 
 
 def _refused(checkpoint: Checkpoint, what: str, why: str) -> RewriterError:
@@ -85,12 +94,13 @@ Found = tuple[str, dict[str, Expression], set[str]]
 
 
 def _fine_grained_fp8(checkpoint: Checkpoint, said: Mapping[str, Any], dtype: str) -> Found:
-    """transformers' "fp8": DeepSeek-V3, Qwen3-FP8. Scales in blocks, or one per tensor."""
+    """transformers' "fp8": DeepSeek-V3, Qwen3-FP8. Scales in blocks, or one per tensor, as AutoFP8 names it too, whose
+    checkpoints only engines load."""
     block = said.get("weight_block_size")
     kind = f"fp8 in blocks of {block[0]}×{block[1]}" if block else "fp8 per tensor"
     if said.get("expert_dtype", "fp8") != "fp8":
         raise _refused(checkpoint, f"fp8 with experts in {said['expert_dtype']}", "only fp8 experts are")
-    suffixes = ("_scale_inv", ".scale", ".qscale_weight")
+    suffixes = ("_scale_inv", "_scale", ".scale", ".qscale_weight")
     return _scaled_fp8(checkpoint, kind, lambda name: _companions(name, suffixes), block, dtype)
 
 
