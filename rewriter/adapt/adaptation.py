@@ -24,8 +24,8 @@ from rewriter.adapt.self_data import own_text, source_of
 from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
-from rewriter.analysis.sequence_layout import stream_width
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import stream_width
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
 from rewriter.convert.rewritten_source import open_output, recipe_of

@@ -13,6 +13,7 @@ from rewriter.adapt.options import Options
 from rewriter.adapt.students import base_of
 from rewriter.common.errors import RewriterError
 from rewriter.common.files import read_json
+from rewriter.common.text_settings import text_settings
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, load_config
 
@@ -47,11 +48,12 @@ def original_directory(opened: Opened, options: Options, source: Path, teacher: 
     if (place / "config.json").is_file():
         config = read_json(place / "config.json", "Give the original model as --teacher.")
     expected = source_config(opened)
+    theirs, ours = text_settings(config), text_settings(expected)
     for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers"):
-        if config.get(name) != expected.get(name):
+        if theirs.get(name) != ours.get(name):
             raise RewriterError(
-                f"--teacher {place}: its {name} is {config.get(name)!r}, that of the rewritten model "
-                f"{expected.get(name)!r}. Give the model that was rewritten"
+                f"--teacher {place}: its {name} is {theirs.get(name)!r}, that of the rewritten model "
+                f"{ours.get(name)!r}. Give the model that was rewritten"
             )
     return place
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rewriter.common.errors import RewriterError
+from rewriter.common.text_settings import check_tokens
 from rewriter.runtime.agreement import check_agreement
 from rewriter.runtime.cache import SlotSpec, StaticCache
 from rewriter.runtime.context import Context, positions, segment_positions
@@ -42,12 +43,15 @@ class RuntimeModel(nn.Module):
     `slots` says what a cache must hold, in order of the slot numbers that attention calls use. `dropout_probability`
     is the largest one in the source model's configuration; the traced computation is that of evaluation, which has
     none. `sequence` is the axis over which tokens are sharded, None where there is none. The mesh may have a dimension
-    "dp" of replicas that see different rows.
+    "dp" of replicas that see different rows. `vocabulary` is the number of tokens, `positions` that of the table of
+    positions; None where it is not known, or where there is no table.
     """
 
     slots: Sequence[SlotSpec] = ()
     dropout_probability: float = 0.0
     sequence: SequenceAxis | None = None
+    vocabulary: int | None = None
+    positions: int | None = None
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
@@ -75,10 +79,13 @@ class RuntimeModel(nn.Module):
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
         rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
-        Raises RewriterError for tokens after a cache without their positions, for labels, positions or segments of
+        Raises RewriterError for tokens beyond the vocabulary (on a GPU they are not looked at: the host would wait),
+        for tokens after a cache without their positions, for labels, positions or segments of
         another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are
         given different ones.
         """
+        if input_ids_BS.device.type == "cpu" and input_ids_BS.numel() and not torch.compiler.is_compiling():
+            check_tokens("input_ids", [int(end) for end in input_ids_BS.aminmax()], self.vocabulary)
         ctx = self._context(input_ids_BS, ctx or Context())
         if position_ids_BS is None:
             position_ids_BS = self._positions(input_ids_BS, ctx)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rewriter.common.text_settings import top_setting
+
 
 def quantization(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     """What `AutoQuantizationConfig.from_dict` takes to dequantize the weights in `directory`; None: nothing to do.
@@ -14,7 +16,7 @@ def quantization(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     Without it transformers may keep them as they are and quantize activations too, which is another function.
     """
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    said = config.get("quantization_config")
+    said = top_setting(config, "quantization_config")
     return {**said, "dequantize": True} if said else None
 
 

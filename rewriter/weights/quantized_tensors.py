@@ -14,6 +14,7 @@ from typing import Any
 
 from rewriter.common.errors import RewriterError, shortened
 from rewriter.common.expressions import Dequantized, Expression, Tensor, Transpose
+from rewriter.common.text_settings import declared_dtype, top_setting
 from rewriter.weights.checkpoint import Checkpoint
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -41,14 +42,13 @@ def quantized_weights(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Quan
     Weights are taken to stand for tensors of the config's dtype, bf16 where it names none. Raises RewriterError for
     what cannot be read, by its name: the method, its bits and what else is special about it.
     """
-    said = config.get("quantization_config") or config.get("compression_config")
+    said = top_setting(config, "quantization_config", "compression_config")
     if not said:
         return None
     if not isinstance(said, Mapping):
         raise RewriterError(f"{checkpoint.directory}: its quantization_config is {shortened(said)}, not an object.")
     method = str(said.get("quant_method", "unknown")).replace("_", "-")
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    dtype = {"float32": "F32", "float16": "F16"}.get(named, "BF16")
+    dtype = {"float32": "F32", "float16": "F16"}.get(declared_dtype(config) or "", "BF16")
     find = _METHODS.get(method)
     if find is None:
         raise _refused(checkpoint, f"{method}{_bits(said)}", f"{', '.join(sorted(_METHODS))} are known")
