@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from rewriter.adapt.students import Model
 from rewriter.adapt.teacher import original_directory
 from rewriter.adapt.trainer import AdaptTrainer
 from rewriter.common.errors import RewriterError
+from rewriter.common.numbers import json_text
 from rewriter.common.text_settings import stream_width
 from rewriter.convert.conversion import ProgressCall, silent
 from rewriter.convert.destination import check_free
@@ -32,7 +32,7 @@ from rewriter.convert.rewritten_source import open_output, recipe_of
 from rewriter.convert.save_options import Level
 from rewriter.emit.manifest import AdaptationEntry, Manifest
 from rewriter.runtime.load import rank_device
-from rewriter.verify.saved_output import check_files
+from rewriter.verify.saved_output import check_files, check_weights
 from rewriter.weights import Checkpoint
 
 
@@ -46,7 +46,7 @@ class AdaptReport:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        return json_text(asdict(self), indent=2)
 
 
 def adapt(
@@ -86,6 +86,7 @@ def adapt(
     ranks = join(chosen.tp * chosen.sp, device, chosen.ep)
     ranks.on_first(lambda: check_free(final))
     ranks.on_first(lambda: check_files(opened.root, opened.manifest, _read_by_training(opened.manifest)))
+    ranks.on_first(lambda: check_weights(opened.root, opened.manifest))
     if ranks.world > 1 and (optim := given.get("optim", "adamw_torch")) not in settings_of.ELEMENTWISE:
         raise RewriterError(
             f"--set optim={optim}: ranks step pieces of tensors, so that it would train otherwise than on one device. "

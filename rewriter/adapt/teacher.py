@@ -16,13 +16,15 @@ from rewriter.common.files import read_json
 from rewriter.common.text_settings import text_settings
 from rewriter.convert.rewritten_source import Opened, source_config
 from rewriter.tracing.meta_model import build_on_meta, load_config
+from rewriter.weights.finite import require_finite
 
 
 def load_model(directory: Path, device: torch.device, trust_remote_code: bool = False, **options: Any) -> nn.Module:
-    """The Hugging Face model in a directory, in fp32 on `device`."""
+    """The Hugging Face model in a directory, in fp32 on `device`. Raises RewriterError where a weight is not finite."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=trust_remote_code, dtype=torch.float32, **options
     )
+    require_finite(model.named_parameters(), str(directory))
     return model.to(device)
 
 

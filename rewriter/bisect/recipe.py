@@ -27,6 +27,7 @@ from rewriter.verify.quantized_loading import cannot_load, loading_arguments
 from rewriter.verify.random_model import random_ids
 from rewriter.verify.shrink import depth, representatives, shrink
 from rewriter.verify.shrunken_check import on_ranks, telling_copy, test_lengths
+from rewriter.weights.finite import require_finite
 
 Weights = Literal["shrunken", "real"]
 _TOKENS = 21
@@ -79,6 +80,7 @@ def real_material(traced: Program) -> Material:
         source.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=source.remote_code,
         **loading_arguments(source.path),
     ).eval()  # fmt: skip
+    require_finite(model.named_parameters(), source.path)
     return Material(model, traced, golden_tokens(traced), "the real weights")
 
 

@@ -88,6 +88,9 @@ def source_config(source: Source) -> dict[str, Any]:
         return dict(source.config)
     if not config.get("quantization_config", True):  # transformers would look for a method in it
         del config["quantization_config"]
+    if not source.remote_code:  # what it names of the model's own code was not run, and is not copied
+        kept = {name: place for name, place in (config.pop("auto_map", None) or {}).items() if name == "AutoTokenizer"}
+        config |= {"auto_map": kept} if kept else {}
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
     return config
@@ -101,6 +104,7 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
     return config | {
         "architectures": [names.architecture],
         "auto_map": {
+            **{name: place for name, place in (config.get("auto_map") or {}).items() if name == "AutoTokenizer"},
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",

@@ -26,6 +26,7 @@ from rewriter.passes.base import bound_ranks, single_device
 from rewriter.weights import Checkpoint, ShardPlan, convert_files, plan_bytes
 from rewriter.weights.checkpoint import INDEX, SINGLE, torch_dtype
 from rewriter.weights.early_copies import EarlyCopies
+from rewriter.weights.finite import Watched, watched
 from rewriter.weights.header import read_header
 from rewriter.weights.references import references_text
 
@@ -40,7 +41,7 @@ CHAT_TEMPLATES = "additional_chat_templates"  # a folder of them, beside chat_te
 @dataclass(frozen=True)
 class PlannedFiles:
     """The files to write: `copies` (source, name), `shards` (name → tensors), `texts` (name → content), and
-    `references` (name → what ranks hold of the adapted checkpoint's tensors)."""
+    `references` (name → what ranks hold of the adapted checkpoint's tensors). `watched`: what must be finite."""
 
     checkpoint: Checkpoint
     copies: tuple[tuple[Path, str], ...]
@@ -52,6 +53,7 @@ class PlannedFiles:
     runtime: Mapping[str, Runtime] = field(default_factory=dict)
     references: Mapping[str, Mapping[str, Reference]] = field(default_factory=dict)
     per_rank: PerRank | None = None
+    watched: Watched = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Every file, sorted."""
@@ -89,6 +91,7 @@ def plan(
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
+    read = watched(checkpoint, (spec.expression for spec in program.parameters.values() if spec.expression is not None))
     kept = kept_tensors(program, checkpoint, dequantize, refuse=_kept_quantized(dtype, materialize))
     program = kept.program
     single = single_device(program)
@@ -138,7 +141,7 @@ def plan(
         per_rank = PerRank(ranks=bound, pattern=config["rewriter_pattern"], modes=sentences(program), untied=untied)
     return PlannedFiles(
         checkpoint, tuple(copies), shards, metadata, texts, emitted.modeling_name, emitted.model_type,
-        {mesh: entry}, references, per_rank,
+        {mesh: entry}, references, per_rank, read,
     )  # fmt: skip
 
 
@@ -183,7 +186,7 @@ def write(
         progress("weights", done, total)
 
     progress("weights", 0, total)
-    convert_files(layout.checkpoint, copies, plans, link=link, early=early, finished=finished)
+    convert_files(layout.checkpoint, copies, plans, link=link, early=early, watched=layout.watched, finished=finished)
     for entry in layout.runtime.values():
         headers = {name: read_header(output.path(name)) for name in entry.ranks or ()}
         entry.headers = {name: FileHeader(size=h.size, header=h.sha256) for name, h in headers.items()} or None

@@ -21,6 +21,7 @@ from rewriter.analysis.rank_memory import memory
 from rewriter.analysis.residual import Block, annotate, computes, residual_blocks, stream_values
 from rewriter.common.errors import RewriterError
 from rewriter.common.garbage import collector_paused
+from rewriter.common.numbers import json_text
 from rewriter.common.text_settings import declared_dtype
 from rewriter.inspect.rules import standard_layers, unfired, without_measurements
 from rewriter.inspect.sequence_table import sequence, with_length
@@ -45,7 +46,7 @@ class Inspection:
     data: Mapping[str, Any]
 
     def to_json(self) -> str:
-        return json.dumps(self.data, indent=2, ensure_ascii=False)
+        return json_text(self.data, indent=2)
 
     def __rich__(self) -> Group:
         return tables(self.data)

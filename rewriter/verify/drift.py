@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rewriter.common.errors import RewriterError
+from rewriter.common.errors import RewriterError, VerificationError
 from rewriter.common.text_settings import check_tokens, context_length, vocabulary_size
 from rewriter.emit.manifest import Drift
 from rewriter.ir import Program
@@ -51,13 +51,19 @@ class DriftSums:
         return max(self.divergence / self.tokens, 0.0)
 
     def result(self, text: str) -> Drift:
-        """The means. `text` says what was read."""
+        """The means; perplexities of e^700 at most. `text` says what was read. Raises VerificationError for logits that
+        were not finite."""
+        if not all(map(math.isfinite, (self.divergence, self.before, self.after))):
+            raise VerificationError(
+                f"drift on {text}: logits are not finite, although the weights are. The model computes beyond the "
+                "range of fp32"
+            )
         predicted = max(self.predicted, 1)
         return Drift(
             kl=self.kl,
             top1_agreement=self.agreement / self.tokens,
-            perplexity_before=math.exp(self.before / predicted),
-            perplexity_after=math.exp(self.after / predicted),
+            perplexity_before=math.exp(min(self.before / predicted, 700.0)),
+            perplexity_after=math.exp(min(self.after / predicted, 700.0)),
             tokens=self.tokens,
             text=text,
         )

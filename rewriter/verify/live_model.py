@@ -14,6 +14,7 @@ from torch import nn
 from rewriter.common.errors import RewriterError
 from rewriter.ir import Opaque, Program
 from rewriter.verify.quantized_loading import loading_arguments
+from rewriter.weights.finite import require_finite
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,12 +30,15 @@ def opaque_modules(program: Program) -> dict[str, Opaque]:
 
 @functools.lru_cache(maxsize=1)
 def load_host(path: str, remote_code: bool, dtype: torch.dtype) -> nn.Module:
-    """The unmodified eager model of a checkpoint directory, in eval mode."""
+    """The unmodified eager model of a checkpoint directory, in eval mode. Raises RewriterError where a weight is not
+    finite."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", dtype=dtype, trust_remote_code=remote_code, **loading_arguments(path)
-    ).eval()
+    )
+    require_finite(model.named_parameters(), path)
+    return model.eval()
 
 
 class Host:
