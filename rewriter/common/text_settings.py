@@ -70,10 +70,7 @@ def not_a_token(ids: Iterable[int], vocabulary: int | None, tokenizer: Any = Non
     text, advice = "", "Give ids of this model's tokens"
     if tokenizer is not None:
         text = f" ({tokenizer.convert_ids_to_tokens(wrong)!r})" if wrong >= 0 else ""
-        advice = (
-            "The tokenizer is another model's, or tokens were added to it: take the model's own, or give the model "
-            "more embeddings (resize_token_embeddings of transformers) before it is rewritten"
-        )
+        advice = "Take the model's own tokenizer, or resize its embeddings and rewrite it again"
     return f"token {wrong}{text} is beyond the model's vocabulary of {vocabulary}. {advice}"
 
 

@@ -11,7 +11,7 @@ shapes, but for norms with weights per rank, which hold the weights of all ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,17 @@ def source_config(source: Source) -> dict[str, Any]:
     if not config.get("quantization_config", True):  # transformers would look for a method in it
         del config["quantization_config"]
     if not source.remote_code:  # what it names of the model's own code was not run, and is not copied
-        kept = {name: place for name, place in (config.pop("auto_map", None) or {}).items() if name == "AutoTokenizer"}
-        config |= {"auto_map": kept} if kept else {}
+        kept = _code_of_tokenizer(config)
+        config = {k: v for k, v in config.items() if k != "auto_map"} | ({"auto_map": kept} if kept else {})
     if source.config.get("tie_word_embeddings") is False and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False  # its weights are two: see `rewriter.tracing.parameters`
     return config
+
+
+def _code_of_tokenizer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of auto_map that is not the model's."""
+    own = config.get("auto_map")
+    return {name: own[name] for name in own if name == "AutoTokenizer"} if isinstance(own, dict) else {}
 
 
 def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def _own_config(source: Source, names: ModelNames) -> dict[str, Any]:
     return config | {
         "architectures": [names.architecture],
         "auto_map": {
-            **{name: place for name, place in (config.get("auto_map") or {}).items() if name == "AutoTokenizer"},
+            **_code_of_tokenizer(config),
             "AutoConfig": f"{names.module}.{names.config}",
             "AutoModel": f"{names.module}.{names.base}",
             "AutoModelForCausalLM": f"{names.module}.{names.architecture}",

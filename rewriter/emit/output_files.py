@@ -91,7 +91,7 @@ def plan(
     source = Path(program.source.path)
     checkpoint = Checkpoint.open(source)
     target = DTYPES[dtype] if dtype is not None else None
-    read = watched(checkpoint, (spec.expression for spec in program.parameters.values() if spec.expression is not None))
+    read = watched(checkpoint, (spec.expression for spec in program.parameters.values()))
     kept = kept_tensors(program, checkpoint, dequantize, refuse=_kept_quantized(dtype, materialize))
     program = kept.program
     single = single_device(program)

@@ -72,10 +72,10 @@ def placed(name: str, element: int, shape: tuple[int, ...]) -> str:
     return f"{name}{place[::-1]}" if shape else name
 
 
-def watched(checkpoint: Checkpoint, expressions: Iterable[Expression]) -> dict[str, str]:
+def watched(checkpoint: Checkpoint, expressions: Iterable[Expression | None]) -> dict[str, str]:
     """What has to be finite for these expressions to be: every tensor that they read."""
     found: dict[str, str] = {}
-    for expression in expressions:
+    for expression in filter(None, expressions):
         found |= {name: checkpoint.info(name).dtype for name in expression.tensors()}
         for part in _dequantized(expression):
             if part.scheme == "mxfp4":  # its exponents are bytes
