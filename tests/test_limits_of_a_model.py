@@ -83,7 +83,10 @@ def test_tokens_given_to_the_module(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "positions"),
-    [("gpt2", 24), ("opt", 24), ("biogpt", 24), ("gptj", 24), ("xglm", 24), ("ctrl", 24), ("llama", None)],
+    [
+        *(("opt", 24), ("gptj", 24), ("ctrl", 24), ("llama", None)),
+        *(pytest.param(kind, 24, marks=pytest.mark.slow) for kind in ("gpt2", "biogpt", "xglm")),
+    ],
 )
 def test_a_table_of_positions_is_known(kind: str, positions: int | None) -> None:
     sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 24}

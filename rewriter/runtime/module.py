@@ -79,13 +79,10 @@ class RuntimeModel(nn.Module):
         targets of all rows, on all ranks. Without any target it is 0, and so are gradients. Backward leaves every
         rank the gradient of this mean: see `rewriter.runtime.gradient_sums`.
 
-        Raises RewriterError for tokens beyond the vocabulary (on a GPU they are not looked at: the host would wait),
-        for tokens after a cache without their positions, for labels, positions or segments of
-        another shape than the tokens, for arguments that exclude each other, and where ranks that share sequences are
-        given different ones.
+        Raises RewriterError for tokens beyond the vocabulary (on a CPU, and where they do not follow others), for
+        tokens after a cache without their positions, for labels, positions or segments of another shape than the
+        tokens, for arguments that exclude each other, and where ranks that share sequences are given different ones.
         """
-        if input_ids_BS.device.type == "cpu" and input_ids_BS.numel() and not torch.compiler.is_compiling():
-            check_tokens("input_ids", [int(end) for end in input_ids_BS.aminmax()], self.vocabulary)
         ctx = self._context(input_ids_BS, ctx or Context())
         if position_ids_BS is None:
             position_ids_BS = self._positions(input_ids_BS, ctx)
@@ -128,6 +125,9 @@ class RuntimeModel(nn.Module):
 
     def _context(self, input_ids_BS: Tensor, ctx: Context) -> Context:
         """`ctx` with what it says about tokens that are sharded over ranks."""
+        on_host = input_ids_BS.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_host and ctx.position is None and self.vocabulary is not None and input_ids_BS.numel():
+            check_tokens("input_ids", [int(end) for end in input_ids_BS.aminmax()], self.vocabulary)
         if ctx.segment_ids is not None and ctx.segment_ids.shape != input_ids_BS.shape:
             raise RewriterError(
                 f"segment_ids {list(ctx.segment_ids.shape)}: expected the shape of input_ids, "
